@@ -1,0 +1,123 @@
+"""policyloss: the loss functions of LLM reinforcement learning, as short compositions of orthogonal parts.
+
+import policyloss as pl
+spec = pl.preset("dapo")
+out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
+out.loss.backward()
+"""
+
+from policyloss import advantage, functional
+from policyloss.advantage import gae, group_advantages, whiten
+from policyloss.check import check_loss
+from policyloss.errors import InputError, PolicyLossError, SpecError
+from policyloss.explain import diff, explain
+from policyloss.loss import LossOutput, measure, policy_loss
+from policyloss.metrics import Metrics, Stat
+from policyloss.presets import preset, presets
+from policyloss.slots.aggregate import (
+    LengthWeighted,
+    LocalSeqMeanTokenMean,
+    LocalTokenMean,
+    PromptMean,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+    TokenSumNorm,
+)
+from policyloss.slots.correction import (
+    OPSM,
+    Band,
+    Corrected,
+    Reject,
+    SelfNormalise,
+    SequenceMask,
+    Truncate,
+    Veto,
+)
+from policyloss.slots.kl import KL
+from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.slots.trust import (
+    Clip,
+    CovClip,
+    CovKL,
+    DetachedClip,
+    GammaWeight,
+    GeometricClip,
+    ProbabilityBand,
+    Quadratic,
+    SoftGate,
+    Surrogate,
+    TaperedNegative,
+    TwoSidedClip,
+    Unbounded,
+)
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import GroupTokens, Totals
+from policyloss.value import value_loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KL",
+    "OPSM",
+    "Band",
+    "Clip",
+    "Corrected",
+    "CovClip",
+    "CovKL",
+    "DetachedClip",
+    "GammaWeight",
+    "GeometricClip",
+    "GroupTokens",
+    "InputError",
+    "LengthWeighted",
+    "LocalSeqMeanTokenMean",
+    "LocalTokenMean",
+    "LossOutput",
+    "LossSpec",
+    "Metrics",
+    "PolicyLossError",
+    "ProbabilityBand",
+    "PromptMean",
+    "Quadratic",
+    "Reject",
+    "SegmentRatio",
+    "SelfNormalise",
+    "SeqMeanTokenMean",
+    "SeqMeanTokenSum",
+    "SeqMeanTokenSumNorm",
+    "SequenceMask",
+    "SequenceProduct",
+    "SequenceRatio",
+    "SoftGate",
+    "SpecError",
+    "Stat",
+    "Surrogate",
+    "TaperedNegative",
+    "TokenMean",
+    "TokenRatio",
+    "TokenSum",
+    "TokenSumNorm",
+    "Tokens",
+    "Totals",
+    "Truncate",
+    "TwoSidedClip",
+    "Unbounded",
+    "Veto",
+    "advantage",
+    "check_loss",
+    "diff",
+    "explain",
+    "functional",
+    "gae",
+    "group_advantages",
+    "measure",
+    "policy_loss",
+    "preset",
+    "presets",
+    "value_loss",
+    "whiten",
+]

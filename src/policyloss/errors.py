@@ -1,0 +1,26 @@
+"""The errors of the library. All are `ValueError`s, so callers need not import them to catch them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class PolicyLossError(ValueError):
+    """Base of every error raised on purpose by this library."""
+
+
+class SpecError(PolicyLossError):
+    """A loss specification that means nothing: a bad number, an unknown name, parts that do not fit."""
+
+
+class InputError(PolicyLossError):
+    """Tensors that do not fit the call: a missing argument, a wrong shape, dtype or layout."""
+
+
+def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
+    """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
+    names = sorted(valid)
+    close = get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}."

@@ -1,0 +1,6 @@
+def explain(spec):
+    raise AssertionError
+
+
+def diff(a, b):
+    raise AssertionError

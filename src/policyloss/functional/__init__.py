@@ -1,0 +1,57 @@
+"""Pure functions of tensors: what every slot is made of, and what to write a loss of your own from.
+
+They know nothing of specs. Token-shaped means `[B, T]` or packed `[N]`; where a function needs to know where sequences are, it
+takes a `Sequences`.
+"""
+
+from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum
+from policyloss.functional.correction import any_in_sequence, at_level, divergence, importance_weight, reduced, within
+from policyloss.functional.kl import estimate, with_gradient
+from policyloss.functional.masking import bound, compute_dtype, difference, fill
+from policyloss.functional.segments import Sequences, group_sum
+from policyloss.functional.trust import (
+    binary_divergence,
+    clipped,
+    covariance,
+    detached_clipped,
+    gamma_weighted,
+    geometric_clipped,
+    outside_band,
+    quadratic,
+    signed_clamp,
+    soft_gated,
+    tapered_negative,
+    two_sided_clipped,
+)
+
+__all__ = [
+    "Sequences",
+    "any_in_sequence",
+    "at_level",
+    "binary_divergence",
+    "bound",
+    "clipped",
+    "compute_dtype",
+    "covariance",
+    "detached_clipped",
+    "difference",
+    "divergence",
+    "estimate",
+    "fill",
+    "gamma_weighted",
+    "geometric_clipped",
+    "group_sum",
+    "importance_weight",
+    "outside_band",
+    "per_sequence_mean",
+    "quadratic",
+    "reciprocal",
+    "reduced",
+    "signed_clamp",
+    "soft_gated",
+    "tapered_negative",
+    "two_sided_clipped",
+    "weighted_sum",
+    "with_gradient",
+    "within",
+]

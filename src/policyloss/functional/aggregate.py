@@ -1,0 +1,29 @@
+"""Aggregation: `loss = Σ_t weight_t · loss_t`, with weights that depend on the mask and on counts only, never on the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.segments import Sequences
+
+
+def reciprocal(count: Tensor | float, like: Tensor) -> Tensor:
+    """`1 / count` in `like`'s dtype, and 1 where the count is 0: an empty batch has weight one and sum zero."""
+    if isinstance(count, Tensor):
+        x = count.to(like.device, like.dtype)
+    else:
+        x = torch.full((), float(count), device=like.device, dtype=like.dtype)
+    return torch.where(x > 0, 1 / x, 1)
+
+
+def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
+    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / length`, token-shaped."""
+    return sequences.expand(reciprocal(lengths, lengths))
+
+
+def weighted_sum(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    """`Σ weight·x` over the valid tokens; a 0-dim weight multiplies the sum once."""
+    if weight.dim() == 0:
+        return torch.where(mask, x, 0).sum() * weight
+    return torch.where(mask, x * weight, 0).sum()

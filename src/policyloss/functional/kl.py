@@ -1,0 +1,34 @@
+"""KL penalties. The estimator gives the value; where the gradient comes from is a separate choice.
+
+Legend: `d` = anchor_logp − logp (carries the gradient through logp), token-shaped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def estimate(d: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(current‖anchor): k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − d − 1. (Schulman, "Approximating KL".)"""
+    if estimator == "k1":
+        return -d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return 0.5 * d**2
+    return torch.expm1(d) - d
+
+
+def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str) -> Tensor:
+    """`value` with the gradient of: itself ("value"), k2 ("k2", straight-through), or itself plus the score term ("score").
+
+    "score" multiplies by `exp(logp − sg logp)`, which is 1 and adds `value·∇logp`: together the gradient of the expectation, not
+    only of the integrand (arXiv 2506.09477).
+    """
+    if grad == "value":
+        return value
+    if grad == "score":
+        return value * (logp - logp.detach()).exp()
+    surrogate = 0.5 * d**2
+    return value.detach() + (surrogate - surrogate.detach())

@@ -1,0 +1,40 @@
+"""Masking and precision: the two lines everything else relies on.
+
+A masked position is *replaced* (`torch.where`) before anything is computed from it, never multiplied by zero: `0 * nan` is
+`nan`, and the gradient of `exp` at garbage is garbage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
+    if any(x is not None and x.dtype == torch.float64 for x in tensors):
+        return torch.float64
+    return torch.float32
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on the one backend (MPS) that has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def fill(x: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` where `mask`, exactly 0 elsewhere, whatever `x` holds there (NaN and inf included)."""
+    return torch.where(mask, x if dtype is None else x.to(dtype), 0)
+
+
+def difference(a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a - b` where `mask`, 0 elsewhere; both are upcast *before* they are subtracted."""
+    return torch.where(mask, a.to(dtype) - b.to(dtype), 0)
+
+
+def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
+    """Clamp a log-ratio: a number means ±number, a pair means (low, high) with None for no bound, None means no clamp."""
+    if limit is None:
+        return log_ratio
+    low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit
+    return log_ratio if low is None and high is None else log_ratio.clamp(min=low, max=high)

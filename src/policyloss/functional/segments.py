@@ -1,0 +1,192 @@
+"""Where sequences are: the one object that every sequence-level quantity goes through.
+
+Tokens lie either in padded rows `[B, T]` (a row is a sequence) or in a pack `[N]` cut by `cu_seqlens` `[S+1]`. With a
+context-parallel group, each rank holds some tokens of each of the same S sequences, and sums cross ranks by an all-reduce.
+Teach this object a layout, and every loss knows it.
+
+Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per sequence (`[S]`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import InputError
+
+
+class _SegmentSum(torch.autograd.Function):
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        offsets, ids = ctx.saved_tensors
+        return _Spread.apply(grads[0], offsets, ids), None, None  # type: ignore[no-untyped-call]
+
+
+class _Spread(torch.autograd.Function):
+    """`out[t] = s[ids[t]]`; its adjoint is `_SegmentSum` (indexing alone would scatter-add with atomics on a GPU)."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return s[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        offsets, ids = ctx.saved_tensors
+        return _SegmentSum.apply(grads[0].contiguous(), offsets, ids), None, None  # type: ignore[no-untyped-call]
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over ranks. Every rank's loss reads the sum, so the gradients of all ranks are summed on the way back too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _AllReduceSum.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def _segment_ids(offsets: Tensor, n: int) -> Tensor:
+    positions = torch.arange(n, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), positions, right=True)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
+    """Raise unless `cu_seqlens` is `[S+1]` integers that rise from 0 to `n`. Values are read only on a CPU (no sync)."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
+            f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == n) & (cu_seqlens.diff() >= 0).all()
+        try:
+            torch._assert_async(good)
+        except RuntimeError:
+            raise InputError(
+                f"cu_seqlens must rise from 0 to the number of packed tokens ({n}), got {cu_seqlens.tolist()[:8]}"
+                f"{'…' if cu_seqlens.numel() > 8 else ''}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sums over sequences and the way back to tokens, for padded rows and for packs.
+
+    `offsets` and `ids` are None for padded rows. Make one with `Sequences.of(tokens, cu_seqlens, cp_group)`.
+    """
+
+    shape: tuple[int, ...]
+    offsets: Tensor | None = None
+    ids: Tensor | None = None
+    cp_group: Any = None
+
+    @classmethod
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None) -> Sequences:
+        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`."""
+        if cu_seqlens is None:
+            if tokens.dim() != 2:
+                raise InputError(
+                    f"expected padded tokens [B, T], got shape {tuple(tokens.shape)}; for packed tokens [N] pass cu_seqlens=."
+                )
+            return cls(tuple(tokens.shape), cp_group=cp_group)
+        if tokens.dim() != 1:
+            raise InputError(
+                f"with cu_seqlens, tokens must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
+            )
+        check_cu_seqlens(cu_seqlens, tokens.shape[0])
+        offsets = cu_seqlens.to(tokens.device)
+        return cls(tuple(tokens.shape), offsets, _segment_ids(offsets, tokens.shape[0]), cp_group)
+
+    @property
+    def count(self) -> int:
+        """S, the number of sequences (empty ones included)."""
+        return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`."""
+        return self._across(self._sum_here(x))
+
+    def _sum_here(self, x: Tensor) -> Tensor:
+        if self.offsets is None or self.ids is None:
+            return x.sum(dim=-1)
+        s: Tensor = _SegmentSum.apply(x.reshape(-1), self.offsets, self.ids)  # type: ignore[no-untyped-call]
+        return s
+
+    def _across(self, s: Tensor) -> Tensor:
+        if self.cp_group is None:
+            return s
+        total: Tensor = _AllReduceSum.apply(s, self.cp_group)  # type: ignore[no-untyped-call]
+        return total
+
+    def max(self, x: Tensor) -> Tensor:
+        """Per-sequence maxima of `x` (−inf for an empty sequence). Not differentiable. `x` token-shaped → `[S]`."""
+        x = x.detach()
+        if self.offsets is None:
+            s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
+        else:
+            s = torch.segment_reduce(x.reshape(-1), "max", offsets=self.offsets, axis=0, unsafe=True, initial=float("-inf"))
+        if self.cp_group is not None:
+            dist.all_reduce(s, op=dist.ReduceOp.MAX, group=self.cp_group)
+        return s
+
+    def expand(self, s: Tensor) -> Tensor:
+        """Give each token its sequence's number. `[S]` → token-shaped."""
+        if self.offsets is None or self.ids is None:
+            return s.unsqueeze(-1).expand(self.shape)
+        spread: Tensor = _Spread.apply(s, self.offsets, self.ids)  # type: ignore[no-untyped-call]
+        return spread.view(self.shape)
+
+    def runs(self, mask: Tensor) -> Sequences:
+        """The same tokens, cut anew into the contiguous runs of `mask` (the turns of a dialogue).
+
+        A masked token belongs to the run before it, where it adds nothing. There are at most as many runs as tokens, so the
+        shapes do not depend on the data and nothing is read back to the host; unused runs are empty.
+        """
+        if self.cp_group is not None:
+            raise InputError(
+                "SegmentRatio cannot be used with cp_group: a run of the mask may cross ranks and its ends cannot be seen "
+                "locally. Use SequenceRatio, or gather whole sequences on a rank."
+            )
+        flat = mask.reshape(-1)
+        n = flat.shape[0]
+        before = torch.nn.functional.pad(flat[:-1], (1, 0))
+        if self.offsets is None or self.ids is None:
+            first = torch.arange(n, device=flat.device) % max(self.shape[-1], 1) == 0
+        else:
+            first = torch.nn.functional.pad(self.ids.diff() != 0, (1, 0), value=True)[:n]
+        ids = ((flat & (first | ~before)).to(torch.int64).cumsum(0) - 1).clamp(min=0)
+        offsets = torch.searchsorted(ids, torch.arange(n + 1, device=flat.device, dtype=torch.int64))
+        return Sequences(self.shape, offsets, ids)
+
+
+def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:
+    """Sort order and segments of equal ids: `order` `[S]`, and a `Sequences` over `ids[order]`. Any integer ids; no sync."""
+    ordered, order = torch.sort(group_ids, stable=True)
+    n = ordered.shape[0]
+    dense = torch.nn.functional.pad((ordered.diff() != 0).to(torch.int64), (1, 0))[:n].cumsum(0)
+    offsets = torch.searchsorted(dense, torch.arange(n + 1, device=dense.device, dtype=torch.int64))
+    return order, Sequences((n,), offsets, dense)
+
+
+def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
+    """For each element, the sum of `x` over the elements with the same id. `[S]`, `[S]` → `[S]`."""
+    order, groups = group_index(group_ids)
+    total = groups.expand(groups.sum(x[order]))
+    return torch.empty_like(total).scatter(0, order, total)

@@ -1,0 +1,21 @@
+"""What is measured of a loss, as sums over the valid tokens. No gradients, no host sync.
+
+Legend: everything token-shaped is 0 where `mask` is False.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest of the valid tokens; (−inf, inf) if there are none."""
+    if x.numel() == 0:
+        return x.new_full((), -torch.inf), x.new_full((), torch.inf)
+    return torch.where(mask, x, -torch.inf).amax(), torch.where(mask, x, torch.inf).amin()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """`eᵈ − 1 − d` per token: non-negative, low variance, precise for small d."""
+    return torch.expm1(log_ratio) - log_ratio

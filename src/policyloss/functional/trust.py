@@ -1,0 +1,154 @@
+"""Trust regions: how far one step may move a token. Pure functions of token-shaped tensors; the result is a loss to minimise.
+
+Legend: `ratio` = π/π_anchor (carries the gradient), `logp` carries the gradient, `advantages` is a constant; all token-shaped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.segments import Sequences
+
+
+def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers per token, in `like`'s dtype (`torch.where` of two Python floats would round them to float32)."""
+    return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
+
+
+def signed_clamp(
+    ratio: Tensor, advantages: Tensor, positive: tuple[float | None, float], negative: tuple[float | None, float | None]
+) -> Tensor:
+    """The ratio held inside one band where the advantage is ≥ 0 and inside another where it is < 0."""
+    high = ratio.clamp(min=positive[0], max=positive[1])
+    low = ratio if negative == (None, None) else ratio.clamp(min=negative[0], max=negative[1])
+    return torch.where(advantages >= 0, high, low)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual: float | None = None) -> Tensor:
+    """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, and at most `-A·dual` where A < 0.
+
+    The max binds on one side only, given the sign of A: it holds r ≤ 1+eps_high where A ≥ 0 and r ≥ 1-eps_low where A < 0; the
+    dual clip adds r ≤ dual there. So the whole surrogate is `-A · r` with r in a band that depends on the sign of A.
+    Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
+    """
+    return -advantages * signed_clamp(ratio, advantages, (None, 1 + eps_high), (1 - eps_low, dual))
+
+
+def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float) -> Tensor:
+    """INTELLECT-2's two-sided clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)` (arXiv 2505.07291).
+
+    The same band as dual clip when delta ≥ 1+eps_high; below that, delta tightens the upper bound for A ≥ 0.
+    """
+    high = 1 + eps_high
+    return -advantages * signed_clamp(ratio, advantages, (None, min(delta, high)), (1 - eps_low, max(delta, high)))
+
+
+def detached_clipped(
+    ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_min: float, ratio_max: float, outside: str = "clip"
+) -> Tensor:
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`; every token keeps a gradient (arXiv 2506.13585).
+
+    outside="zero_by_sign" drops the tokens PPO would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all outside the band.
+    """
+    r = ratio.detach()
+    weight = r.clamp(min=ratio_min, max=ratio_max)
+    if outside == "zero_by_sign":
+        weight = torch.where(((advantages > 0) & (r > ratio_max)) | ((advantages < 0) & (r < ratio_min)), 0, weight)
+    elif outside == "zero":
+        weight = torch.where((r > ratio_max) | (r < ratio_min), 0, weight)
+    return -weight * advantages * logp
+
+
+def soft_gated(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347). Slope −A at r = 1, fading on both sides."""
+    tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
+    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+
+
+def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str) -> Tensor:
+    """Divergence of "this token or another" between anchor and current policy: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)`. Detached."""
+    logp = logp.detach()
+    p, p0 = logp.exp(), anchor_logp.exp()
+    if kind == "tv":
+        return (p - p0).abs()
+    eps = 1e-8  # keeps log((1-p₀)/(1-p)) finite at probability one
+    return p0 * (anchor_logp - logp) + (1 - p0) * torch.log((1 - p0 + eps) / (1 - p + eps))
+
+
+def outside_band(
+    logp: Tensor,
+    anchor_logp: Tensor,
+    advantages: Tensor,
+    kind: str,
+    low: float,
+    high: float,
+    both_sides: bool = False,
+) -> Tensor:
+    """Which tokens have left the probability band (bool): upward beyond `high` or downward beyond `low`.
+
+    Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down elsewhere.
+    """
+    divergence = binary_divergence(logp, anchor_logp, kind)
+    up = (logp > anchor_logp) & (divergence > high)
+    down = (logp < anchor_logp) & (divergence > low)
+    return up | down if both_sides else torch.where(advantages > 0, up, down)
+
+
+def geometric_clipped(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, lengths: Tensor, sequences: Sequences
+) -> Tensor:
+    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped in log space on the side the advantage pushes to.
+
+    `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
+    """
+    sign = advantages.sign()
+    c = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
+    return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
+
+
+def gamma_weighted(
+    log_ratio: Tensor, logp: Tensor, advantages: Tensor, positive: tuple[float, float], negative: tuple[float, float]
+) -> Tensor:
+    """VESPO: `-sg[φ(W)]·A·logp`, `φ(W) = e^λ·W^k·e^(-λW)`, W the sequence's ratio; (k, λ) by the sign of A. φ(1) = 1."""
+    log_w = log_ratio.detach()
+    k = _choose(advantages >= 0, positive[0], negative[0], log_w)
+    rate = _choose(advantages >= 0, positive[1], negative[1], log_w)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp()
+    return -phi * advantages * logp
+
+
+def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) -> Tensor:
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·(logp - anchor_logp)²)` (arXiv 2405.19107, 2501.12599)."""
+    return -(advantages * logp - 0.5 * beta * log_ratio**2)
+
+
+def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max: float = 1.0) -> Tensor:
+    """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
+    weight = torch.where(advantages > 0, 1, ratio.detach().clamp(max=ratio_max))
+    return -weight * advantages * logp
+
+
+def covariance(logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor) -> Tensor:
+    """Each token's share of the covariance of advantage and log-probability: `(A - Ā)·(logp - mean logp)`. Detached."""
+    return (advantages - advantage_mean) * (logp.detach() - logp_mean)
+
+
+def draw(seed: int, *keys: Tensor) -> Tensor:
+    """A non-negative random int64 for each token that depends on `seed` and on the bits of `keys` only.
+
+    A token gets the same draw wherever it stands — padded or packed, in any micro-batch, on any rank — which a random generator
+    cannot give. (splitmix64 over the float bits.)
+    """
+    state = torch.full_like(keys[0], seed * 0x9E3779B9 + 0x1234567, dtype=torch.int64)
+    for key in keys:
+        bits = key.contiguous().view(torch.int64 if key.dtype == torch.float64 else torch.int32).to(torch.int64)
+        state = _mix(state ^ (bits + 0x5851F42D4C957F2D))
+    return state & 0x7FFFFFFFFFFFFFFF
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser; int64 products wrap, and the mask makes its shifts logical."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,160 @@
+"""`policy_loss`: the whole pipeline, a straight line over the slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.masking import bound
+from policyloss.metrics import Metrics
+from policyloss.report_metrics import policy_metrics
+from policyloss.slots.correction import Combined, combine
+from policyloss.slots.trust import Surrogate
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals, local_totals, resolve
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`loss`: a 0-dim tensor to call `backward()` on. `metrics`: what happened, as records that add up."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+def policy_loss(
+    spec: LossSpec,
+    logp: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    totals: Totals | Literal["local"] | None = None,
+    cp_group: Any = None,
+) -> LossOutput:
+    """The loss `spec` describes, over per-token log-probabilities.
+
+    `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
+
+    Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
+      logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`) carry the gradient; `old_logp` is
+      the trainer's own policy when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
+      reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
+      advantages: token-shaped, or one per sequence. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which
+      prompt a sequence belongs to.
+    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch.
+    cp_group: the process group over which each sequence's tokens are spread (context parallel).
+    """
+    if not isinstance(spec, LossSpec):
+        raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
+    given = resolve(totals)
+    t = Tokens.of(
+        logp,
+        advantages,
+        mask,
+        others={"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy},
+        cu_seqlens=cu_seqlens,
+        group_ids=group_ids,
+        cp_group=cp_group,
+    )
+    whole = t
+    t, corrected = corrected_tokens(spec, t, given)
+    t, raw_log_ratio = with_ratio(spec, t)
+    t = replace(t, totals=local_totals(t) if given is None else given)
+
+    surrogate = spec.trust(t)
+    if not isinstance(surrogate, Surrogate):
+        surrogate = Surrogate(surrogate)
+    token_loss = surrogate.loss
+    if corrected.weight is not None:
+        token_loss = token_loss * corrected.weight
+    if corrected.keep is not None:
+        token_loss = torch.where(corrected.keep, token_loss, 0)
+    kl = None if spec.kl is None else spec.kl(t)
+    if kl is not None:
+        token_loss = token_loss + getattr(spec.kl, "coef", 1.0) * kl
+    if spec.entropy_coef:
+        token_loss = token_loss - spec.entropy_coef * t.entropy
+
+    loss = weighted_sum(token_loss, spec.aggregate(t), t.mask)
+    with torch.no_grad():
+        metrics = policy_metrics(spec, whole, t, raw_log_ratio, surrogate, corrected, token_loss, kl, loss)
+    return LossOutput(loss, metrics)
+
+
+def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
+    """Apply the corrections, and take rejected tokens out of the mask if the spec says so."""
+    if given is not None and spec.needs_statistics:
+        if given.statistics is None:
+            raise InputError(
+                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
+                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's tensors, or pass "
+                'totals="local" if this call is the whole batch.'
+            )
+        t = replace(t, known=given.statistics)
+    corrected = combine(spec.correction, t, group)
+    if spec.rejected != "keep" and corrected.keep is not None:
+        keep = corrected.keep
+        if spec.rejected == "drop_sequence":
+            keep = ~any_in_sequence(t.mask & ~keep, t.sequences)
+        t = t.with_mask(t.mask & keep)
+    return t, corrected
+
+
+def with_ratio(spec: LossSpec, t: Tokens) -> tuple[Tokens, Tensor | None]:
+    """Set `log_ratio` and `ratio` on `t`, and give the log-ratio before its clamp. None if nothing needs it or can make it."""
+    anchor = getattr(spec.ratio, "anchor", "old")
+    t = replace(t, anchor=anchor)
+    if not spec.reads_ratio and anchor != "current" and t.raw.get(f"{anchor}_logp") is None:
+        return t, None
+    raw = spec.ratio(t)
+    log_ratio = bound(raw, getattr(spec.ratio, "log_clamp", 20.0))
+    return replace(t, log_ratio=log_ratio, ratio=log_ratio.exp()), raw
+
+
+def measure(
+    spec: LossSpec,
+    logp: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    group: Any = None,
+    cp_group: Any = None,
+    dp_size: int | None = None,
+) -> Totals:
+    """The totals of a whole step for a loss whose denominator or weights depend on more than the mask.
+
+    Give it the tensors of *all* micro-batches of this rank (logp from a forward without gradient), then pass the result as
+    `totals=` to `policy_loss` on each micro-batch: any cut of the batch gives the same gradient. Needed for `rejected=` other than
+    "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
+    in `policy_loss` and `Totals.count`.
+    """
+    with torch.no_grad():
+        others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
+        t = Tokens.of(logp.detach(), advantages, mask, others=others, cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+        t, corrected = corrected_tokens(spec, t, None, group)
+        t, _ = with_ratio(spec, t)
+        statistics = dict(corrected.statistics)
+        if hasattr(spec.trust, "statistics"):
+            statistics.update(spec.trust.statistics(t, group))
+        packed = t.sequences.offsets
+        counts = Totals.count(t.mask, cu_seqlens=packed, group_ids=group_ids, group=group, cp_group=cp_group, dp_size=dp_size)
+        return replace(counts, statistics=statistics)

@@ -1,0 +1,191 @@
+"""Metrics that add up: each is a record of sums, so any number of micro-batches and ranks merge to the true figure.
+
+A mean of means over uneven micro-batches is not the mean. Here nothing is divided until `compute()` is called, and nothing
+leaves the device until then either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import unknown_name
+from policyloss.functional.masking import accumulator_dtype
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A metric as sufficient statistics: 0-dim tensors that merge by one operation, and the value they stand for."""
+
+    op: ClassVar[str] = "sum"
+
+    @property
+    def value(self) -> Tensor:
+        """The metric, as a 0-dim tensor on the device. NaN where nothing was counted."""
+        raise AssertionError("each record says what it stands for")  # pragma: no cover
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that merge."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    def merge(self, other: Record) -> Record:
+        """One record of this one and `other`. Sums are carried in float64 so that long runs do not lose counts."""
+        if type(self) is not type(other):
+            raise TypeError(f"cannot merge {type(self).__name__} with {type(other).__name__}")
+        wide = accumulator_dtype(self.parts[0].device)
+        combine = _COMBINE[self.op]
+        return type(self)(*(combine(a.to(wide), b.to(wide)) for a, b in zip(self.parts, other.parts, strict=True)))
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def item(self) -> float:
+        """The value as a Python float (one host sync)."""
+        return float(self)
+
+
+@dataclass(frozen=True)
+class Stat(Record):
+    """A mean: `sum / count`."""
+
+    sum: Tensor
+    count: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.sum / self.count
+
+
+@dataclass(frozen=True)
+class Sum(Record):
+    """A total: counts of tokens, and the loss itself."""
+
+    total: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.total
+
+
+@dataclass(frozen=True)
+class Max(Record):
+    """A maximum; −inf stands for "nothing seen" and reads as NaN."""
+
+    op: ClassVar[str] = "max"
+    highest: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return torch.where(self.highest == float("-inf"), float("nan"), self.highest)
+
+
+@dataclass(frozen=True)
+class Min(Record):
+    """A minimum; +inf stands for "nothing seen" and reads as NaN."""
+
+    op: ClassVar[str] = "min"
+    lowest: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return torch.where(self.lowest == float("inf"), float("nan"), self.lowest)
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize(Record):
+    """Kish's effective sample size as a fraction: `(Σw)² / (n·Σw²)`; 1 when all weights are equal."""
+
+    weights: Tensor
+    squares: Tensor
+    count: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.weights**2 / (self.count * self.squares)
+
+
+@dataclass(frozen=True)
+class ExplainedVariance(Record):
+    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64."""
+
+    count: Tensor
+    error: Tensor
+    error_squares: Tensor
+    target: Tensor
+    target_squares: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        def variance(total: Tensor, squares: Tensor) -> Tensor:
+            return squares / self.count - (total / self.count) ** 2
+
+        return 1 - variance(self.error, self.error_squares) / variance(self.target, self.target_squares)
+
+
+class Metrics(Mapping[str, Record]):
+    """Named records. `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats."""
+
+    def __init__(self, records: dict[str, Record]) -> None:
+        self._records = records
+
+    def __getitem__(self, name: str) -> Record:
+        try:
+            return self._records[name]
+        except KeyError:
+            raise KeyError(unknown_name("metric", name, self._records)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self._records)})"
+
+    def __add__(self, other: Metrics) -> Metrics:
+        if not isinstance(other, Metrics):
+            return NotImplemented
+        merged = dict(self._records)
+        for name, record in other._records.items():
+            merged[name] = merged[name].merge(record) if name in merged else record
+        return Metrics(merged)
+
+    def __radd__(self, other: object) -> Metrics:
+        """So that `sum(list_of_metrics)` works: 0 + metrics is metrics."""
+        return self if other == 0 else NotImplemented
+
+    def compute(self) -> dict[str, float]:
+        """All values as Python floats, with one host sync for all of them together."""
+        if not self._records:
+            return {}
+        values = [record.value for record in self._records.values()]
+        wide = accumulator_dtype(values[0].device)
+        return dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
+
+    def all_reduce(self, group: Any = None) -> Metrics:
+        """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
+
+        Every rank must hold the same metric names, which it does if it ran the same spec on the same kinds of tensors.
+        """
+        flat = [(part, record.op) for record in self._records.values() for part in record.parts]
+        if not flat:
+            return self
+        wide = accumulator_dtype(flat[0][0].device)
+        # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
+        sums = torch.stack([p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat])
+        signs = torch.tensor([-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device)
+        peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+        peaks = peaks * signs
+        parts = iter([s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)])
+        return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in self._records.items()})

@@ -1,0 +1,466 @@
+"""The named losses: data only. Each number says where it comes from.
+
+A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library default. There is no function
+per algorithm; `explain` says what each one is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from policyloss.errors import SpecError, unknown_name
+from policyloss.slots.aggregate import (
+    LengthWeighted,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+)
+from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.slots.kl import KL
+from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.slots.trust import (
+    Clip,
+    CovClip,
+    CovKL,
+    DetachedClip,
+    GammaWeight,
+    GeometricClip,
+    ProbabilityBand,
+    Quadratic,
+    SoftGate,
+    TaperedNegative,
+    TwoSidedClip,
+    Unbounded,
+)
+from policyloss.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named loss. sources: slot or slot.field → where the choice or number comes from."""
+
+    name: str
+    title: str
+    paper: str
+    spec: LossSpec
+    sources: dict[str, str]
+    note: str = ""
+
+
+_PPO = "Schulman et al. 2017, arXiv 1707.06347, section 6.1: epsilon 0.2"
+_GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
+_GSPO_RATIO = "GSPO, arXiv 2507.18071, equation 7"
+_CLIP = Clip(0.2, 0.2)
+
+_ALL = (
+    Preset(
+        "ppo",
+        "PPO, clipped surrogate",
+        "arXiv 1707.06347",
+        LossSpec(trust=_CLIP, aggregate=TokenMean()),
+        {"trust": _PPO, "aggregate": "the expectation over timesteps of equation 7"},
+    ),
+    Preset(
+        "ppo_dual_clip",
+        "PPO with dual clip",
+        "arXiv 1912.09729",
+        LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "trust.dual": "Ye et al. 2019, arXiv 1912.09729: c = 3",
+            "aggregate": "the expectation over timesteps",
+        },
+    ),
+    Preset(
+        "grpo",
+        "GRPO, clipped surrogate with a KL penalty in the loss",
+        "arXiv 2402.03300",
+        LossSpec(trust=_CLIP, kl=KL("k3", 0.04), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": _PPO,
+            "kl": "DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3",
+            "kl.coef": "DeepSeekMath, section 4.2: 0.04",
+            "aggregate": "DeepSeekMath, equation 3: mean over outputs of token means",
+        },
+    ),
+    Preset(
+        "dr_grpo",
+        "Dr. GRPO: GRPO without length and std normalisation",
+        "arXiv 2503.20783",
+        LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(3000)),
+        {
+            "trust": _PPO,
+            "aggregate": "arXiv 2503.20783, section 3.2: divide by a constant, not by the length",
+            "aggregate.horizon": "the generation budget of the authors' released runs, 3000 tokens; set it to your own",
+        },
+        note="Pair it with advantage.dr_grpo (group mean, no std).",
+    ),
+    Preset(
+        "dapo",
+        "DAPO: clip-higher and token mean",
+        "arXiv 2503.14476",
+        LossSpec(trust=Clip(0.2, 0.28), aggregate=TokenMean()),
+        {
+            "trust": "DAPO, arXiv 2503.14476, section 4.1: epsilon_low 0.2, epsilon_high 0.28",
+            "aggregate": "DAPO, section 3.3: token-level policy gradient loss",
+        },
+    ),
+    Preset(
+        "bnpo",
+        "Batch-normalised clipped loss: every token of the batch counts the same",
+        "TRL GRPOConfig.loss_type",
+        LossSpec(trust=_CLIP, aggregate=TokenMean()),
+        {"trust": _PPO, "aggregate": "TRL loss_type='bnpo': divide by the valid tokens of the batch"},
+        note="TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. Here the whole step counts.",
+    ),
+    Preset(
+        "gspo",
+        "GSPO: sequence-level ratio and clip",
+        "arXiv 2507.18071",
+        LossSpec(ratio=SequenceRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        {"ratio": _GSPO_RATIO, "trust": _GSPO_EPS, "aggregate": "GSPO, equation 5: mean over sequences"},
+    ),
+    Preset(
+        "gspo_token",
+        "GSPO-token: the sequence's ratio, each token's own gradient",
+        "arXiv 2507.18071",
+        LossSpec(ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        {
+            "ratio": "GSPO, arXiv 2507.18071, section 4.3",
+            "trust": _GSPO_EPS,
+            "aggregate": "GSPO, equation 13: mean over sequences of token means",
+        },
+    ),
+    Preset(
+        "gspo_turn",
+        "GSPO over the turns of a dialogue",
+        "ROLL, agentic ratio_type=segment",
+        LossSpec(ratio=SegmentRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        {
+            "ratio": "ROLL's segment ratio: the geometric mean over each contiguous run of the mask",
+            "trust": _GSPO_EPS,
+            "aggregate": "as GSPO",
+        },
+    ),
+    Preset(
+        "cispo",
+        "CISPO: clipped importance weight, no token loses its gradient",
+        "arXiv 2506.13585",
+        LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
+        {
+            "trust": "MiniMax-M1, arXiv 2506.13585, equation 4: no lower bound, a tuned upper bound",
+            "trust.ratio_max": "SkyRL's default band [0, 5]; the paper does not print its number",
+            "aggregate": "MiniMax-M1, equation 4: sum over all tokens over their number",
+        },
+    ),
+    Preset(
+        "cispo_unified",
+        "CISPO with PPO's token mask",
+        "arXiv 2506.13585",
+        LossSpec(trust=DetachedClip(0.9, 1.1, outside="zero_by_sign"), aggregate=TokenMean()),
+        {
+            "trust": "MiniMax-M1, arXiv 2506.13585, equations 6 and 7: the unified form with a mask",
+            "trust.ratio_min": "ROLL's CISPO default, 1 - 0.1",
+            "trust.ratio_max": "ROLL's CISPO default, 1 + 0.1",
+            "aggregate": "MiniMax-M1, equation 6",
+        },
+    ),
+    Preset(
+        "rollout_is",
+        "Hard-masked importance sampling against the rollout policy",
+        "GLM-5 report, section 4.1.2",
+        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=DetachedClip(0.8, 1.2, outside="zero"), aggregate=TokenMean()),
+        {
+            "ratio": "SkyRL policy_loss_type='rollout_is': exp(logp - rollout_logp)",
+            "trust": "SkyRL rollout_is: zero outside (1 - eps_low, 1 + eps_high), with its default 0.2",
+            "aggregate": "token mean, as SkyRL's default",
+        },
+    ),
+    Preset(
+        "sapo",
+        "SAPO: a soft gate instead of a clip",
+        "arXiv 2511.20347",
+        LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative)",
+            "aggregate": "SAPO: mean over sequences of token means",
+        },
+    ),
+    Preset(
+        "gmpo",
+        "GMPO: geometric mean over the sequence, clipped per token in log space",
+        "arXiv 2507.20673",
+        LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": "GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4)",
+            "aggregate": "GMPO: mean over sequences",
+        },
+    ),
+    Preset(
+        "gpg",
+        "GPG: the plain policy gradient",
+        "arXiv 2504.02546",
+        LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
+        {"trust": "GPG, arXiv 2504.02546: -A·logp, no ratio", "aggregate": "GPG: mean over all tokens"},
+        note="Pair it with advantage.gpg, which rescales by the share of informative samples.",
+    ),
+    Preset(
+        "reinforce",
+        "REINFORCE",
+        "Williams 1992, doi 10.1007/BF00992696",
+        LossSpec(trust=Unbounded("logp"), aggregate=SeqMeanTokenSum()),
+        {
+            "trust": "Williams 1992: -A·logp",
+            "aggregate": "the gradient of the log-likelihood of a whole sequence: token sum, sequence mean",
+        },
+    ),
+    Preset(
+        "importance_sampling",
+        "Importance-sampled policy gradient against the rollout policy",
+        "Tinker loss 'importance_sampling'",
+        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()),
+        {
+            "ratio": "Tinker: exp(logp - sampler's logp)",
+            "trust": "Tinker: -ratio·A, no bound",
+            "aggregate": "Tinker: the sum over tokens",
+        },
+    ),
+    Preset(
+        "tis",
+        "PPO with truncated importance sampling for the rollout mismatch",
+        "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'",
+        LossSpec(trust=_CLIP, correction=Truncate(2.0), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "min(exp(old_logp - rollout_logp), C) on the policy term",
+            "correction.high": "C = 2, the default of verl, slime and tunix",
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "seq_tis",
+        "PPO with truncated sequence-level importance sampling (product)",
+        "verl rollout_is='sequence'",
+        LossSpec(trust=_CLIP, correction=Truncate(2.0, level="product"), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "verl rollout_correction, rollout_is='sequence': the product over the sequence",
+            "correction.high": "verl's rollout_is_threshold default, 2",
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "icepop",
+        "PPO with IcePop: tokens whose engines disagree get no gradient",
+        "arXiv 2510.18855",
+        LossSpec(trust=_CLIP, correction=Band(0.5, 5.0), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "IcePop (Ring-1T, arXiv 2510.18855): zero outside [alpha, beta]",
+            "correction.low": "alpha = 0.5",
+            "correction.high": "beta = 5",
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "seq_mask_tis",
+        "PPO with seq-mask-TIS: sequences whose engines drifted apart get no gradient",
+        "NeMo-RL truncated_importance_sampling_type='seq-mask-tis'",
+        LossSpec(trust=_CLIP, correction=SequenceMask(0.999, 1.002), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "NeMo-RL: mask by the geometric mean, keep the raw token weight",
+            "correction.low": "NeMo-RL's suggested band: 0.999",
+            "correction.high": "NeMo-RL's suggested band: 1.002",
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "opsm",
+        "GRPO with off-policy sequence masking",
+        "DeepSeek-V3.2 report, arXiv 2512.02556",
+        LossSpec(trust=_CLIP, correction=OPSM(1e-4), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "DeepSeek-V3.2: drop negative-advantage sequences that drifted",
+            "correction.delta": "slime's default, 1e-4",
+            "aggregate": "as GRPO",
+        },
+    ),
+    Preset(
+        "decoupled_ppo",
+        "Decoupled PPO: clip against the proximal policy, weight by the behaviour policy",
+        "arXiv 2505.24298",
+        LossSpec(trust=_CLIP, correction=Truncate(math.inf), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "correction": "AReaL, arXiv 2505.24298, equation 5: exp(old_logp - rollout_logp), not truncated",
+            "correction.high": "no truncation in the paper; AReaL's code can cap it",
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "clip_cov",
+        "Clip-Cov: PPO, and a few high-covariance tokens get no gradient",
+        "arXiv 2505.22617",
+        LossSpec(trust=CovClip(), aggregate=TokenMean()),
+        {
+            "trust": _PPO,
+            "trust.fraction": "arXiv 2505.22617, section 4.2: 2e-4",
+            "trust.cov_low": "verl's default window [1, 5]",
+            "trust.cov_high": "verl's default window [1, 5]",
+            "trust.seed": "any; the draw is a function of the seed and the token's own numbers",
+            "aggregate": "token mean, as verl",
+        },
+    ),
+    Preset(
+        "kl_cov",
+        "KL-Cov: importance sampling, and the highest-covariance tokens are held back",
+        "arXiv 2505.22617",
+        LossSpec(trust=CovKL(), aggregate=TokenMean()),
+        {
+            "trust.fraction": "arXiv 2505.22617, section 4.2: 2e-4",
+            "trust.coef": "arXiv 2505.22617: 1.0 (verl's configuration file ships 0.1)",
+            "aggregate": "token mean, as verl",
+        },
+    ),
+    Preset(
+        "dppo_tv",
+        "DPPO with the total-variation band",
+        "arXiv 2602.04879",
+        LossSpec(trust=ProbabilityBand("tv", 0.2, 0.2), aggregate=TokenMean()),
+        {
+            "trust": "verl loss_mode='dppo_tv', with its clip_ratio 0.2 on both sides",
+            "trust.cap": "verl's documented fallback for clip_ratio_c, 20",
+            "aggregate": "token mean, as verl",
+        },
+    ),
+    Preset(
+        "dppo_kl",
+        "DPPO with the binary-KL band",
+        "arXiv 2602.04879",
+        LossSpec(trust=ProbabilityBand("kl", 0.2, 0.2), aggregate=TokenMean()),
+        {
+            "trust": "verl loss_mode='dppo_kl', with its clip_ratio 0.2 on both sides",
+            "trust.cap": "verl's documented fallback for clip_ratio_c, 20",
+            "aggregate": "token mean, as verl",
+        },
+    ),
+    Preset(
+        "prime_rl",
+        "prime-rl's default: a probability band and a quadratic pull, both against the rollout policy",
+        "prime-rl trainer.loss.type='default'",
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout", log_clamp=None),
+            trust=ProbabilityBand("tv", 0.2, 0.2, form="ratio"),
+            kl=KL("k2", 2e-3, anchor="rollout", clamp=None),
+            aggregate=TokenMean(),
+        ),
+        {
+            "ratio": "prime-rl: exp(logp - inference logp), not clamped",
+            "trust": "prime-rl: mask 0.2 / 0.2",
+            "kl": "Kimi-K2.5's (logp - rollout_logp)² without the one half",
+            "kl.coef": "kl_tau 1e-3; doubled because k2 holds the one half",
+            "aggregate": "global token mean",
+        },
+    ),
+    Preset(
+        "dro",
+        "DRO: advantage regression with a quadratic pull",
+        "arXiv 2405.19107",
+        LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
+        {
+            "trust": "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599, equation 3",
+            "trust.beta": "ROLL's kimi15 default, tau = 0.1 (verl has no default)",
+            "aggregate": "token mean, as verl",
+        },
+    ),
+    Preset(
+        "topr",
+        "TOPR: tapered off-policy REINFORCE",
+        "arXiv 2503.14286",
+        LossSpec(trust=TaperedNegative(1.0), aggregate=TokenMean()),
+        {
+            "trust": "TOPR, arXiv 2503.14286: truncate the ratio of negative examples to [0, 1]",
+            "aggregate": "token mean, as ROLL's default",
+        },
+        note="The paper's ratio is the whole sequence's: use ratio=SequenceProduct() for that; ROLL and Trinity use the token's.",
+    ),
+    Preset(
+        "luspo",
+        "LUSPO: GSPO weighted by length",
+        "TRL GRPOConfig.loss_type",
+        LossSpec(ratio=SequenceRatio(), trust=Clip(2e-3, 2.5e-3), aggregate=LengthWeighted()),
+        {
+            "ratio": _GSPO_RATIO,
+            "trust": "TRL's documentation of loss_type='luspo': epsilon 2e-3, epsilon_high 2.5e-3",
+            "aggregate": "TRL loss_type='luspo': sequence loss times length, mean over sequences",
+        },
+    ),
+    Preset(
+        "vespo",
+        "VESPO: a smooth weight of the sequence's likelihood ratio",
+        "arXiv 2602.10693",
+        LossSpec(
+            ratio=SequenceProduct(log_clamp=(math.log(1e-8), 20.0)),
+            trust=GammaWeight(2.0, 3.0, 3.0, 2.0),
+            aggregate=TokenMean(),
+        ),
+        {
+            "ratio": "TRL loss_type='vespo': the product over the sequence, its log within [log 1e-8, 20]",
+            "trust": "TRL's defaults: k+ 2, lambda+ 3, k- 3, lambda- 2",
+            "aggregate": "TRL loss_type='vespo': global token mean",
+        },
+    ),
+    Preset(
+        "rloo_loss",
+        "RLOO's loss: PPO on the likelihood ratio of the whole sequence",
+        "TRL RLOOTrainer; arXiv 2402.14740",
+        LossSpec(ratio=SequenceProduct(), trust=_CLIP, aggregate=SeqMeanTokenMean()),
+        {
+            "ratio": "TRL RLOOTrainer: exp of the difference of summed log-probs",
+            "trust": "TRL RLOOConfig: epsilon 0.2",
+            "aggregate": "mean over sequences",
+        },
+        note="Elsewhere RLOO is only an advantage estimator: advantage.rloo.",
+    ),
+    Preset(
+        "two_sided",
+        "Two-sided clipping: PPO with a bound on every ratio",
+        "arXiv 2505.07291",
+        LossSpec(trust=TwoSidedClip(4.0, 0.2, 0.2), aggregate=TokenMean()),
+        {
+            "trust": "INTELLECT-2, arXiv 2505.07291, section 3.4: delta 4, epsilon 0.2",
+            "aggregate": "INTELLECT-2: token-level loss",
+        },
+    ),
+    Preset(
+        "aipo",
+        "AIPO: importance sampling against the rollout policy, truncated from above",
+        "arXiv 2505.24034",
+        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=Clip(math.inf, 1.0, dual=2.0), aggregate=TokenMean()),
+        {
+            "ratio": "LlamaRL, arXiv 2505.24034: against the policy that sampled",
+            "trust": "-min(ratio, rho)·A for either sign: eps_high = rho - 1, dual = rho, no lower bound",
+            "trust.dual": "rho = 2, the low end of the range 2 to 10 that the paper reports",
+            "aggregate": "token mean",
+        },
+    ),
+)
+
+PRESETS: dict[str, Preset] = {p.name: p for p in _ALL}
+
+
+def presets() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(PRESETS)
+
+
+def preset(name: str) -> LossSpec:
+    """The loss called `name`, as a frozen `LossSpec`."""
+    if name not in PRESETS:
+        raise SpecError(unknown_name("preset", name, PRESETS))
+    return PRESETS[name].spec

@@ -1,0 +1,72 @@
+"""Checks of numbers and names, shared by the slots; each error names the field, the value seen and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from policyloss.errors import SpecError, unknown_name
+
+
+def number(
+    owner: Any,
+    field: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    optional: bool = False,
+    finite: bool = False,
+    hint: str = "",
+) -> None:
+    """Check that `owner.field` is a number > `above` or ≥ `least`."""
+    value = getattr(owner, field)
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SpecError(f"{type(owner).__name__}.{field} must be a number, got {value!r}.{_pad(hint)}")
+    rule = ""
+    if math.isnan(value) or (finite and math.isinf(value)):
+        rule = "finite"
+    elif above is not None and not value > above:
+        rule = f"> {above:g}"
+    elif least is not None and not value >= least:
+        rule = f">= {least:g}"
+    if rule:
+        raise SpecError(f"{type(owner).__name__}.{field} must be {rule}, got {value!r}.{_pad(hint)}")
+
+
+def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
+    """Check that `owner.field` is one of `valid`."""
+    value = getattr(owner, field)
+    names = list(valid)
+    if value not in names:
+        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, names))
+
+
+def interval(owner: Any, low: str, high: str) -> None:
+    """Check that `owner.low <= owner.high` where both are given."""
+    a, b = getattr(owner, low), getattr(owner, high)
+    if a is not None and b is not None and a > b:
+        raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
+
+
+def log_clamp(owner: Any) -> None:
+    """Check `owner.log_clamp`: None, a number > 0, or a pair (low, high) with None for no bound."""
+    value = owner.log_clamp
+    pair = (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for v in value)
+        and (value[0] is None or value[1] is None or value[0] < value[1])
+    )
+    if pair:
+        return
+    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        raise SpecError(
+            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a pair (low, high), got {value!r}."
+        )
+
+
+def _pad(hint: str) -> str:
+    return f" {hint}" if hint else ""

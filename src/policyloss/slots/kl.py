@@ -1,0 +1,58 @@
+"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are separate choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from policyloss.functional import kl
+from policyloss.functional.masking import bound
+from policyloss.slots import checks
+from policyloss.tokens import Tokens
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+@dataclass(frozen=True)
+class KL:
+    """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
+
+    estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number itself; "k2", straight
+    through, the value of the estimator with the gradient of k2; "score", the score-function term added. weight="ratio" multiplies
+    by the ratio slot's ratio, gradient included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate
+    within ±this (its gradient is 0 beyond). anchor: "ref", or "old"/"rollout" for a proximal pull.
+    """
+
+    estimator: Literal["k1", "k2", "k3", "abs"]
+    coef: float
+    grad: Literal["value", "k2", "score"] = "value"
+    weight: Literal["ratio"] | None = None
+    clamp: float | None = 20.0
+    value_clamp: float | None = None
+    anchor: Literal["ref", "old", "rollout"] = "ref"
+
+    def __post_init__(self) -> None:
+        checks.choice(self, "estimator", ESTIMATORS)
+        checks.number(self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+        checks.choice(self, "grad", ("value", "k2", "score"))
+        if self.weight is not None:
+            checks.choice(self, "weight", ("ratio",))
+        checks.number(self, "clamp", above=0, optional=True)
+        checks.number(self, "value_clamp", above=0, optional=True)
+        checks.choice(self, "anchor", ("ref", "old", "rollout"))
+
+    def __call__(self, t: Tokens) -> Tensor:
+        """The per-token penalty before `coef`, token-shaped."""
+        raw = -t.log_ratio_to(self.anchor)
+        d = bound(raw, self.clamp)
+        value = bound(kl.estimate(d, self.estimator), self.value_clamp)
+        value = kl.with_gradient(value, raw, t.logp, self.grad)
+        if self.weight == "ratio":
+            assert t.ratio is not None, "the ratio slot runs before the KL slot"
+            value = value * t.ratio
+        return value
+
+
+VARIANTS = (KL,)

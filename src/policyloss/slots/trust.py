@@ -1,0 +1,363 @@
+"""The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import SpecError
+from policyloss.functional import trust
+from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.ranks import all_sum, kth_largest
+from policyloss.slots import checks
+from policyloss.tokens import Tokens
+
+
+class Surrogate(NamedTuple):
+    """A per-token loss, and where the limit bound: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped."""
+
+    loss: Tensor
+    upper: Tensor | None = None
+    lower: Tensor | None = None
+    dual: Tensor | None = None
+
+
+def _ratio(t: Tokens) -> Tensor:
+    assert t.ratio is not None, "the ratio slot runs before the trust slot"
+    return t.ratio
+
+
+def _log_ratio(t: Tokens) -> Tensor:
+    assert t.log_ratio is not None, "the ratio slot runs before the trust slot"
+    return t.log_ratio
+
+
+def _check_eps(owner: Clip | TwoSidedClip | CovClip | GeometricClip) -> None:
+    hint = "eps_* are distances from 1; math.inf is no bound."
+    checks.number(owner, "eps_low", least=0, hint=hint)
+    checks.number(owner, "eps_high", least=0, hint=hint)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
+
+    eps_low, eps_high: distances from 1 (math.inf: no bound). dual: None for off, else > 1 (Ye et al. use 3).
+    """
+
+    eps_low: float
+    eps_high: float
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_eps(self)
+        checks.number(
+            self,
+            "dual",
+            above=1,
+            optional=True,
+            hint="dual is the largest ratio where the advantage is negative; None turns it off.",
+        )
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = _ratio(t), t.advantages
+        loss = trust.clipped(r, a, self.eps_low, self.eps_high, self.dual)
+        with torch.no_grad():
+            positive, negative = a > 0, a < 0
+            return Surrogate(
+                loss,
+                upper=positive & (r > 1 + self.eps_high),
+                lower=negative & (r < 1 - self.eps_low),
+                dual=None if self.dual is None else negative & (r > self.dual),
+            )
+
+
+@dataclass(frozen=True)
+class TwoSidedClip:
+    """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`. delta: the largest ratio, for either sign of A."""
+
+    delta: float
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check_eps(self)
+        checks.number(self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high.")
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = _ratio(t), t.advantages
+        high = 1 + self.eps_high
+        loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
+        with torch.no_grad():
+            positive, negative = a > 0, a < 0
+            return Surrogate(
+                loss,
+                upper=positive & (r > min(self.delta, high)),
+                lower=negative & (r < 1 - self.eps_low),
+                dual=negative & (r > max(self.delta, high)),
+            )
+
+
+@dataclass(frozen=True)
+class DetachedClip:
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
+
+    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient; "zero_by_sign" drops the tokens
+    PPO would clip; "zero" drops every token outside the band.
+    """
+
+    ratio_min: float
+    ratio_max: float
+    outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
+
+    def __post_init__(self) -> None:
+        hint = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
+        checks.number(self, "ratio_min", least=0, hint=hint)
+        checks.number(self, "ratio_max", above=0, hint=hint)
+        checks.interval(self, "ratio_min", "ratio_max")
+        checks.choice(self, "outside", ("clip", "zero_by_sign", "zero"))
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r = _ratio(t)
+        loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
+        with torch.no_grad():
+            return Surrogate(loss, upper=r > self.ratio_max, lower=r < self.ratio_min)
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        checks.number(self, "tau_positive", above=0, finite=True)
+        checks.number(self, "tau_negative", above=0, finite=True)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.soft_gated(_ratio(t), t.advantages, self.tau_positive, self.tau_negative))
+
+
+@dataclass(frozen=True)
+class ProbabilityBand:
+    """DPPO: a token counts only while its probability is near the anchor's; the weight is the ratio.
+
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest divergence downward and
+    upward. sides="advantage" drops a token only when it left in the direction the advantage pushes, "both" on either side.
+    form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
+    """
+
+    divergence: Literal["tv", "kl"]
+    low: float
+    high: float
+    sides: Literal["advantage", "both"] = "advantage"
+    form: Literal["score", "ratio"] = "score"
+    cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        checks.choice(self, "divergence", ("tv", "kl"))
+        checks.number(self, "low", least=0)
+        checks.number(self, "high", least=0)
+        checks.choice(self, "sides", ("advantage", "both"))
+        checks.choice(self, "form", ("score", "ratio"))
+        checks.number(self, "cap", above=0, hint="cap is the largest weight of form='score'; math.inf is no cap.")
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a, logp = _ratio(t), t.advantages, t.logp
+        outside = trust.outside_band(
+            logp.detach(), t.anchor_logp(t.anchor), a, self.divergence, self.low, self.high, self.sides == "both"
+        )
+        loss = -r * a if self.form == "ratio" else -r.detach().clamp(max=self.cap) * a * logp
+        return Surrogate(torch.where(outside, 0, loss), upper=outside & (a > 0), lower=outside & ~(a > 0))
+
+
+@dataclass(frozen=True)
+class GeometricClip:
+    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
+
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
+    """
+
+    eps_low: float
+    eps_high: float
+
+    def __post_init__(self) -> None:
+        _check_eps(self)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        d, a = _log_ratio(t), t.advantages
+        loss = trust.geometric_clipped(d, a, self.eps_low, self.eps_high, t.lengths, t.sequences)
+        with torch.no_grad():
+            return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
+
+
+@dataclass(frozen=True)
+class GammaWeight:
+    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A. Meant for `SequenceProduct`."""
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_positive", "k_negative"):
+            checks.number(self, name, least=0, finite=True)
+        for name in ("lambda_positive", "lambda_negative"):
+            checks.number(self, name, above=0, finite=True)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive, negative = (self.k_positive, self.lambda_positive), (self.k_negative, self.lambda_negative)
+        return Surrogate(trust.gamma_weighted(_log_ratio(t), t.logp, t.advantages, positive, negative))
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        checks.number(self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.quadratic(_log_ratio(t), t.logp, t.advantages, self.beta))
+
+
+@dataclass(frozen=True)
+class TaperedNegative:
+    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
+
+    ratio_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.number(self, "ratio_max", above=0)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = _ratio(t), t.advantages
+        loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
+        return Surrogate(loss, upper=(a <= 0) & (r.detach() > self.ratio_max))
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """No limit. form="ratio": `-A·r` (importance sampling); form="logp": `-A·logp` (REINFORCE, GPG; reads no ratio)."""
+
+    form: Literal["ratio", "logp"] = "ratio"
+
+    def __post_init__(self) -> None:
+        checks.choice(self, "form", ("ratio", "logp"))
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(-t.advantages * (_ratio(t) if self.form == "ratio" else t.logp))
+
+
+@dataclass(frozen=True)
+class CovClip:
+    """Clip-Cov: PPO's clip, and a random `fraction` of the tokens with `cov_low < cov < cov_high` get no gradient (2505.22617).
+
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
+    depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens.
+    """
+
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_eps(self)
+        checks.number(self, "fraction", above=0)
+        checks.interval(self, "cov_low", "cov_high")
+        _check_seed(self)
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers: mean advantage and logp, and the draw above which a candidate is dropped."""
+        stats = _means(t, group)
+        candidate, score = self._candidates(t, stats)
+        score = torch.where(candidate, score, torch.iinfo(torch.int64).min)
+        k = _how_many(self.fraction, stats["tokens"])
+        return {**stats, "cov_threshold": kth_largest(score, k, t.sequences.cp_group, group)}
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        stats = t.batch_statistics(self)
+        candidate, score = self._candidates(t, stats)
+        dropped = candidate & (score >= stats["cov_threshold"])
+        s = Clip(self.eps_low, self.eps_high)(t)
+        return s._replace(loss=torch.where(dropped, 0, s.loss), upper=dropped if s.upper is None else s.upper | dropped)
+
+    def _candidates(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        r, a = _ratio(t).detach(), t.advantages
+        cov = trust.covariance(t.logp, a, stats["logp_mean"], stats["advantage_mean"])
+        unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
+        inside = (cov > self.cov_low) & (cov < self.cov_high)
+        return t.mask & unclipped & inside, trust.draw(self.seed, t.anchor_logp(t.anchor), a)
+
+
+@dataclass(frozen=True)
+class CovKL:
+    """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
+
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token.
+    """
+
+    fraction: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.number(self, "fraction", above=0)
+        checks.number(self, "coef", least=0, finite=True)
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers: mean advantage and logp, and the covariance from which a token is penalised."""
+        stats = _means(t, group)
+        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
+        score = torch.where(t.mask, cov, -math.inf)
+        k = _how_many(self.fraction, stats["tokens"])
+        return {**stats, "cov_threshold": kth_largest(score, k, t.sequences.cp_group, group)}
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        stats = t.batch_statistics(self)
+        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
+        chosen = t.mask & (cov >= stats["cov_threshold"])
+        penalty = torch.where(chosen, self.coef * _log_ratio(t).abs(), 0)
+        return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
+
+
+def _check_seed(owner: CovClip) -> None:
+    checks.number(owner, "seed", least=0)
+    if not isinstance(owner.seed, int) or owner.seed >= 2**31:
+        raise SpecError(f"{type(owner).__name__}.seed must be an integer below 2**31, got {owner.seed!r}.")
+
+
+def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
+    a, logp = (t.sequences.sum(x).sum() for x in (t.advantages, t.logp.detach()))
+    n, a, logp = all_sum(torch.stack([t.lengths.sum(), a, logp]), group).unbind()
+    return {"tokens": n, "advantage_mean": a / n.clamp(min=1), "logp_mean": logp / n.clamp(min=1)}
+
+
+def _how_many(fraction: float, tokens: Tensor) -> Tensor:
+    return (fraction * tokens.to(accumulator_dtype(tokens.device))).to(torch.int64).clamp(min=1)
+
+
+VARIANTS = (
+    Clip,
+    TwoSidedClip,
+    DetachedClip,
+    SoftGate,
+    ProbabilityBand,
+    GeometricClip,
+    GammaWeight,
+    CovClip,
+    CovKL,
+    Quadratic,
+    TaperedNegative,
+    Unbounded,
+)

@@ -1,0 +1,206 @@
+"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part; nothing here computes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from policyloss.errors import SpecError, unknown_name
+from policyloss.slots import aggregate, checks, correction, kl, ratio, trust
+
+REJECTED = ("keep", "renormalise", "drop_sequence")
+_VARIANTS: dict[str, tuple[type, ...]] = {
+    "ratio": ratio.VARIANTS,
+    "trust": trust.VARIANTS,
+    "correction": correction.VARIANTS,
+    "kl": kl.VARIANTS,
+    "aggregate": aggregate.VARIANTS,
+}
+
+# The defaults are plain PPO: frozen values, safe to share.
+_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = ratio.TokenRatio(), trust.Clip(0.2, 0.2), aggregate.TokenMean()
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What fills each slot of the pipeline. Frozen and hashable; change a slot with `spec.replace(trust=…)`.
+
+    ratio: which probability ratio. trust: how a step is limited. correction: what is done about rollout engine ≠ trainer (one
+    part or several). rejected: what a rejected token does to the denominator — "keep": its policy term is 0, it still counts;
+    "renormalise": as if the mask had been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference
+    or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
+    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
+    """
+
+    ratio: Any = _TOKEN_RATIO
+    trust: Any = _PPO_CLIP
+    correction: Any = ()
+    rejected: Literal["keep", "renormalise", "drop_sequence"] = "keep"
+    kl: Any = None
+    entropy_coef: float = 0.0
+    aggregate: Any = _TOKEN_MEAN
+
+    def __post_init__(self) -> None:
+        parts = self.correction
+        if parts is None:
+            parts = ()
+        if not isinstance(parts, (tuple, list)):
+            parts = (parts,)
+        object.__setattr__(self, "correction", tuple(parts))
+        for slot in ("ratio", "trust", "aggregate"):
+            _check_part(slot, getattr(self, slot))
+        for part in self.correction:
+            _check_part("correction", part)
+        if self.kl is not None:
+            _check_part("kl", self.kl)
+        checks.choice(self, "rejected", REJECTED)
+        checks.number(self, "entropy_coef", finite=True)
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        if isinstance(self.trust, trust.GeometricClip) and not isinstance(self.ratio, ratio.TokenRatio):
+            raise SpecError(
+                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(self.ratio).__name__}."
+            )
+        weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
+        if len(weighing) > 1:
+            raise SpecError(
+                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, and use Reject, Veto or "
+                "SequenceMask(weight=None) to mask as well."
+            )
+        normalising = [c for c in self.correction if isinstance(c, correction.SelfNormalise)]
+        custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
+        if normalising and (len(normalising) > 1 or not (weighing or custom)):
+            raise SpecError("SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask.")
+        if self.rejected != "keep" and not self.correction:
+            raise SpecError(f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'.")
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether anything uses the ratio (REINFORCE does not)."""
+        plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
+        return not plain or getattr(self.kl, "weight", None) == "ratio"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensor arguments of `policy_loss` that this loss reads beside logp, advantages and mask."""
+        names = set()
+        anchor = getattr(self.ratio, "anchor", "old")
+        if self.reads_ratio and anchor != "current":
+            names.add(f"{anchor}_logp")
+        for part in self.correction:
+            if isinstance(part, correction.OPSM):
+                names.add(f"{part.source}_logp")
+            elif not isinstance(part, correction.SelfNormalise):
+                names.update(("old_logp", "rollout_logp"))
+        if self.kl is not None:
+            names.add(f"{getattr(self.kl, 'anchor', 'ref')}_logp")
+        if self.entropy_coef:
+            names.add("entropy")
+        if isinstance(self.aggregate, aggregate.PromptMean):
+            names.add("group_ids")
+        order = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+        return tuple(name for name in order if name in names)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether batch-wide numbers enter the loss, so that counting the mask is not enough (see `measure`)."""
+        uses = hasattr(self.trust, "statistics") or any(isinstance(c, correction.SelfNormalise) for c in self.correction)
+        return uses or self.rejected != "keep"
+
+    def replace(self, **slots: Any) -> LossSpec:
+        """The same loss with other parts in the named slots."""
+        for name in slots:
+            if name not in SLOTS:
+                raise SpecError(unknown_name("slot", name, SLOTS))
+        return dataclasses.replace(self, **slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
+        return {
+            "ratio": _encode("ratio", self.ratio),
+            "trust": _encode("trust", self.trust),
+            "correction": [_encode("correction", c) for c in self.correction],
+            "rejected": self.rejected,
+            "kl": None if self.kl is None else _encode("kl", self.kl),
+            "entropy_coef": self.entropy_coef,
+            "aggregate": _encode("aggregate", self.aggregate),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
+        """The inverse of `to_dict`. Strict: an unknown key, type or value is an error that names the valid ones."""
+        if not isinstance(data, Mapping):
+            raise SpecError(f"a LossSpec is made from a mapping, got {type(data).__name__}.")
+        slots: dict[str, Any] = {}
+        for key, value in data.items():
+            if key not in SLOTS:
+                raise SpecError(unknown_name("slot", key, SLOTS))
+            if key == "correction":
+                if not isinstance(value, (list, tuple)):
+                    raise SpecError(f"correction must be a list of parts, got {value!r}.")
+                slots[key] = tuple(_decode(key, part) for part in value)
+            elif key in _VARIANTS and not (key == "kl" and value is None):
+                slots[key] = _decode(key, value)
+            else:
+                slots[key] = value
+        return cls(**slots)
+
+
+SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
+
+
+def _check_part(slot: str, part: Any) -> None:
+    if isinstance(part, type):
+        raise SpecError(f"{slot}={part.__name__} is a class; make one: {part.__name__}(…).")
+    if isinstance(part, _VARIANTS[slot]):
+        return
+    for other, variants in _VARIANTS.items():
+        if isinstance(part, variants):
+            raise SpecError(f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}.")
+    if not callable(part):
+        names = ", ".join(v.__name__ for v in _VARIANTS[slot])
+        raise SpecError(f"{slot}={part!r} is not a part; use one of {names}, or a callable of Tokens.")
+
+
+def _encode(slot: str, part: Any) -> dict[str, Any]:
+    if type(part) not in _VARIANTS[slot]:
+        raise SpecError(f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data.")
+    values = {f.name: _encode_value(getattr(part, f.name)) for f in dataclasses.fields(part)}
+    return {"type": type(part).__name__, **values}
+
+
+def _encode_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_encode_value(v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"  # JSON has no infinity
+    return value
+
+
+def _decode(slot: str, data: Any) -> Any:
+    variants: dict[str, Any] = {v.__name__: v for v in _VARIANTS[slot]}
+    if not isinstance(data, Mapping) or "type" not in data:
+        raise SpecError(f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.')
+    name = data["type"]
+    if name not in variants:
+        raise SpecError(unknown_name(f"{slot} type", name, variants))
+    make = variants[name]
+    valid = [f.name for f in dataclasses.fields(make)]
+    for key in data:
+        if key != "type" and key not in valid:
+            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else f"{name} has no fields, got {key!r}.")
+    values = {k: _decode_value(v) for k, v in data.items() if k != "type"}
+    missing = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise SpecError(f"{name} needs {', '.join(missing)}.")
+    return make(**values)
+
+
+def _decode_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode_value(v) for v in value)
+    return float(value) if value in ("inf", "-inf") else value

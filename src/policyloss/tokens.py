@@ -1,0 +1,179 @@
+"""`Tokens`: what a slot of the pipeline may read — every tensor of one call, upcast, detached and masked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.masking import compute_dtype, difference, fill
+from policyloss.functional.segments import Sequences
+
+if TYPE_CHECKING:
+    from policyloss.totals import Totals
+
+# Which policy a log-probability comes from, and the argument that carries it.
+LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp"}
+
+
+class NeedsStatistics(Protocol):
+    """A slot whose numbers depend on the whole batch, not on its own token or sequence (see `measure`)."""
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """Measure `t`, a whole step, over the ranks of `group`."""
+        ...
+
+
+def _token_shaped(name: str, x: Tensor, logp: Tensor) -> Tensor:
+    if x.shape != logp.shape:
+        raise InputError(f"{name} has shape {tuple(x.shape)} but logp has {tuple(logp.shape)}; they must be equal.")
+    return x
+
+
+def as_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only on a CPU)."""
+    if not isinstance(mask, Tensor):
+        raise InputError(f"mask must be a tensor, got {type(mask).__name__}.")
+    if mask.shape != like.shape:
+        raise InputError(f"mask has shape {tuple(mask.shape)} but the tokens have {tuple(like.shape)}; give one entry per token.")
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        try:
+            torch._assert_async(((mask == 0) | (mask == 1)).all())
+        except RuntimeError:
+            raise InputError(
+                "mask must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
+            ) from None
+    return mask != 0
+
+
+def expand_advantages(advantages: Tensor, sequences: Sequences) -> Tensor:
+    """Advantages as one number per token: accepts token-shaped, or one per sequence (`[S]`, `[S, 1]`)."""
+    shape = sequences.shape
+    if tuple(advantages.shape) == shape:
+        return advantages
+    per_sequence = (sequences.count,)
+    if tuple(advantages.shape) in (per_sequence, (*per_sequence, 1)):
+        return sequences.expand(advantages.reshape(per_sequence))
+    layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
+    raise InputError(
+        f"advantages have shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give one per token {shape} or "
+        f"one per sequence {per_sequence}."
+    )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tensors of one `policy_loss` call, ready for arithmetic. Legend: `x` token-shaped, `[S]` one per sequence.
+
+    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
+    `logp`. `log_ratio`, `ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
+    the aggregation. `known` holds batch-wide numbers measured beforehand, or None.
+    """
+
+    mask: Tensor
+    sequences: Sequences
+    lengths: Tensor
+    advantages: Tensor
+    dtype: torch.dtype
+    raw: dict[str, Tensor | None]
+    group_ids: Tensor | None = None
+    totals: Totals | None = None
+    anchor: str = "old"
+    log_ratio: Tensor | None = None
+    ratio: Tensor | None = None
+    known: dict[str, Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        logp: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        others: dict[str, Tensor | None],
+        cu_seqlens: Tensor | None = None,
+        group_ids: Tensor | None = None,
+        cp_group: Any = None,
+    ) -> Tokens:
+        """Check the arguments against each other and lay them out. `others` are the optional token-shaped tensors by name."""
+        if not isinstance(logp, Tensor) or not logp.is_floating_point():
+            kind = f"dtype {logp.dtype}" if isinstance(logp, Tensor) else type(logp).__name__
+            raise InputError(f"logp must be a floating-point tensor of log-probabilities, got {kind}.")
+        sequences = Sequences.of(logp, cu_seqlens, cp_group)
+        mask = as_mask(mask, logp)
+        raw: dict[str, Tensor | None] = {"logp": logp}
+        for name, x in others.items():
+            raw[name] = None if x is None else _token_shaped(name, x, logp)
+            if x is not None and name != "entropy":
+                raw[name] = x.detach()
+        dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
+        if not isinstance(advantages, Tensor):
+            raise InputError(f"advantages must be a tensor, got {type(advantages).__name__}.")
+        if group_ids is not None and tuple(group_ids.shape) != (sequences.count,):
+            raise InputError(f"group_ids has shape {tuple(group_ids.shape)}; give one integer per sequence, ({sequences.count},).")
+        return cls(
+            mask=mask,
+            sequences=sequences,
+            lengths=sequences.sum(mask.to(dtype)),
+            advantages=fill(expand_advantages(advantages.detach(), sequences), mask, dtype),
+            dtype=dtype,
+            raw=raw,
+            group_ids=group_ids,
+        )
+
+    def with_mask(self, mask: Tensor) -> Tokens:
+        """The same call with fewer tokens: as if `mask` had been given."""
+        return replace(
+            self,
+            mask=mask,
+            lengths=self.sequences.sum(mask.to(self.dtype)),
+            advantages=fill(self.advantages, mask),
+        )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor argument `name`, or an error that says which argument is missing."""
+        x = self.raw.get(name)
+        if x is None:
+            raise InputError(f"this loss reads {name}, which was not given; pass {name}= to policy_loss.")
+        return x
+
+    @property
+    def logp(self) -> Tensor:
+        """The current policy's log-probability; carries the gradient."""
+        return fill(self.read("logp"), self.mask, self.dtype)
+
+    @property
+    def entropy(self) -> Tensor:
+        """The current policy's entropy at each token; may carry a gradient."""
+        return fill(self.read("entropy"), self.mask, self.dtype)
+
+    def anchor_logp(self, anchor: str) -> Tensor:
+        """The log-probability of a frozen policy: "old", "rollout", "ref", or "current" for `logp` itself, detached."""
+        return fill(self._anchor(anchor), self.mask, self.dtype)
+
+    def log_ratio_to(self, anchor: str) -> Tensor:
+        """`logp - anchor_logp`, upcast before subtraction, 0 at masked positions."""
+        return difference(self.read("logp"), self._anchor(anchor), self.mask, self.dtype)
+
+    def log_weight(self) -> Tensor:
+        """`old_logp - rollout_logp`: the trainer against the inference engine, on the same frozen weights."""
+        return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
+
+    def _anchor(self, anchor: str) -> Tensor:
+        return self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
+
+    def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
+        """The batch-wide numbers `slot` needs: those measured for the whole step if given, else this call's own."""
+        return slot.statistics(self) if self.known is None else self.known
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """Mean of `x` over the valid tokens of each sequence (0 for one that has none). Token-shaped → `[S]`.
+
+        `x` must be 0 at masked positions, as everything read from here is.
+        """
+        return self.sequences.sum(x) / self.lengths.clamp(min=1)

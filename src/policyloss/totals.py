@@ -1,0 +1,166 @@
+"""`Totals`: the counts of the whole optimizer step, which every average divides by.
+
+A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here the division is by a number that
+the caller counted over everything the step will see: all micro-batches, all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.segments import Sequences, group_index, group_sum
+from policyloss.tokens import Tokens, as_mask
+
+Number = int | float | Tensor
+
+
+@dataclass(frozen=True)
+class GroupTokens:
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`."""
+
+    ids: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of the whole optimizer step.
+
+    tokens: valid tokens. sequences: sequences with at least one valid token. groups: what `PromptMean` needs — the number of
+    prompt groups (which promises that no group is split between calls), or a `GroupTokens` (which allows it).
+    dp_size: the number of ranks whose gradients the framework *averages* (DDP, FSDP); the loss is multiplied by it, so that the
+    average is the gradient of the whole batch. 1 for engines that sum.
+    statistics: batch-wide numbers that some slots need (see `measure`), by name.
+    """
+
+    tokens: Number
+    sequences: Number
+    groups: Number | GroupTokens | None = None
+    dp_size: int = 1
+    statistics: dict[str, Tensor] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "sequences", "dp_size"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise InputError(f"Totals.{name} must be one number, got a tensor of shape {tuple(value.shape)}.")
+            elif not isinstance(value, (int, float)) or value < (1 if name == "dp_size" else 0):
+                raise InputError(f"Totals.{name} must be a count, got {value!r}.")
+
+    @classmethod
+    def count(
+        cls,
+        mask: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        group_ids: Tensor | None = None,
+        group: Any = None,
+        cp_group: Any = None,
+        dp_size: int | None = None,
+    ) -> Totals:
+        """Count a rank's whole share of the step, then all-reduce.
+
+        mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank (concatenate them, or add the
+        results of several calls: `a + b`). group: the process group of data-parallel ranks (each holds other sequences); None is
+        the default group if there is one. cp_group: ranks that hold other tokens of the *same* sequences. dp_size: by default all
+        ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine sums gradients.
+        """
+        sequences = Sequences.of(mask, cu_seqlens, cp_group)
+        lengths = sequences.sum(as_mask(mask, mask).to(torch.float32))
+        groups = None
+        if group_ids is not None:
+            if tuple(group_ids.shape) != (sequences.count,):
+                raise InputError(
+                    f"group_ids has shape {tuple(group_ids.shape)}; give one integer per sequence, ({sequences.count},)."
+                )
+            groups = _group_tokens(group_ids, lengths)
+        counts = cls(lengths.to(torch.int64).sum(), (lengths > 0).sum(), groups)
+        return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
+
+    def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
+        """The counts of all data-parallel ranks together. Without `torch.distributed`, or with one rank, the same counts."""
+        cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+        if not _distributed() or (group is None and cp_size == dist.get_world_size()):
+            return self._with(dp_size=cp_size if dp_size is None else dp_size)
+        if group is None and cp_group is not None:
+            raise InputError("with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=.")
+        if not isinstance(self.tokens, Tensor) or not isinstance(self.sequences, Tensor):
+            raise InputError("all_reduce needs tensor counts, as Totals.count makes them.")
+        pair = torch.stack([self.tokens.to(torch.int64), self.sequences.to(torch.int64)])
+        dist.all_reduce(pair, group=group)
+        groups = self.groups
+        if isinstance(groups, GroupTokens):
+            shares: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(shares, (groups.ids.cpu(), groups.tokens.cpu()), group=group)
+            ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
+            groups = _group_tokens(ids, tokens)
+        ranks = dist.get_world_size(group) * cp_size
+        return self._with(tokens=pair[0], sequences=pair[1], groups=groups, dp_size=ranks if dp_size is None else dp_size)
+
+    def _with(self, **changes: Any) -> Totals:
+        values = {"tokens": self.tokens, "sequences": self.sequences, "groups": self.groups, "dp_size": self.dp_size}
+        return Totals(**{**values, "statistics": self.statistics, **changes})
+
+    def __add__(self, other: Totals) -> Totals:
+        if not isinstance(other, Totals):
+            return NotImplemented
+        if self.dp_size != other.dp_size:
+            raise InputError(f"cannot add totals of different dp_size ({self.dp_size} and {other.dp_size}).")
+        if self.statistics or other.statistics:
+            raise InputError("measured statistics do not add up; call Totals.measure once, on the whole batch.")
+        groups: Number | GroupTokens | None
+        if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
+            groups = _group_tokens(
+                torch.cat([self.groups.ids, other.groups.ids]), torch.cat([self.groups.tokens, other.groups.tokens])
+            )
+        elif self.groups is None or other.groups is None:
+            groups = None
+        elif isinstance(self.groups, GroupTokens) or isinstance(other.groups, GroupTokens):
+            raise InputError("cannot add a number of groups to a GroupTokens; count both the same way.")
+        else:
+            groups = self.groups + other.groups
+        return self._with(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
+
+
+def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
+    """Sum `tokens` by id. Reads shapes back to the host, which counting may do: it runs once per step."""
+    order, groups = group_index(group_ids)
+    ids = torch.unique(group_ids, sorted=True)
+    return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def local_totals(t: Tokens) -> Totals:
+    """The counts of this call alone, as tensors (no host sync)."""
+    present = t.lengths > 0
+    groups: Tensor | None = None
+    if t.group_ids is not None:
+        members = group_sum(present.to(t.dtype), t.group_ids)
+        # Each non-empty group's members add up to 1.
+        groups = torch.where(present, 1 / members.clamp(min=1), 0).sum()
+    return Totals(t.lengths.sum(), present.sum(), groups)
+
+
+def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
+    """What the caller said about the step: given totals, or None for "this call is the whole batch"."""
+    if isinstance(totals, Totals):
+        return totals
+    if totals not in (None, "local"):
+        raise InputError(f'totals must be a Totals, "local" or None, got {totals!r}.')
+    if totals is None and _distributed():
+        raise InputError(
+            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "
+            "Count it once per step: totals = policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and pass "
+            'totals= to every call; or pass totals="local" if this call really is the whole batch.'
+        )
+    return None

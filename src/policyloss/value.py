@@ -1,0 +1,117 @@
+"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals, packing and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, unknown_name
+from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.masking import accumulator_dtype, fill
+from policyloss.loss import LossOutput
+from policyloss.metrics import ExplainedVariance, Metrics, Record, Stat, Sum
+from policyloss.slots.aggregate import TokenMean
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals, local_totals, resolve
+
+
+def squared_error(error: Tensor) -> Tensor:
+    """`½·e²`."""
+    return 0.5 * error**2
+
+
+def huber_error(error: Tensor, delta: float) -> Tensor:
+    """`½·e²` where |e| ≤ delta, `delta·(|e| − ½·delta)` beyond: quadratic, then linear."""
+    size = error.abs()
+    inner = size.clamp(max=delta)
+    return inner * (size - 0.5 * inner)
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor | None,
+    mask: Tensor,
+    clip: float | None = 0.2,
+    kind: Literal["mse", "huber"] = "mse",
+    *,
+    huber_delta: float = 10.0,
+    aggregate: Any = None,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    totals: Totals | Literal["local"] | None = None,
+    cp_group: Any = None,
+) -> LossOutput:
+    """The clipped value loss: `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`, with `f(e) = ½e²` or Huber's.
+
+    values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]` with `cu_seqlens`.
+    clip: how far a value may move from `old_values` before the move stops paying; None for no clipping (`old_values` may then be
+    None). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of the aggregations, `TokenMean()` by
+    default. totals, cp_group, group_ids: as in `policy_loss`.
+    Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|), `clip_fraction` (share of tokens where the
+    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`.
+    """
+    if kind not in ("mse", "huber"):
+        raise InputError(unknown_name("value loss kind", kind, ("mse", "huber")))
+    if clip is not None and not clip > 0:
+        raise InputError(f"clip must be > 0, or None for no clipping, got {clip!r}.")
+    if not huber_delta > 0:
+        raise InputError(f"huber_delta must be > 0, got {huber_delta!r}.")
+    if clip is not None and old_values is None:
+        raise InputError("clipping reads old_values, which was not given; pass old_values, or clip=None.")
+    given = resolve(totals)
+    t = Tokens.of(
+        values,
+        returns,
+        mask,
+        others={"old_values": old_values},
+        cu_seqlens=cu_seqlens,
+        group_ids=group_ids,
+        cp_group=cp_group,
+    )
+    t = replace(t, totals=local_totals(t) if given is None else given)
+    target, value = t.advantages, t.logp
+
+    def f(error: Tensor) -> Tensor:
+        return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)
+
+    token_loss = f(value - target)
+    binds: Tensor | None = None
+    if clip is not None:
+        old = fill(t.read("old_values"), t.mask, t.dtype)
+        clipped = f(old + (value - old).clamp(-clip, clip) - target)
+        with torch.no_grad():
+            binds = t.mask & (clipped > token_loss)
+        token_loss = torch.maximum(token_loss, clipped)
+    weight = (TokenMean() if aggregate is None else aggregate)(t)
+    loss = weighted_sum(token_loss, weight, t.mask)
+    with torch.no_grad():
+        metrics = _metrics(t, value, target, token_loss, binds, loss)
+    return LossOutput(loss, metrics)
+
+
+def _metrics(t: Tokens, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor) -> Metrics:
+    n = t.mask.sum()
+    assert t.totals is not None
+    error, wide = (target - value).detach(), accumulator_dtype(value.device)
+
+    def total(x: Tensor) -> Tensor:
+        return x.sum(dtype=wide)
+
+    records: dict[str, Record] = {
+        "loss": Sum(loss.detach() / t.totals.dp_size),
+        "tokens": Sum(n),
+        "value_mean": Stat(value.detach().sum(), n),
+        "return_mean": Stat(target.sum(), n),
+        "value_error": Stat(error.abs().sum(), n),
+        "explained_variance": ExplainedVariance(
+            n, total(error), total(error.to(wide) ** 2), total(target), total(target.to(wide) ** 2)
+        ),
+        "nonfinite_tokens": Sum((t.mask & ~token_loss.isfinite()).sum()),
+    }
+    if binds is not None:
+        records["clip_fraction"] = Stat(binds.sum(), n)
+    return Metrics(records)
