@@ -11,7 +11,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.masking import bound
+from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.report_metrics import policy_metrics
 from policyloss.slots.correction import Combined, combine
@@ -71,7 +71,7 @@ def policy_loss(
     )
     whole = t
     t, corrected = corrected_tokens(spec, t, given)
-    t, raw_log_ratio = with_ratio(spec, t)
+    t = with_ratio(spec, t)
     t = replace(t, totals=local_totals(t) if given is None else given)
 
     surrogate = spec.trust(t)
@@ -90,18 +90,18 @@ def policy_loss(
 
     loss = weighted_sum(token_loss, spec.aggregate(t), t.mask)
     with torch.no_grad():
-        metrics = policy_metrics(spec, whole, t, raw_log_ratio, surrogate, corrected, token_loss, kl, loss)
+        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, loss)
     return LossOutput(loss, metrics)
 
 
 def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
     """Apply the corrections, and take rejected tokens out of the mask if the spec says so."""
     if given is not None and spec.needs_statistics:
-        if given.statistics is None:
+        if given.statistics is None or any(name not in given.statistics for name in spec.statistics_names):
             raise InputError(
                 "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
-                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's tensors, or pass "
-                'totals="local" if this call is the whole batch.'
+                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
+                'tensors, or pass totals="local" if this call is the whole batch.'
             )
         t = replace(t, known=given.statistics)
     corrected = combine(spec.correction, t, group)
@@ -113,15 +113,15 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
     return t, corrected
 
 
-def with_ratio(spec: LossSpec, t: Tokens) -> tuple[Tokens, Tensor | None]:
-    """Set `log_ratio` and `ratio` on `t`, and give the log-ratio before its clamp. None if nothing needs it or can make it."""
+def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
+    """Set the ratio on `t`, unless nothing needs it and its anchor was not given."""
     anchor = getattr(spec.ratio, "anchor", "old")
     t = replace(t, anchor=anchor)
     if not spec.reads_ratio and anchor != "current" and t.raw.get(f"{anchor}_logp") is None:
-        return t, None
+        return t
     raw = spec.ratio(t)
-    log_ratio = bound(raw, getattr(spec.ratio, "log_clamp", 20.0))
-    return replace(t, log_ratio=log_ratio, ratio=log_ratio.exp()), raw
+    limit = getattr(spec.ratio, "log_clamp", 20.0)
+    return replace(t, raw_log_ratio=raw, log_clamp=limit, ratio=bounded_exp(raw, limit))
 
 
 def measure(
@@ -151,7 +151,7 @@ def measure(
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
         t = Tokens.of(logp.detach(), advantages, mask, others=others, cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
         t, corrected = corrected_tokens(spec, t, None, group)
-        t, _ = with_ratio(spec, t)
+        t = with_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
             statistics.update(spec.trust.statistics(t, group))

@@ -50,9 +50,10 @@ class Preset:
     note: str = ""
 
 
-_PPO = "Schulman et al. 2017, arXiv 1707.06347, section 6.1: epsilon 0.2"
+_PPO = "Schulman et al. 2017, arXiv 1707.06347, table 1: epsilon 0.2 scored best"
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
 _GSPO_RATIO = "GSPO, arXiv 2507.18071, equation 7"
+_DPPO_NOTE = "verl's example and SkyRL measure against the rollout policy: ratio=TokenRatio(anchor='rollout')."
 _CLIP = Clip(0.2, 0.2)
 
 _ALL = (
@@ -70,7 +71,7 @@ _ALL = (
         LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
         {
             "trust": _PPO,
-            "trust.dual": "Ye et al. 2019, arXiv 1912.09729: c = 3",
+            "trust.dual": "dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and SkyRL (clip_ratio_c)",
             "aggregate": "the expectation over timesteps",
         },
     ),
@@ -80,7 +81,7 @@ _ALL = (
         "arXiv 2402.03300",
         LossSpec(trust=_CLIP, kl=KL("k3", 0.04), aggregate=SeqMeanTokenMean()),
         {
-            "trust": _PPO,
+            "trust": f"{_PPO}; DeepSeekMath does not print its own epsilon",
             "kl": "DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3",
             "kl.coef": "DeepSeekMath, section 4.2: 0.04",
             "aggregate": "DeepSeekMath, equation 3: mean over outputs of token means",
@@ -94,7 +95,7 @@ _ALL = (
         {
             "trust": _PPO,
             "aggregate": "arXiv 2503.20783, section 3.2: divide by a constant, not by the length",
-            "aggregate.horizon": "the generation budget of the authors' released runs, 3000 tokens; set it to your own",
+            "aggregate.horizon": "generate_max_length of the authors' runs, 3000 tokens; set it to your own generation budget",
         },
         note="Pair it with advantage.dr_grpo (group mean, no std).",
     ),
@@ -105,7 +106,7 @@ _ALL = (
         LossSpec(trust=Clip(0.2, 0.28), aggregate=TokenMean()),
         {
             "trust": "DAPO, arXiv 2503.14476, section 4.1: epsilon_low 0.2, epsilon_high 0.28",
-            "aggregate": "DAPO, section 3.3: token-level policy gradient loss",
+            "aggregate": "DAPO: token-level policy gradient loss",
         },
     ),
     Preset(
@@ -129,7 +130,7 @@ _ALL = (
         "arXiv 2507.18071",
         LossSpec(ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         {
-            "ratio": "GSPO, arXiv 2507.18071, section 4.3",
+            "ratio": "GSPO, arXiv 2507.18071, section 4.3, equation 14",
             "trust": _GSPO_EPS,
             "aggregate": "GSPO, equation 13: mean over sequences of token means",
         },
@@ -151,8 +152,8 @@ _ALL = (
         "arXiv 2506.13585",
         LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
         {
-            "trust": "MiniMax-M1, arXiv 2506.13585, equation 4: no lower bound, a tuned upper bound",
-            "trust.ratio_max": "SkyRL's default band [0, 5]; the paper does not print its number",
+            "trust": "MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper bound",
+            "trust.ratio_max": "5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends; MiniMax-M1 prints none",
             "aggregate": "MiniMax-M1, equation 4: sum over all tokens over their number",
         },
     ),
@@ -171,11 +172,13 @@ _ALL = (
     Preset(
         "rollout_is",
         "Hard-masked importance sampling against the rollout policy",
-        "GLM-5 report, section 4.1.2",
+        "arXiv 2602.15763",
         LossSpec(ratio=TokenRatio(anchor="rollout"), trust=DetachedClip(0.8, 1.2, outside="zero"), aggregate=TokenMean()),
         {
-            "ratio": "SkyRL policy_loss_type='rollout_is': exp(logp - rollout_logp)",
-            "trust": "SkyRL rollout_is: zero outside (1 - eps_low, 1 + eps_high), with its default 0.2",
+            "ratio": "GLM-5, arXiv 2602.15763, equation 4: exp(logp - rollout_logp)",
+            "trust": "GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)",
+            "trust.ratio_min": "1 - 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print its own",
+            "trust.ratio_max": "1 + 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print its own",
             "aggregate": "token mean, as SkyRL's default",
         },
     ),
@@ -185,7 +188,7 @@ _ALL = (
         "arXiv 2511.20347",
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         {
-            "trust": "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative)",
+            "trust": "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's, verl's and SkyRL's defaults",
             "aggregate": "SAPO: mean over sequences of token means",
         },
     ),
@@ -195,7 +198,7 @@ _ALL = (
         "arXiv 2507.20673",
         LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=SeqMeanTokenMean()),
         {
-            "trust": "GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4)",
+            "trust": "GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4), also TRL's default",
             "aggregate": "GMPO: mean over sequences",
         },
     ),
@@ -204,7 +207,7 @@ _ALL = (
         "GPG: the plain policy gradient",
         "arXiv 2504.02546",
         LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
-        {"trust": "GPG, arXiv 2504.02546: -A·logp, no ratio", "aggregate": "GPG: mean over all tokens"},
+        {"trust": "GPG, arXiv 2504.02546: -A·logp, no ratio", "aggregate": "token mean, the default of verl's loss_mode='gpg'"},
         note="Pair it with advantage.gpg, which rescales by the share of informative samples.",
     ),
     Preset(
@@ -236,7 +239,7 @@ _ALL = (
         {
             "trust": _PPO,
             "correction": "min(exp(old_logp - rollout_logp), C) on the policy term",
-            "correction.high": "C = 2, the default of verl, slime and tunix",
+            "correction.high": "C = 2, the default of verl, SkyRL and slime",
             "aggregate": "token mean",
         },
     ),
@@ -260,8 +263,8 @@ _ALL = (
         {
             "trust": _PPO,
             "correction": "IcePop (Ring-1T, arXiv 2510.18855): zero outside [alpha, beta]",
-            "correction.low": "alpha = 0.5",
-            "correction.high": "beta = 5",
+            "correction.low": "alpha = 0.5, section 2.4.1; also verl's IcePop preset",
+            "correction.high": "beta = 5, section 2.4.1; also verl's IcePop preset",
             "aggregate": "token mean",
         },
     ),
@@ -273,20 +276,20 @@ _ALL = (
         {
             "trust": _PPO,
             "correction": "NeMo-RL: mask by the geometric mean, keep the raw token weight",
-            "correction.low": "NeMo-RL's suggested band: 0.999",
-            "correction.high": "NeMo-RL's suggested band: 1.002",
+            "correction.low": "0.999, the band NeMo-RL gives for it",
+            "correction.high": "1.002, the band NeMo-RL gives for it",
             "aggregate": "token mean",
         },
     ),
     Preset(
         "opsm",
         "GRPO with off-policy sequence masking",
-        "DeepSeek-V3.2 report, arXiv 2512.02556",
+        "arXiv 2512.02556",
         LossSpec(trust=_CLIP, correction=OPSM(1e-4), aggregate=SeqMeanTokenMean()),
         {
             "trust": _PPO,
-            "correction": "DeepSeek-V3.2: drop negative-advantage sequences that drifted",
-            "correction.delta": "slime's default, 1e-4",
+            "correction": "DeepSeek-V3.2, arXiv 2512.02556, equation 9: drop negative-advantage sequences that drifted",
+            "correction.delta": "slime's default for --opsm-delta, 1e-4 (TRL's documentation suggests 0.5)",
             "aggregate": "as GRPO",
         },
     ),
@@ -297,7 +300,7 @@ _ALL = (
         LossSpec(trust=_CLIP, correction=Truncate(math.inf), aggregate=TokenMean()),
         {
             "trust": _PPO,
-            "correction": "AReaL, arXiv 2505.24298, equation 5: exp(old_logp - rollout_logp), not truncated",
+            "correction": "AReaL, arXiv 2505.24298: exp(old_logp - rollout_logp), not truncated",
             "correction.high": "no truncation in the paper; AReaL's code can cap it",
             "aggregate": "token mean",
         },
@@ -309,9 +312,9 @@ _ALL = (
         LossSpec(trust=CovClip(), aggregate=TokenMean()),
         {
             "trust": _PPO,
-            "trust.fraction": "arXiv 2505.22617, section 4.2: 2e-4",
-            "trust.cov_low": "verl's default window [1, 5]",
-            "trust.cov_high": "verl's default window [1, 5]",
+            "trust.fraction": "arXiv 2505.22617, section 4.3: r = 2e-4",
+            "trust.cov_low": "arXiv 2505.22617, section 4.3: 1",
+            "trust.cov_high": "arXiv 2505.22617, section 4.3: 5",
             "trust.seed": "any; the draw is a function of the seed and the token's own numbers",
             "aggregate": "token mean, as verl",
         },
@@ -322,8 +325,9 @@ _ALL = (
         "arXiv 2505.22617",
         LossSpec(trust=CovKL(), aggregate=TokenMean()),
         {
-            "trust.fraction": "arXiv 2505.22617, section 4.2: 2e-4",
-            "trust.coef": "arXiv 2505.22617: 1.0 (verl's configuration file ships 0.1)",
+            "trust": "arXiv 2505.22617, section 4.2, equations 13 and 14",
+            "trust.fraction": "arXiv 2505.22617, section 4.3: k = 2e-4 for the 32B model (2e-3 for the 7B)",
+            "trust.coef": "arXiv 2505.22617, section 4.3: beta = 1 (verl's configuration file ships 0.1)",
             "aggregate": "token mean, as verl",
         },
     ),
@@ -333,21 +337,23 @@ _ALL = (
         "arXiv 2602.04879",
         LossSpec(trust=ProbabilityBand("tv", 0.2, 0.2), aggregate=TokenMean()),
         {
-            "trust": "verl loss_mode='dppo_tv', with its clip_ratio 0.2 on both sides",
-            "trust.cap": "verl's documented fallback for clip_ratio_c, 20",
+            "trust": "verl loss_mode='dppo_tv'; 0.2 on both sides is SkyRL's and prime-rl's default (verl's example runs 0.15)",
+            "trust.cap": "20, verl's fallback for clip_ratio_c in this loss",
             "aggregate": "token mean, as verl",
         },
+        note=_DPPO_NOTE,
     ),
     Preset(
         "dppo_kl",
         "DPPO with the binary-KL band",
         "arXiv 2602.04879",
-        LossSpec(trust=ProbabilityBand("kl", 0.2, 0.2), aggregate=TokenMean()),
+        LossSpec(trust=ProbabilityBand("kl", 0.05, 0.05), aggregate=TokenMean()),
         {
-            "trust": "verl loss_mode='dppo_kl', with its clip_ratio 0.2 on both sides",
-            "trust.cap": "verl's documented fallback for clip_ratio_c, 20",
+            "trust": "verl loss_mode='dppo_kl'; 0.05 on both sides is verl's example run and SkyRL's recommendation",
+            "trust.cap": "20, verl's fallback for clip_ratio_c in this loss",
             "aggregate": "token mean, as verl",
         },
+        note=_DPPO_NOTE,
     ),
     Preset(
         "prime_rl",
@@ -373,7 +379,7 @@ _ALL = (
         "arXiv 2405.19107",
         LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
         {
-            "trust": "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599, equation 3",
+            "trust": "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599: a quadratic penalty on the log-ratio",
             "trust.beta": "ROLL's kimi15 default, tau = 0.1 (verl has no default)",
             "aggregate": "token mean, as verl",
         },
@@ -384,7 +390,7 @@ _ALL = (
         "arXiv 2503.14286",
         LossSpec(trust=TaperedNegative(1.0), aggregate=TokenMean()),
         {
-            "trust": "TOPR, arXiv 2503.14286: truncate the ratio of negative examples to [0, 1]",
+            "trust": "TOPR, arXiv 2503.14286, section 3: the ratio of negative examples is truncated to [0, 1]",
             "aggregate": "token mean, as ROLL's default",
         },
         note="The paper's ratio is the whole sequence's: use ratio=SequenceProduct() for that; ROLL and Trinity use the token's.",
@@ -392,12 +398,12 @@ _ALL = (
     Preset(
         "luspo",
         "LUSPO: GSPO weighted by length",
-        "TRL GRPOConfig.loss_type",
+        "arXiv 2602.05261",
         LossSpec(ratio=SequenceRatio(), trust=Clip(2e-3, 2.5e-3), aggregate=LengthWeighted()),
         {
             "ratio": _GSPO_RATIO,
-            "trust": "TRL's documentation of loss_type='luspo': epsilon 2e-3, epsilon_high 2.5e-3",
-            "aggregate": "TRL loss_type='luspo': sequence loss times length, mean over sequences",
+            "trust": "LUSPO, arXiv 2602.05261, section 5.1: epsilon 2e-3 and 2.5e-3",
+            "aggregate": "LUSPO, as in TRL's loss_type='luspo': sequence loss times length, mean over sequences",
         },
     ),
     Preset(
@@ -433,8 +439,8 @@ _ALL = (
         "arXiv 2505.07291",
         LossSpec(trust=TwoSidedClip(4.0, 0.2, 0.2), aggregate=TokenMean()),
         {
-            "trust": "INTELLECT-2, arXiv 2505.07291, section 3.4: delta 4, epsilon 0.2",
-            "aggregate": "INTELLECT-2: token-level loss",
+            "trust": "INTELLECT-2, arXiv 2505.07291, section 4.1: delta 4, epsilon 0.2",
+            "aggregate": "token mean",
         },
     ),
     Preset(
@@ -445,7 +451,7 @@ _ALL = (
         {
             "ratio": "LlamaRL, arXiv 2505.24034: against the policy that sampled",
             "trust": "-min(ratio, rho)·A for either sign: eps_high = rho - 1, dual = rho, no lower bound",
-            "trust.dual": "rho = 2, the low end of the range 2 to 10 that the paper reports",
+            "trust.dual": "rho = 2, the low end of the range 2 to 10 that cosmos-rl suggests for aipo_rho, citing the paper",
             "aggregate": "token mean",
         },
     ),

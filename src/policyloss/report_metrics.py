@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import fill
-from policyloss.functional.stats import extremes, k3
+from policyloss.functional.masking import bound, fill
+from policyloss.functional.stats import count, extremes, k3, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.slots.correction import Combined
+from policyloss.slots.ratio import TokenRatio
 from policyloss.slots.trust import Surrogate
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -52,7 +53,6 @@ def policy_metrics(
     spec: LossSpec,
     whole: Tokens,
     t: Tokens,
-    raw_log_ratio: Tensor | None,
     surrogate: Surrogate,
     corrected: Combined,
     token_loss: Tensor,
@@ -60,24 +60,19 @@ def policy_metrics(
     loss: Tensor,
 ) -> Metrics:
     """Measure one call. `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask)."""
-    n = t.mask.sum()
+    n = count(t.mask)
     assert t.totals is not None
     records: dict[str, Record] = {
-        "loss": Sum(loss.detach() / t.totals.dp_size),
+        "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
         "sequences": Sum(_sequences(t)),
         "advantage_mean": Stat(t.advantages.sum(), n),
-        "nonfinite_tokens": Sum((t.mask & ~token_loss.isfinite()).sum()),
+        "nonfinite_tokens": Sum(count(nonfinite(token_loss) & t.mask)),
     }
     _clipping(records, surrogate, t.mask, n)
-    if raw_log_ratio is not None:
-        _ratios(records, spec, raw_log_ratio, t, n)
-    if t.raw.get("old_logp") is not None:
-        lr = t.log_ratio_to("old")
-        records["kl_old_k1"] = Stat(-lr.sum(), n)
-        records["kl_old_k3"] = Stat(k3(lr).sum(), n)
-        if t.raw.get("rollout_logp") is not None:
-            _mismatch(records, whole)
+    _ratios(records, spec, t, n)
+    if t.raw.get("old_logp") is not None and t.raw.get("rollout_logp") is not None:
+        _mismatch(records, whole)
     _corrections(records, corrected, whole)
     if kl is not None:
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
@@ -89,43 +84,52 @@ def policy_metrics(
 def _sequences(t: Tokens) -> Tensor:
     """Non-empty sequences; with context parallel, this rank's share of them, so that ranks add up to the true number."""
     if t.sequences.cp_group is None:
-        return (t.lengths > 0).sum()
+        return count(t.lengths > 0)
     here = replace(t.sequences, cp_group=None).sum(t.mask.to(t.dtype))
     return (here / t.lengths.clamp(min=1)).sum()
 
 
 def _clipping(records: dict[str, Record], s: Surrogate, mask: Tensor, n: Tensor) -> None:
-    bound: Tensor | None = None
+    binds: Tensor | None = None
     for name, flag in (("upper", s.upper), ("lower", s.lower), ("dual", s.dual)):
         if flag is not None:
-            flag = flag & mask
-            records[f"clip_fraction_{name}"] = Stat(flag.sum(), n)
-            bound = flag if bound is None else bound | flag
-    if bound is not None:
-        records["clip_fraction"] = Stat(bound.sum(), n)
+            here = flag & mask
+            records[f"clip_fraction_{name}"] = Stat(count(here), n)
+            binds = here if binds is None else binds | here
+    if binds is not None:
+        records["clip_fraction"] = Stat(count(binds), n)
 
 
-def _ratios(records: dict[str, Record], spec: LossSpec, raw: Tensor, t: Tokens, n: Tensor) -> None:
-    high, low = extremes(raw, t.mask)
-    records["ratio_mean"] = Stat(torch.where(t.mask, raw.exp(), 0).sum(), n)
-    records["ratio_max"] = Max(torch.where(high == -torch.inf, high, high.exp()))
-    records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
-    limit = getattr(spec.ratio, "log_clamp", 20.0)
-    if limit is not None:
-        floor, ceiling = (-limit, limit) if isinstance(limit, (int, float)) else limit
-        beyond = t.mask & ((raw > (torch.inf if ceiling is None else ceiling)) | (raw < (-torch.inf if floor is None else floor)))
-        records["clamped_tokens"] = Sum(beyond.sum())
+def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
+    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when the ratio is π/π_old per token."""
+    raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
+    growth: Tensor | None = None
+    if raw is not None:
+        raw = raw if per_token else fill(raw, t.mask)  # a token's log-ratio is 0 where masked already
+        growth = torch.expm1(raw)
+        high, low = extremes(raw, t.mask)
+        records["ratio_mean"] = Stat(growth.sum() + n, n)
+        records["ratio_max"] = Max(torch.where(high == -torch.inf, high, high.exp()))
+        records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
+        if t.log_clamp is not None:
+            records["clamped_tokens"] = Sum(count((raw - bound(raw, t.log_clamp)).abs() > 0))
+    if t.raw.get("old_logp") is not None:
+        if raw is None or growth is None or not per_token or t.anchor != "old":
+            raw = t.log_ratio_to("old")
+            growth = torch.expm1(raw)
+        records["kl_old_k1"] = Stat(-raw.sum(), n)
+        records["kl_old_k3"] = Stat((growth - raw).sum(), n)
 
 
 def _mismatch(records: dict[str, Record], whole: Tokens) -> None:
-    n, d = whole.mask.sum(), whole.log_weight()
+    n, d = count(whole.mask), whole.log_weight()
     records["kl_rollout_k1"] = Stat(-d.sum(), n)
     records["kl_rollout_k3"] = Stat(k3(d).sum(), n)
     records["rollout_logp_difference_max"] = Max(extremes(d.abs(), whole.mask)[0])
 
 
 def _corrections(records: dict[str, Record], corrected: Combined, whole: Tokens) -> None:
-    n = whole.mask.sum()
+    n = count(whole.mask)
     kept = whole.mask if corrected.keep is None else whole.mask & corrected.keep
     if corrected.weight is not None:
         w = fill(corrected.weight, kept)
@@ -133,6 +137,6 @@ def _corrections(records: dict[str, Record], corrected: Combined, whole: Tokens)
         records["correction_weight_max"] = Max(extremes(w, kept)[0])
         records["effective_sample_size"] = EffectiveSampleSize(w.sum(), (w * w).sum(), n)
     for name, keep in corrected.verdicts.items():
-        records[f"rejected_fraction/{name}"] = Stat((whole.mask & ~keep).sum(), n)
+        records[f"rejected_fraction/{name}"] = Stat(count(whole.mask & ~keep), n)
     if corrected.keep is not None:
-        records["rejected_fraction"] = Stat((whole.mask & ~corrected.keep).sum(), n)
+        records["rejected_fraction"] = Stat(count(whole.mask & ~corrected.keep), n)

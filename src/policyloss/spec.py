@@ -108,8 +108,12 @@ class LossSpec:
     @property
     def needs_statistics(self) -> bool:
         """Whether batch-wide numbers enter the loss, so that counting the mask is not enough (see `measure`)."""
-        uses = hasattr(self.trust, "statistics") or any(isinstance(c, correction.SelfNormalise) for c in self.correction)
-        return uses or self.rejected != "keep"
+        return bool(self.statistics_names) or self.rejected != "keep"
+
+    @property
+    def statistics_names(self) -> tuple[str, ...]:
+        """The batch-wide numbers that the parts of this loss read."""
+        return tuple(name for part in (self.trust, *self.correction) for name in getattr(part, "statistics_names", ()))
 
     def replace(self, **slots: Any) -> LossSpec:
         """The same loss with other parts in the named slots."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.masking import compute_dtype, difference, fill
+from policyloss.functional.masking import bound, compute_dtype, difference, fill
+from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Tokens:
     """The tensors of one `policy_loss` call, ready for arithmetic. Legend: `x` token-shaped, `[S]` one per sequence.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
-    `logp`. `log_ratio`, `ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
+    `logp`. `ratio`, `log_ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
     the aggregation. `known` holds batch-wide numbers measured beforehand, or None.
     """
 
@@ -84,7 +85,8 @@ class Tokens:
     group_ids: Tensor | None = None
     totals: Totals | None = None
     anchor: str = "old"
-    log_ratio: Tensor | None = None
+    raw_log_ratio: Tensor | None = None
+    log_clamp: LogClamp = None
     ratio: Tensor | None = None
     known: dict[str, Tensor] | None = None
 
@@ -146,6 +148,13 @@ class Tokens:
     def logp(self) -> Tensor:
         """The current policy's log-probability; carries the gradient."""
         return fill(self.read("logp"), self.mask, self.dtype)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """The ratio slot's log-ratio within its clamp."""
+        if self.raw_log_ratio is None:
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which was not given.")
+        return bound(self.raw_log_ratio, self.log_clamp)
 
     @property
     def entropy(self) -> Tensor:

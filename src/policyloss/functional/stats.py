@@ -19,3 +19,13 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def k3(log_ratio: Tensor) -> Tensor:
     """`eᵈ − 1 − d` per token: non-negative, low variance, precise for small d."""
     return torch.expm1(log_ratio) - log_ratio
+
+
+def count(flags: Tensor) -> Tensor:
+    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first.)"""
+    return torch.count_nonzero(flags)
+
+
+def nonfinite(x: Tensor) -> Tensor:
+    """Where `x` is NaN or infinite: there and only there `x - x` is not 0."""
+    return (x - x) != 0

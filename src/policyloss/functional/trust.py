@@ -5,6 +5,8 @@ Legend: `ratio` = π/π_anchor (carries the gradient), `logp` carries the gradie
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,32 +18,52 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
 
 
-def signed_clamp(
-    ratio: Tensor, advantages: Tensor, positive: tuple[float | None, float], negative: tuple[float | None, float | None]
-) -> Tensor:
-    """The ratio held inside one band where the advantage is ≥ 0 and inside another where it is < 0."""
-    high = ratio.clamp(min=positive[0], max=positive[1])
-    low = ratio if negative == (None, None) else ratio.clamp(min=negative[0], max=negative[1])
-    return torch.where(advantages >= 0, high, low)
+def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
+    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|` — which binds only where A < 0, as the rest is ≤ 0."""
+    loss = torch.maximum(-a * (r if cap is None else r.clamp(max=cap)), -a * r.clamp(low, high))
+    return loss if dual is None else torch.minimum(loss, dual * a.abs())
+
+
+class _Clipped(torch.autograd.Function):
+    """`_clip_formula` with its slope in r: −A where the loss equals −A·r, else 0.
+
+    The slope is known with the value, so it is kept, instead of the six tensors and selections autograd would need to find it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
+        loss = _clip_formula(r, a, low, high, cap, dual)
+        ctx.save_for_backward(-a * torch.eq(loss, -a * r, out=torch.empty_like(loss)))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (slope,) = ctx.saved_tensors
+        return grads[0] * slope, None, None, None, None, None
+
+
+def _clip(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
+    if torch.compiler.is_compiling():  # a compiler derives and fuses the slope by itself
+        return _clip_formula(r, a, low, high, cap, dual)
+    loss: Tensor = _Clipped.apply(r, a, low, high, cap, dual)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def clipped(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual: float | None = None) -> Tensor:
     """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, and at most `-A·dual` where A < 0.
 
-    The max binds on one side only, given the sign of A: it holds r ≤ 1+eps_high where A ≥ 0 and r ≥ 1-eps_low where A < 0; the
-    dual clip adds r ≤ dual there. So the whole surrogate is `-A · r` with r in a band that depends on the sign of A.
     Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
     """
-    return -advantages * signed_clamp(ratio, advantages, (None, 1 + eps_high), (1 - eps_low, dual))
+    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, None, dual)
 
 
 def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float) -> Tensor:
     """INTELLECT-2's two-sided clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)` (arXiv 2505.07291).
 
-    The same band as dual clip when delta ≥ 1+eps_high; below that, delta tightens the upper bound for A ≥ 0.
+    The same as dual clip with dual = delta when delta ≥ 1+eps_high.
     """
-    high = 1 + eps_high
-    return -advantages * signed_clamp(ratio, advantages, (None, min(delta, high)), (1 - eps_low, max(delta, high)))
+    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, delta, None)
 
 
 def detached_clipped(

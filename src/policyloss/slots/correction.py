@@ -196,6 +196,7 @@ class SelfNormalise:
     Applied after all other corrections, wherever it stands in the tuple; a rejected token enters the mean with weight 0.
     """
 
+    statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
     over: Literal["tokens", "sequences"] = "tokens"
 
     def __post_init__(self) -> None:

@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from policyloss.functional.ratio import LogClamp
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
 Anchor = Literal["old", "rollout", "current"]
-LogClamp = float | tuple[float | None, float | None] | None
 ANCHORS = ("old", "rollout", "current")
 
 

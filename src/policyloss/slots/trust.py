@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,6 @@ class Surrogate(NamedTuple):
 def _ratio(t: Tokens) -> Tensor:
     assert t.ratio is not None, "the ratio slot runs before the trust slot"
     return t.ratio
-
-
-def _log_ratio(t: Tokens) -> Tensor:
-    assert t.log_ratio is not None, "the ratio slot runs before the trust slot"
-    return t.log_ratio
 
 
 def _check_eps(owner: Clip | TwoSidedClip | CovClip | GeometricClip) -> None:
@@ -190,7 +185,7 @@ class GeometricClip:
         _check_eps(self)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        d, a = _log_ratio(t), t.advantages
+        d, a = t.log_ratio, t.advantages
         loss = trust.geometric_clipped(d, a, self.eps_low, self.eps_high, t.lengths, t.sequences)
         with torch.no_grad():
             return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
@@ -213,7 +208,7 @@ class GammaWeight:
 
     def __call__(self, t: Tokens) -> Surrogate:
         positive, negative = (self.k_positive, self.lambda_positive), (self.k_negative, self.lambda_negative)
-        return Surrogate(trust.gamma_weighted(_log_ratio(t), t.logp, t.advantages, positive, negative))
+        return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class Quadratic:
         checks.number(self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy.")
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(trust.quadratic(_log_ratio(t), t.logp, t.advantages, self.beta))
+        return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
 
 
 @dataclass(frozen=True)
@@ -265,6 +260,7 @@ class CovClip:
     depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens.
     """
 
+    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold")
     eps_low: float = 0.2
     eps_high: float = 0.2
     fraction: float = 2e-4
@@ -308,6 +304,7 @@ class CovKL:
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token.
     """
 
+    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold")
     fraction: float = 2e-4
     coef: float = 1.0
 
@@ -327,7 +324,7 @@ class CovKL:
         stats = t.batch_statistics(self)
         cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
         chosen = t.mask & (cov >= stats["cov_threshold"])
-        penalty = torch.where(chosen, self.coef * _log_ratio(t).abs(), 0)
+        penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
         return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: one command per machine kind. Every provider is checked before it is timed."""

@@ -1,0 +1,152 @@
+"""The elementwise loss: `policy_loss(ppo_dual_clip)` with all its metrics, forward and backward, against peers.
+
+    python -m benchmarks.loss --device cpu [--peers peers] [--out out/loss.json]
+
+Every provider is first checked against a float64 formula written out here. Then they are timed interleaved, eager and compiled;
+peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷ tokens. Figures are ratios within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policyloss as pl
+from benchmarks import peers
+from benchmarks.harness import environment, peak_extra_bytes, table, time_interleaved, write_json
+
+# Returns the loss and everything the provider reports beside it, so that a compiler cannot drop the metrics.
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+def batch(rows: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp (leaf), old_logp, advantages, mask: ragged rows, ratios on both sides of every bound."""
+    generator = torch.Generator().manual_seed(0)
+    logp = -3 * torch.rand(rows, width, generator=generator)
+    old = logp + 0.3 * torch.randn(rows, width, generator=generator)
+    advantages = torch.randn(rows, width, generator=generator)
+    lengths = torch.randint(width // 8, width + 1, (rows, 1), generator=generator)
+    mask = torch.arange(width) < lengths
+    logp, old, advantages, mask = (x.to(device) for x in (logp, old, advantages, mask))
+    return logp.requires_grad_(), old, advantages, mask
+
+
+def reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The same loss in float64, as the papers write it."""
+    ratio = (logp.double() - old.double()).clamp(-20, 20).exp()
+    a = advantages.double()
+    clipped = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+    loss = torch.where(a < 0, torch.minimum(clipped, -3 * a), clipped)
+    return loss[mask].sum() / mask.sum()
+
+
+def losses(folder: Path) -> dict[str, Loss]:
+    """Ours, and each peer that can be loaded and computes the same thing with its usual metrics."""
+    spec = pl.preset("ppo_dual_clip")
+
+    def ours(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        out = pl.policy_loss(spec, logp, old, advantages, mask)
+        return out.loss, out.metrics
+
+    found: dict[str, Loss] = {"policyloss": ours}
+    verl = peers.verl_policy_loss(folder)
+    if verl is not None:
+        found["verl"] = lambda lp, old, a, m: _parts(verl(old, lp, a, m, cliprange=0.2, clip_ratio_c=3.0))
+    openrlhf = peers.openrlhf_policy_loss(folder)
+    if openrlhf is not None:
+        module = openrlhf(clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=3.0)
+        found["openrlhf"] = lambda lp, old, a, m: _parts(module(lp, old, a, action_mask=m))
+    return found
+
+
+def _parts(result: Any) -> tuple[Tensor, Any]:
+    return result[0], result[1:]
+
+
+def steps(found: dict[str, Loss], data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """One forward and backward per call."""
+
+    def make(loss: Loss) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            data[0].grad = None
+            value, _ = loss(*data)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        return step
+
+    return {name: make(loss) for name, loss in found.items()}
+
+
+def check(providers: dict[str, Callable[[], Tensor]], data: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    """No figure without the right answer: loss and gradient of every provider against float64."""
+    logp, old, advantages, mask = data
+    wide = logp.detach().double().requires_grad_()
+    expected = reference(wide, old, advantages, mask)
+    (gradient,) = torch.autograd.grad(expected, wide)
+    for name, step in providers.items():
+        print(f"  checking {name}", flush=True)
+        value = step()
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+        assert logp.grad is not None
+        torch.testing.assert_close(logp.grad.double(), gradient, rtol=1e-5, atol=1e-9)
+
+
+def scaling(found: dict[str, Loss], device: str, most: int) -> list[dict[str, float]]:
+    """Nanoseconds per token of our loss from 10⁴ tokens up."""
+    rows = []
+    tokens = 10_000
+    while tokens <= most:
+        width = min(tokens, 1000)
+        data = batch(tokens // width, width, device)
+        provider = steps({"policyloss": found["policyloss"]}, data)
+        ms = time_interleaved(provider, 5, device, warmup=2)["policyloss"]["median_ms"]
+        rows.append({"tokens": tokens, "median_ms": ms, "ns_per_token": ms * 1e6 / tokens})
+        tokens *= 10
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--most", type=int, default=10_000_000, help="largest token count of the scaling run")
+    parser.add_argument("--out", type=Path, default=Path("out/loss.json"))
+    args = parser.parse_args()
+    data = batch(args.rows, args.width, args.device)
+    found = losses(args.peers)
+    print(f"checking and timing {', '.join(found)}; compiling each once …", flush=True)
+    compiled = {f"{name}, compiled": torch.compile(loss, fullgraph=True) for name, loss in found.items()}
+    providers = steps({**found, **compiled}, data)
+    check(providers, data)
+    times = time_interleaved(providers, args.rounds, args.device, warmup=5)
+    memory = {name: peak_extra_bytes(step, args.device) for name, step in providers.items()}
+    base = times["verl"]["median_ms"] if "verl" in times else times["policyloss"]["median_ms"]
+    rows = [["provider", "median ms", "p20", "p80", "peak extra MB", "speed / verl eager"]]
+    for name, t in times.items():
+        ratio = f"{base / t['median_ms']:.2f}x" if "verl" in times else "-"
+        numbers = [f"{t[k]:.2f}" for k in ("median_ms", "p20_ms", "p80_ms")]
+        rows.append([name, *numbers, f"{memory[name] / 1e6:.2f}", ratio])
+    print(table(rows))
+    scale = scaling(found, args.device, args.most)
+    print(
+        table(
+            [["tokens", "ms", "ns/token"]]
+            + [[f"{r['tokens']:.0e}", f"{r['median_ms']:.2f}", f"{r['ns_per_token']:.1f}"] for r in scale]
+        )
+    )
+    result: dict[str, Any] = {"environment": environment(), "shape": [args.rows, args.width], "times": times}
+    write_json(args.out, {**result, "peak_extra_bytes": memory, "scaling": scale})
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

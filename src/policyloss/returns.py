@@ -1,0 +1,141 @@
+"""Credit over time: generalised advantage estimation and discounted returns, for padded rows and packs, without a loop over time.
+
+Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Masked tokens are *bridged*: time runs over the
+valid tokens of a sequence only, as if the others (tool output, padding) were cut out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
+from policyloss.functional.scan import linear_recurrence_reverse
+from policyloss.functional.segments import Sequences
+from policyloss.tokens import as_mask
+
+
+class GAE(NamedTuple):
+    """What `gae` returns; both token-shaped, 0 at masked tokens, without gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    cu_seqlens: Tensor | None = None,
+    last_values: Tensor | None = None,
+) -> GAE:
+    """Generalised advantage estimation over the valid tokens of each sequence.
+
+    `A_t = δ_t + γλ·A_{t+1}`, `δ_t = r_t + γ·V_{t+1} − V_t`, `returns = A + V`, where t+1 is the next *valid* token.
+
+    values, mask: token-shaped. rewards: token-shaped, or one per sequence (`[S]`), then put on the last valid token.
+    last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if not given.
+    Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole sequence NaN, and no other.
+    Half precision is computed in float32. The advantages are not whitened; see `whiten`.
+    With γ = λ = 1, A is the reward-to-go minus V; with λ = 0 it is δ.
+    Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant rewards: nothing special.
+    """
+    _check_fraction("gamma", gamma)
+    _check_fraction("lam", lam)
+    layout, mask = _layout("values", values, mask, cu_seqlens)
+    dtype = compute_dtype(rewards, values)
+    value = fill(values, mask, dtype)
+    reward = token_rewards(rewards, mask, layout, dtype)
+    returns = _lambda_returns(reward, value, mask, gamma, lam, layout, last_values)
+    return GAE(returns - value, returns)
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """`G_t = r_t + γ·G_{t+1}` over the valid tokens of each sequence; with γ = 1, the reward-to-go.
+
+    mask: token-shaped. rewards: token-shaped, or `[S]`, then put on the last valid token → token-shaped, 0 at masked tokens.
+    """
+    _check_fraction("gamma", gamma)
+    layout, mask = _layout("mask", mask, mask, cu_seqlens)
+    reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
+    return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
+    """Rewards as one number per token, 0 at masked ones; one per sequence (`[S]`, `[S, 1]`) goes to the last valid token."""
+    if tuple(rewards.shape) == layout.shape:
+        return fill(rewards, mask, dtype)
+    if tuple(rewards.shape) not in ((layout.count,), (layout.count, 1)):
+        raise InputError(
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token or one per sequence "
+            f"({layout.count},)."
+        )
+    n = mask.numel()
+    position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(layout.shape)
+    last = layout.max(torch.where(mask, position, -1))
+    # A sequence without a valid token has no place for its reward: slot n, which is dropped.
+    index = torch.where(last >= 0, last, n).long()
+    return _placed(rewards.reshape(-1).to(dtype), index, n).view(layout.shape)
+
+
+def _lambda_returns(
+    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float, layout: Sequences, last_values: Tensor | None
+) -> Tensor:
+    """`G_t = r_t + γ·z_{t+1}` with `z_t = (1−λ)·V_t + λ·G_t` at valid tokens and `z_t = z_{t+1}` at masked ones.
+
+    This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value across masked tokens.
+    """
+    n = reward.numel()
+    if n == 0:
+        return reward
+    x = torch.lerp(reward, value, 1 - lam).reshape(-1)
+    decay = torch.where(mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1).reshape(-1)
+    ends = _ends(layout, x.device)
+    after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout).to(x.dtype)
+    if last_values is not None:
+        x = x + decay * _placed(after, ends, n)
+    # 0·nan would leak a NaN into the sequence before it, so the scan runs on finite numbers, and NaN is put back by sequence.
+    poison = layout.expand(layout.sum((x * 0).view(layout.shape)))
+    decay.index_fill_(0, ends.clamp(max=n - 1), 0)
+    z = linear_recurrence_reverse(x.nan_to_num(0, 0, 0).view(layout.shape), decay.view(layout.shape))
+    following = torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2)).index_copy_(0, ends, after)[:n]
+    return fill(torch.add(reward, following.view(layout.shape), alpha=gamma) + poison, mask)
+
+
+def _ends(layout: Sequences, device: torch.device) -> Tensor:
+    """Flat position of the last token of each sequence, valid or not; n (one past the tokens) for an empty sequence. `[S]`."""
+    if layout.offsets is None:
+        rows, length = layout.shape
+        return torch.arange(1, rows + 1, device=device) * length - 1
+    start, stop = layout.offsets[:-1], layout.offsets[1:]
+    return torch.where(stop > start, stop - 1, layout.shape[0]).long()
+
+
+def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
+    """n zeros, with `s[i]` at `index[i]`; what is sent to index n is dropped."""
+    return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
+
+
+def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Sequences, Tensor]:
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(tokens).__name__}.")
+    return Sequences.of(tokens, cu_seqlens), as_mask(mask, tokens)
+
+
+def _per_sequence(last_values: Tensor, layout: Sequences) -> Tensor:
+    if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
+        raise InputError(f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},).")
+    return last_values.reshape(-1)
+
+
+def _check_fraction(name: str, x: float) -> None:
+    if not 0 <= x <= 1:
+        raise InputError(f"{name} must be between 0 and 1, got {x!r}.")

@@ -1,0 +1,321 @@
+"""Shared material of the property tests: batches in both layouts, a part of every kind for every slot, and the comparisons.
+
+A test that should hold for every loss takes its specs from here, and `test_invariance` checks that the lists leave no part out.
+Legend: B rows (sequences), T columns, N packed tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import policyloss as pl
+
+TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+
+RATIOS = (
+    pl.TokenRatio(),
+    pl.TokenRatio(anchor="rollout", log_clamp=0.6),
+    pl.TokenRatio(anchor="current"),
+    pl.SequenceRatio(),
+    pl.SequenceRatio(grad="token", anchor="rollout"),
+    pl.SequenceProduct(log_clamp=(-1.5, None)),
+    pl.SegmentRatio(),
+)
+TRUSTS = (
+    pl.Clip(0.2, 0.28, dual=1.4),
+    pl.TwoSidedClip(1.5),
+    pl.DetachedClip(0.8, 1.2),
+    pl.DetachedClip(0.8, 1.2, outside="zero_by_sign"),
+    pl.DetachedClip(0.8, 1.2, outside="zero"),
+    pl.SoftGate(1.0, 1.05),
+    pl.ProbabilityBand("tv", 0.05, 0.08),
+    pl.ProbabilityBand("kl", 0.02, 0.03, sides="both", form="ratio"),
+    pl.GeometricClip(0.2, 0.3),
+    pl.GammaWeight(),
+    pl.CovClip(fraction=0.2, cov_low=-1.0, cov_high=5.0, seed=3),
+    pl.CovKL(fraction=0.2),
+    pl.Quadratic(0.3),
+    pl.TaperedNegative(),
+    pl.Unbounded("ratio"),
+    pl.Unbounded("logp"),
+)
+CORRECTIONS = (
+    (pl.Truncate(1.1),),
+    (pl.Truncate(1.05, low=0.95, level="geomean"),),
+    (pl.Truncate(2.0, level="product"),),
+    (pl.Band(0.8, 1.25),),
+    (pl.Band(0.7, 1.4, level="product"),),
+    (pl.SequenceMask(0.95, 1.05),),
+    (pl.SequenceMask(0.8, 1.3, level="product", weight="sequence"),),
+    (pl.SequenceMask(0.9, 1.1, weight=None),),
+    (pl.Reject("k1", low=-0.2, high=0.2),),
+    (pl.Reject("k2", "sum", high=0.1),),
+    (pl.Reject("k3", "mean", high=0.02),),
+    (pl.Reject("k1", "max", high=0.25),),
+    (pl.Veto(0.75, 1.5),),
+    (pl.OPSM(0.01),),
+    (pl.OPSM(0.01, source="rollout"),),
+    (pl.Truncate(1.1), pl.SelfNormalise()),
+    (pl.Band(0.8, 1.25), pl.Veto(0.7), pl.SelfNormalise("sequences")),
+)
+KLS = (
+    pl.KL("k1", 0.1),
+    pl.KL("abs", 0.1),
+    pl.KL("k2", 0.1),
+    pl.KL("k3", 0.1),
+    pl.KL("k1", 0.1, grad="k2"),
+    pl.KL("k3", 0.1, grad="score"),
+    pl.KL("k3", 0.1, weight="ratio"),
+    pl.KL("k3", 0.1, clamp=0.4, value_clamp=0.03, anchor="old"),
+    pl.KL("k2", 0.1, anchor="rollout"),
+)
+AGGREGATES = (
+    pl.TokenMean(),
+    pl.SeqMeanTokenMean(),
+    pl.SeqMeanTokenSum(),
+    pl.SeqMeanTokenSumNorm(100),
+    pl.TokenSum(),
+    pl.TokenSumNorm(50),
+    pl.PromptMean(),
+    pl.LengthWeighted(),
+    pl.LocalTokenMean(),
+    pl.LocalSeqMeanTokenMean(),
+)
+LOCAL = (pl.LocalTokenMean, pl.LocalSeqMeanTokenMean)
+REJECTED = ("keep", "renormalise", "drop_sequence")
+
+
+def label(part: Any) -> str:
+    """A short name for a part or a tuple of parts, to find a failing case by: `Clip(0.2,0.28,1.4)`."""
+    if isinstance(part, tuple):
+        return "+".join(label(p) for p in part) or "none"
+    if not dataclasses.is_dataclass(part):
+        return str(part)
+    defaults = {f.name: f.default for f in dataclasses.fields(part)}
+    values = [str(getattr(part, name)) for name in defaults if getattr(part, name) != defaults[name]]
+    return f"{type(part).__name__}({','.join(values)})"
+
+
+def swapped(spec: pl.LossSpec, **slots: Any) -> pl.LossSpec | None:
+    """`spec.replace(**slots)`, or None where the parts do not fit together."""
+    try:
+        return spec.replace(**slots)
+    except pl.SpecError:
+        return None
+
+
+def neighbours(spec: pl.LossSpec) -> dict[str, pl.LossSpec]:
+    """Every loss that differs from `spec` in one slot, by what was put there."""
+    choices: dict[str, Iterable[Any]] = {
+        "ratio": RATIOS,
+        "trust": TRUSTS,
+        "correction": ((), *CORRECTIONS),
+        "kl": (None, *KLS),
+        "entropy_coef": (0.0, 0.01),
+        "aggregate": AGGREGATES,
+        "rejected": REJECTED,
+    }
+    found = {}
+    for slot, parts in choices.items():
+        for part in parts:
+            other = swapped(spec, **{slot: part})
+            if other is not None and other != spec:
+                found[f"{slot}={label(part)}"] = other
+    return found
+
+
+def unique(groups: dict[str, dict[str, pl.LossSpec]]) -> dict[str, dict[str, pl.LossSpec]]:
+    """The same groups of specs, each spec kept only where it is met first."""
+    seen: set[pl.LossSpec] = set()
+    kept: dict[str, dict[str, pl.LossSpec]] = {}
+    for group, specs in groups.items():
+        fresh = {name: s for name, s in specs.items() if s not in seen}
+        seen.update(fresh.values())
+        kept[group] = fresh
+    return kept
+
+
+PRESETS = {name: pl.preset(name) for name in pl.presets()}
+NEIGHBOURS = unique({name: neighbours(spec) for name, spec in PRESETS.items()})
+_FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01)
+_BASES = {"token": _FULL, "sequence": _FULL.replace(ratio=pl.SequenceRatio()), "turn": _FULL.replace(ratio=pl.SegmentRatio())}
+BY_AGGREGATE = {f"{b}:{label(a)}": spec.replace(aggregate=a) for b, spec in _BASES.items() for a in AGGREGATES}
+BY_CORRECTION = {
+    f"{label(c)}:{rejected}": _FULL.replace(correction=c, rejected=rejected, aggregate=pl.SeqMeanTokenMean())
+    for c in CORRECTIONS
+    for rejected in REJECTED
+}
+# Every preset, every aggregation (under a token, a sequence and a turn ratio), every correction under every rejection mode.
+SPECS = {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of one call. Padded: `[B, T]`, tokens beyond `lengths` are padding. Packed: `[N]` and `cu_seqlens`."""
+
+    logp: Tensor
+    old_logp: Tensor
+    rollout_logp: Tensor
+    ref_logp: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    width: int
+    cu_seqlens: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
+        """The batch with `change` applied to the named tensors (by default all floating token tensors)."""
+        return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names or TOKEN_TENSORS})
+
+    def rows(self, index: list[int]) -> Batch:
+        """The sequences at `index`, in that order. Padded only."""
+        i = torch.tensor(index, dtype=torch.int64)
+        names = (*TOKEN_TENSORS, "mask", "group_ids", "lengths")
+        return dataclasses.replace(self, **{n: getattr(self, n)[i] for n in names})
+
+    @property
+    def inside(self) -> Tensor:
+        """Which of the `[B, T]` positions hold a token at all."""
+        return torch.arange(self.width) < self.lengths[:, None]
+
+    def packed(self) -> Batch:
+        """The same sequences end to end, without their padding; a row of length 0 becomes an empty sequence."""
+        offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        return dataclasses.replace(self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets)
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """A token-shaped result as `[B, T]`, 0 in the padding of a packed batch."""
+        if self.cu_seqlens is None:
+            return x
+        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(self.inside, x)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments of `policy_loss` and `measure`."""
+        names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
+        return {name: getattr(self, name) for name in names}
+
+
+def make_batch(seed: int = 0, rows: int = 7, width: int = 8, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> Batch:
+    """A random batch with everything that goes wrong in it.
+
+    One row has no tokens and one has tokens but none to train on (if there are four rows or more); masks have holes (turns);
+    lengths are uneven; advantages differ within a sequence; in row 0 the two engines agree to 1e-4, elsewhere they do not; groups
+    interleave, their ids are not 0, 1, 2, and one has nothing to train on. No number is near a clip bound of the specs above by more than chance.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
+
+    lengths = torch.randint(2, width + 1, (rows,), generator=g)
+    lengths[0] = width
+    mask = torch.rand(rows, width, generator=g) < 0.75
+    mask[:, 1] = True
+    if rows >= 4:
+        lengths[2] = 0
+        mask[3] = False
+    mask &= torch.arange(width) < lengths[:, None]
+    logp = -0.05 - 2.5 * torch.rand(rows, width, generator=g, dtype=torch.float64)
+    old = (logp + noise(spread)).clamp(max=-0.01)
+    mismatch = noise(0.2)
+    mismatch[0] *= 5e-4
+    rollout = (old + mismatch).clamp(max=-0.01)
+    ref = (old + noise(spread)).clamp(max=-0.01)
+    entropy = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
+    groups = torch.tensor([70, 11, 70, 99, 11, -5, 42])[torch.arange(rows) % 7]
+    tensors = [x.to(dtype) for x in (logp, old, rollout, ref, entropy, 1.5 * noise(1.0))]
+    return Batch(*tensors, mask, groups, lengths, width)
+
+
+class Result(NamedTuple):
+    """What a call gives: the loss, its gradients as `[B, T]`, the metrics as records and as numbers."""
+
+    loss: Tensor
+    dlogp: Tensor
+    dentropy: Tensor
+    records: pl.Metrics
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.records.compute()
+
+
+def run(spec: pl.LossSpec, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:
+    """`policy_loss` and its gradients with respect to logp and entropy (0 where the spec reads no entropy)."""
+    logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
+    arguments = {**batch.kwargs, "logp": logp, "entropy": entropy, "totals": totals, **kwargs}
+    out = pl.policy_loss(spec, **arguments)
+    dlogp, dentropy = torch.autograd.grad(out.loss, (logp, entropy), allow_unused=True)
+    assert dlogp is not None, "the loss is not connected to logp"
+    dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
+    return Result(out.loss.detach(), batch.as_rows(dlogp), batch.as_rows(dentropy), out.metrics)
+
+
+def step_totals(spec: pl.LossSpec, batch: Batch, **kwargs: Any) -> pl.Totals:
+    """The totals of the whole step, counted or measured as the spec needs."""
+    if spec.needs_statistics:
+        return pl.measure(spec, **batch.kwargs, **kwargs)
+    return pl.Totals.count(batch.mask, cu_seqlens=batch.cu_seqlens, group_ids=batch.group_ids, **kwargs)
+
+
+def assert_same(actual: Any, expected: Any, tol: float = 1e-12, what: str = "result") -> None:
+    """Equal tensors, numbers or dicts of numbers: bit for bit if `tol` is 0, else to `tol` relative or absolute. NaN equals NaN."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), f"{what}: {sorted(actual.keys() ^ expected.keys())} on one side only"
+        for name in expected:
+            assert_same(actual[name], expected[name], tol, f"{what} {name}")
+        return
+    a, e = (torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for x in (actual, expected))
+    torch.testing.assert_close(a, e, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def assert_same_result(actual: Result, expected: Result, tol: float = 1e-12) -> None:
+    """Loss, both gradients and every metric agree."""
+    assert_same(actual.loss, expected.loss, tol, "loss")
+    assert_same(actual.dlogp, expected.dlogp, tol, "gradient")
+    assert_same(actual.dentropy, expected.dentropy, tol, "entropy gradient")
+    assert_same(actual.metrics, expected.metrics, tol, "metric")
+
+
+class FrozenStopGradients(TorchFunctionMode):
+    """Holds what `detach` gave at a base point, so that finite differences see stop-gradients as autograd does.
+
+    `sg[w]·x` has the derivative `w`, but moving the input moves `w` too, and a numerical check would see it. Under this mode the
+    first run records the result of every `Tensor.detach`, and each later run is given those numbers in the same order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Tensor] = []
+        self.replay: Iterator[Tensor] | None = None
+        self.base: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.detach:
+            return func(*args, **(kwargs or {}))
+        if self.replay is not None:
+            return next(self.replay)
+        self.recorded.append(func(*args).clone())
+        return self.recorded[-1]
+
+    def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
+        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in `self.base`."""
+        with self:
+            self.base = f(*base)
+
+        def frozen(*inputs: Tensor) -> Tensor:
+            self.replay = iter(self.recorded)
+            with self:
+                return f(*inputs)
+
+        return frozen
