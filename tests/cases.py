@@ -210,7 +210,7 @@ def make_batch(seed: int = 0, rows: int = 7, width: int = 8, dtype: torch.dtype 
 
     One row has no tokens and one has tokens but none to train on (if there are four rows or more); masks have holes (turns);
     lengths are uneven; advantages differ within a sequence; in row 0 the two engines agree to 1e-4, elsewhere they do not; groups
-    interleave, their ids are not 0, 1, 2, and one has nothing to train on. No number is near a clip bound of the specs above by more than chance.
+    interleave, their ids are not 0, 1, 2, and one has nothing to train on.
     """
     g = torch.Generator().manual_seed(seed)
 

@@ -64,6 +64,10 @@ TRUST = [
     (DUAL, 5.0, -1.0, 3.0, 0),
     (DUAL, 100.0, 1.0, -1.2, 0),
     (DUAL, 0.5, -1.0, 0.8, 0),
+    (DUAL, 5.0, 0.0, 0.0, 0),
+    (pl.Clip(0.2, 0.2, dual=inf), 5.0, 0.0, 0.0, 0),  # no bound times no advantage is nothing
+    (pl.TwoSidedClip(inf), 5.0, 0.0, 0.0, 0),
+    (pl.Clip(inf, inf), 5.0, 0.0, 0.0, 0),
     # −min(min(r, 4)·A, clip(r, 0.8, 1.2)·A)
     (TWO_SIDED, 5.0, 1.0, -1.2, 0),  # −min(4, 1.2)
     (TWO_SIDED, 5.0, -1.0, 4.0, 0),  # −min(−4, −1.2)
@@ -305,3 +309,32 @@ def test_entropy_bonus():
     # It is not multiplied by the correction's weight: w = 4 doubles nothing but the policy term, 4·1 − 0.1·3.
     both = weighted(pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), entropy_coef=0.1), 4.0, entropy=3.0)
     assert_loss(both, 4 - 0.3, 4)
+
+
+# --- Numerics ------------------------------------------------------------------------------------------------------------------
+
+
+def test_half_precision_is_upcast_before_the_subtraction():
+    # −2⁻⁷ + 3 + 2⁻⁶ = 3 + 2⁻⁷, which bfloat16 (spacing 2⁻⁶ there) cannot hold: subtracting first would round it to 3.
+    near, far = (torch.tensor([[x]], dtype=torch.bfloat16) for x in (-(2.0**-7), -(3 + 2.0**-6)))
+    expected = pytest.approx(-exp(3 + 2.0**-7), rel=1e-6)
+    one = torch.ones(1, 1)
+    ratio = pl.policy_loss(token(RATIO), near, far, one, one).loss
+    weight = pl.policy_loss(token(RATIO, correction=pl.Truncate(inf)), near, near, one, one, rollout_logp=far).loss
+    assert ratio.dtype == weight.dtype == torch.float32
+    assert ratio.item() == expected
+    assert weight.item() == expected
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), inf, -inf, 1e30])
+def test_masked_garbage_is_replaced(garbage):
+    # The second token is masked; whatever stands there, the first token's −2·1 and slope −2 are all there is, in the metrics too.
+    spec = pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), kl=pl.KL("k3", 1.0), entropy_coef=1.0)
+
+    def with_masked(x):
+        old = [-1 - LOG2, x]
+        return evaluate(spec, [-1, x], old, [1, x], [1, 0], rollout_logp=old, ref_logp=[-1, x], entropy=[0, x])
+
+    result = with_masked(garbage)
+    assert_loss(result, -2, [-2, 0])
+    assert result.metrics == with_masked(0.0).metrics

@@ -51,7 +51,18 @@ def test_weight(part, weights):
     assert_loss(weighted(corrected(part), [4, 0.5, 1]), w.mean().item(), w / 3)
 
 
-def test_weights_are_detached_and_do_not_touch_kl():
+def test_frozen_policies_get_no_gradient():
+    """Weights, anchors and references are constants, even if the tensors came with a gradient."""
+    logp, old, rollout, ref, a = (
+        torch.full((1, 2), x, dtype=torch.float64, requires_grad=True) for x in (-1.0, -1.2, -1.3, -1.1, 1.0)
+    )
+    spec = pl.LossSpec(correction=(pl.Truncate(2.0), pl.Veto()), kl=pl.KL("k3", 0.1, weight="ratio"))
+    pl.policy_loss(spec, logp, old, a, torch.ones(1, 2), rollout_logp=rollout, ref_logp=ref).loss.backward()
+    assert logp.grad.abs().min() > 0
+    assert [x.grad for x in (old, rollout, ref, a)] == [None] * 4
+
+
+def test_weights_do_not_touch_kl():
     # w = 4 on the policy term only: 4·1 + ½·k1, k1 = logp − ref_logp = 2; slope 4·1 + ½·1.
     spec = corrected(pl.Truncate(inf)).replace(kl=pl.KL("k1", 0.5))
     assert_loss(weighted(spec, 4.0, ref_logp=-3.0), 4 + 1, 4 + 0.5)

@@ -301,6 +301,14 @@ def test_cov_kl_penalises_the_highest_covariances(fraction):
     assert_same(extra[chosen], (BATCH.logp - BATCH.old_logp).sign()[chosen])
 
 
+def test_tied_covariances_do_not_exceed_the_fraction():
+    """Without advantages every covariance is 0, and still no more than the fraction of the tokens is held back."""
+    batch = replace(BATCH, advantages=torch.zeros_like(BATCH.advantages))
+    n = int(batch.mask.sum())
+    held = run(pl.LossSpec(trust=pl.CovKL(0.25)), batch).metrics["clip_fraction_upper"] * n
+    assert round(held) == int(0.25 * n)
+
+
 def dropped_by(seed: int, batch: Batch) -> torch.Tensor:
     """The advantages of the tokens Clip-Cov drops, sorted: which tokens, wherever they stand."""
     spec = pl.LossSpec(trust=pl.CovClip(inf, inf, fraction=0.2, cov_low=-5.0, cov_high=5.0, seed=seed), aggregate=pl.TokenSum())

@@ -1,10 +1,61 @@
-def gae(*a):
-    raise AssertionError
+"""Advantages: how much better an action was than expected. Everything here is computed once per batch and carries no gradient.
+
+Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named estimators made from it.
+Over the batch: `whiten`. `ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from policyloss.baselines import group_advantages, whiten
+from policyloss.errors import InputError, unknown_name
+from policyloss.estimators import (
+    ESTIMATORS,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_loo,
+    maxrl,
+    opo,
+    passk_combinatorial,
+    passk_max_gap,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+)
+from policyloss.returns import GAE, discounted_returns, gae
 
 
-def group_advantages(*a):
-    raise AssertionError
+def estimator(name: str) -> Callable[..., Any]:
+    """The estimator called `name`, or an error that lists the names."""
+    if name not in ESTIMATORS:
+        raise InputError(unknown_name("advantage estimator", name, ESTIMATORS))
+    return ESTIMATORS[name]
 
 
-def whiten(*a):
-    raise AssertionError
+__all__ = [
+    "ESTIMATORS",
+    "GAE",
+    "discounted_returns",
+    "dr_grpo",
+    "estimator",
+    "gae",
+    "gdpo",
+    "gpg",
+    "group_advantages",
+    "grpo",
+    "grpo_loo",
+    "maxrl",
+    "opo",
+    "passk_combinatorial",
+    "passk_max_gap",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "rloo",
+    "whiten",
+]

@@ -1,6 +1,202 @@
-def explain(spec):
-    raise AssertionError
+"""`explain`: what a loss is, in words a person can check. `diff` (in `difference.py`) says how two differ."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from policyloss.difference import as_spec, diff, plain, shown
+from policyloss.formulas import Formula, formula
+from policyloss.names import Elsewhere, elsewhere
+from policyloss.presets import PRESETS, Preset
+from policyloss.provenance import Sourced, nearest, same_presets, sources
+from policyloss.spec import LossSpec
+from policyloss.traps import Trap, traps
+from policyloss.words import describe
+from policyloss.zero_gradient import Condition, ZeroGradient, zero_gradient
+
+__all__ = ["Explanation", "diff", "explain"]
+_WIDTH = 100
 
 
-def diff(a, b):
-    raise AssertionError
+@dataclass(frozen=True)
+class Explanation:
+    """What a loss is. `str()` gives a page of plain text, `to_dict()` the same as JSON-ready data.
+
+    preset: the preset it is (None if it is none), also: other presets that are the same loss, near: the preset it is a small
+    change of. formula: lines in the argument names of `policy_loss`. words: what each slot does. numbers: every choice and number
+    with its source. reads: the tensors it needs. zero: which tokens get exactly no gradient from the policy term.
+    elsewhere: what frameworks call its parts. traps: what surprises people about it.
+    """
+
+    spec: LossSpec
+    title: str
+    preset: str | None
+    also: tuple[str, ...]
+    near: str | None
+    paper: str
+    note: str
+    formula: Formula
+    words: dict[str, str]
+    numbers: tuple[Sourced, ...]
+    reads: tuple[str, ...]
+    zero: ZeroGradient
+    elsewhere: tuple[Elsewhere, ...]
+    traps: tuple[Trap, ...]
+
+    @property
+    def still_moved_by(self) -> str:
+        """A sentence on what moves a token although the policy term gives it no gradient; "" if nothing does."""
+        terms = ["the KL term"] if self.spec.kl is not None else []
+        terms += ["the entropy bonus"] if self.spec.entropy_coef else []
+        unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
+        return f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}." if terms else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "title": self.title,
+            "preset": self.preset,
+            "also": list(self.also),
+            "near": self.near,
+            "paper": self.paper,
+            "note": self.note,
+            "formula": [{"name": line.name, "expression": line.expression} for line in self.formula.lines],
+            "formula_is_exact": self.formula.exact,
+            "callables": [c._asdict() for c in self.formula.callables],
+            "vocabulary": self.formula.vocabulary,
+            "words": self.words,
+            "reads": list(self.reads),
+            "numbers": [{"where": n.where, "value": plain(n.value), "source": n.source} for n in self.numbers],
+            "zero_gradient": {
+                "known": self.zero.known,
+                "alone": [c._asdict() for c in self.zero.alone],
+                "together": [c._asdict() for c in self.zero.together],
+                "group": self.zero.group if self.zero.together else None,
+                "still_moved_by": self.still_moved_by,
+            },
+            "elsewhere": [{"part": e.part, "names": e.names} for e in self.elsewhere],
+            "traps": [{"slot": t.slot, "text": t.text} for t in self.traps],
+        }
+
+    def __str__(self) -> str:
+        sections = [
+            ("", _heading(self)),
+            ("Formula", _formula(self)),
+            ("In words", [f"{slot}: {text}." for slot, text in self.words.items()]),
+            ("Reads", [", ".join(self.reads)]),
+            ("Numbers", _numbers(self)),
+            ("No gradient", _zero_lines(self)),
+            ("Elsewhere", _elsewhere(self)),
+            ("Traps", [f"- {t.text}" for t in self.traps]),
+        ]
+        return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
+
+
+def explain(spec: LossSpec | str) -> Explanation:
+    """What `spec` (a `LossSpec`, or the name of a preset) is: formula, numbers and sources, zero gradients, names, traps."""
+    named = PRESETS.get(spec) if isinstance(spec, str) else None
+    spec = as_spec(spec)
+    same = same_presets(spec)
+    exact = named or (same[0] if same else None)
+    base = exact or nearest(spec)
+    return Explanation(
+        spec=spec,
+        title=_title(exact, base),
+        preset=exact.name if exact else None,
+        also=tuple(p.name for p in same if exact and p.name != exact.name),
+        near=base.name if base and not exact else None,
+        paper=base.paper if base else "",
+        note=exact.note if exact else "",
+        formula=formula(spec),
+        words=describe(spec),
+        numbers=sources(spec, base),
+        reads=("logp", "advantages", "mask", *spec.reads),
+        zero=zero_gradient(spec),
+        elsewhere=elsewhere(spec),
+        traps=traps(spec),
+    )
+
+
+def _title(exact: Preset | None, base: Preset | None) -> str:
+    if exact is not None:
+        return exact.title
+    return f"A change of {base.name} ({base.title})" if base is not None else "A loss of your own"
+
+
+def _heading(e: Explanation) -> list[str]:
+    lines = [e.title]
+    if e.preset:
+        also = f", the same loss as {', '.join(e.also)}" if e.also else ""
+        lines.append(f'preset "{e.preset}"{also}; {e.paper}')
+    elif e.near:
+        lines.append(f'nearest preset "{e.near}", {e.paper}; `diff` shows the change')
+    return [*lines, e.note] if e.note else lines
+
+
+def _formula(e: Explanation) -> list[str]:
+    lines = [f"  {line}" for line in e.formula.lines]
+    for c in e.formula.callables:
+        doc = f" It says: {c.doc}" if c.doc else ""
+        lines.append(f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}")
+    if e.formula.vocabulary:
+        lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
+    if any(line.name == "mask" for line in e.formula.lines):
+        lines.append("Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors.")
+    return lines
+
+
+def _numbers(e: Explanation) -> list[str]:
+    width = max(len(n.where) for n in e.numbers)
+    values = [str(shown(n.value)) for n in e.numbers]
+    column = max(len(v) for v in values)
+    rows = zip(e.numbers, values, shortened(e.numbers), strict=True)
+    return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]
+
+
+def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
+    """The sources, with "the same" for a long one that repeats the row above."""
+    above = ["", *(n.source for n in numbers[:-1])]
+    return [
+        "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source for n, a in zip(numbers, above, strict=True)
+    ]
+
+
+def _zero_lines(e: Explanation) -> list[str]:
+    """When the policy term gives a token no gradient, in lines."""
+    if not e.zero.known:
+        return ["A callable decides which tokens get no gradient, so nothing can be said here."]
+    lines = []
+    if e.zero.alone:
+        lines += ["A token gets exactly no gradient from the policy term where", *_conditions(e.zero.alone)]
+    if e.zero.together:
+        start = "It also gets none where" if e.zero.alone else "The gradient is shared: a token gets exactly none where"
+        lines += [f"{start} every token of its {e.zero.group} meets one of", *_conditions(e.zero.together)]
+    return [*lines, e.still_moved_by] if e.still_moved_by else lines
+
+
+def _conditions(conditions: tuple[Condition, ...]) -> list[str]:
+    width = max(len(c.expression) for c in conditions)
+    return [f"  {c.expression:<{width}}  {c.meaning}" for c in conditions]
+
+
+def _elsewhere(e: Explanation) -> list[str]:
+    lines = []
+    for entry in e.elsewhere:
+        lines.append(f"{entry.part}:")
+        lines += [f"  {framework}: {name}" for framework, name in entry.names.items()]
+    return lines
+
+
+def _section(title: str, lines: list[str]) -> str:
+    indent = "  " if title else ""
+    body = []
+    for line in lines:
+        if line.startswith("  "):
+            body.append(indent + line)  # laid out already: formulas and tables are not wrapped
+        else:
+            hanging = indent + ("  " if line.startswith("- ") else "")
+            wrapper = textwrap.TextWrapper(_WIDTH, indent, hanging, break_long_words=False, break_on_hyphens=False)
+            body += wrapper.wrap(line)
+    return "\n".join([title, *body] if title else body)

@@ -80,8 +80,6 @@ def policy_loss(
     token_loss = surrogate.loss
     if corrected.weight is not None:
         token_loss = token_loss * corrected.weight
-    if corrected.keep is not None:
-        token_loss = torch.where(corrected.keep, token_loss, 0)
     kl = None if spec.kl is None else spec.kl(t)
     if kl is not None:
         token_loss = token_loss + getattr(spec.kl, "coef", 1.0) * kl

@@ -32,6 +32,11 @@ class Record:
         raise AssertionError("each record says what it stands for")  # pragma: no cover
 
     @property
+    def wide(self) -> tuple[Tensor, ...]:
+        """The same, wide enough that counts stay exact and a quotient of two integers is not rounded to float32."""
+        return tuple(p.to(accumulator_dtype(p.device)) for p in self.parts)
+
+    @property
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors that merge."""
         return tuple(getattr(self, f.name) for f in fields(self))
@@ -40,9 +45,8 @@ class Record:
         """One record of this one and `other`. Sums are carried in float64 so that long runs do not lose counts."""
         if type(self) is not type(other):
             raise TypeError(f"cannot merge {type(self).__name__} with {type(other).__name__}")
-        wide = accumulator_dtype(self.parts[0].device)
         combine = _COMBINE[self.op]
-        return type(self)(*(combine(a.to(wide), b.to(wide)) for a, b in zip(self.parts, other.parts, strict=True)))
+        return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
 
     def __float__(self) -> float:
         return float(self.value)
@@ -61,7 +65,8 @@ class Stat(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.sum / self.count
+        total, count = self.wide
+        return total / count
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ class EffectiveSampleSize(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.weights**2 / (self.count * self.squares)
+        weights, squares, count = self.wide
+        return weights**2 / (count * squares)
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,12 @@ class ExplainedVariance(Record):
 
     @property
     def value(self) -> Tensor:
-        def variance(total: Tensor, squares: Tensor) -> Tensor:
-            return squares / self.count - (total / self.count) ** 2
+        count, error, error_squares, target, target_squares = self.wide
 
-        return 1 - variance(self.error, self.error_squares) / variance(self.target, self.target_squares)
+        def variance(total: Tensor, squares: Tensor) -> Tensor:
+            return squares / count - (total / count) ** 2
+
+        return 1 - variance(error, error_squares) / variance(target, target_squares)
 
 
 class Metrics(Mapping[str, Record]):

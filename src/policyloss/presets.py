@@ -311,7 +311,9 @@ _ALL = (
         "arXiv 2505.22617",
         LossSpec(trust=CovClip(), aggregate=TokenMean()),
         {
-            "trust": _PPO,
+            "trust": "arXiv 2505.22617, section 4.2, equations 10 to 12",
+            "trust.eps_low": _PPO,
+            "trust.eps_high": _PPO,
             "trust.fraction": "arXiv 2505.22617, section 4.3: r = 2e-4",
             "trust.cov_low": "arXiv 2505.22617, section 4.3: 1",
             "trust.cov_high": "arXiv 2505.22617, section 4.3: 5",

@@ -75,8 +75,8 @@ def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch
         return fill(rewards, mask, dtype)
     if tuple(rewards.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(
-            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token or one per sequence "
-            f"({layout.count},)."
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
+            f"per sequence ({layout.count},)."
         )
     n = mask.numel()
     position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(layout.shape)
@@ -102,8 +102,8 @@ def _lambda_returns(
     after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout).to(x.dtype)
     if last_values is not None:
         x = x + decay * _placed(after, ends, n)
-    # 0·nan would leak a NaN into the sequence before it, so the scan runs on finite numbers, and NaN is put back by sequence.
-    poison = layout.expand(layout.sum((x * 0).view(layout.shape)))
+    # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN is put back by sequence.
+    poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
     z = linear_recurrence_reverse(x.nan_to_num(0, 0, 0).view(layout.shape), decay.view(layout.shape))
     following = torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2)).index_copy_(0, ends, after)[:n]

@@ -51,11 +51,11 @@ class LossSpec:
             parts = (parts,)
         object.__setattr__(self, "correction", tuple(parts))
         for slot in ("ratio", "trust", "aggregate"):
-            _check_part(slot, getattr(self, slot))
+            check_part(slot, getattr(self, slot))
         for part in self.correction:
-            _check_part("correction", part)
+            check_part("correction", part)
         if self.kl is not None:
-            _check_part("kl", self.kl)
+            check_part("kl", self.kl)
         checks.choice(self, "rejected", REJECTED)
         checks.number(self, "entropy_coef", finite=True)
         self._check_fit()
@@ -157,7 +157,8 @@ class LossSpec:
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
 
 
-def _check_part(slot: str, part: Any) -> None:
+def check_part(slot: str, part: Any) -> None:
+    """Raise unless `part` may fill `slot`: one of its variants, or a callable."""
     if isinstance(part, type):
         raise SpecError(f"{slot}={part.__name__} is a class; make one: {part.__name__}(…).")
     if isinstance(part, _VARIANTS[slot]):
@@ -190,7 +191,7 @@ def _decode(slot: str, data: Any) -> Any:
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.')
     name = data["type"]
-    if name not in variants:
+    if not isinstance(name, str) or name not in variants:
         raise SpecError(unknown_name(f"{slot} type", name, variants))
     make = variants[name]
     valid = [f.name for f in dataclasses.fields(make)]

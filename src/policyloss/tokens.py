@@ -28,9 +28,11 @@ class NeedsStatistics(Protocol):
         ...
 
 
-def _token_shaped(name: str, x: Tensor, logp: Tensor) -> Tensor:
-    if x.shape != logp.shape:
-        raise InputError(f"{name} has shape {tuple(x.shape)} but logp has {tuple(logp.shape)}; they must be equal.")
+def _token_shaped(name: str, x: Tensor, like: Tensor, called: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(x).__name__}.")
+    if x.shape != like.shape:
+        raise InputError(f"{name} has shape {tuple(x.shape)} but {called} has {tuple(like.shape)}; they must be equal.")
     return x
 
 
@@ -52,7 +54,7 @@ def as_mask(mask: Tensor, like: Tensor) -> Tensor:
     return mask != 0
 
 
-def expand_advantages(advantages: Tensor, sequences: Sequences) -> Tensor:
+def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "advantages") -> Tensor:
     """Advantages as one number per token: accepts token-shaped, or one per sequence (`[S]`, `[S, 1]`)."""
     shape = sequences.shape
     if tuple(advantages.shape) == shape:
@@ -62,7 +64,7 @@ def expand_advantages(advantages: Tensor, sequences: Sequences) -> Tensor:
         return sequences.expand(advantages.reshape(per_sequence))
     layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
     raise InputError(
-        f"advantages have shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give one per token {shape} or "
+        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give one per token {shape} or "
         f"one per sequence {per_sequence}."
     )
 
@@ -98,31 +100,36 @@ class Tokens:
         mask: Tensor,
         *,
         others: dict[str, Tensor | None],
+        called: tuple[str, str] = ("logp", "advantages"),
         cu_seqlens: Tensor | None = None,
         group_ids: Tensor | None = None,
         cp_group: Any = None,
     ) -> Tokens:
-        """Check the arguments against each other and lay them out. `others` are the optional token-shaped tensors by name."""
+        """Check the arguments against each other and lay them out. `others` are the optional token-shaped tensors by name.
+
+        called: what the caller calls its first two arguments, for error messages.
+        """
         if not isinstance(logp, Tensor) or not logp.is_floating_point():
             kind = f"dtype {logp.dtype}" if isinstance(logp, Tensor) else type(logp).__name__
-            raise InputError(f"logp must be a floating-point tensor of log-probabilities, got {kind}.")
+            raise InputError(f"{called[0]} must be a floating-point tensor, got {kind}.")
         sequences = Sequences.of(logp, cu_seqlens, cp_group)
         mask = as_mask(mask, logp)
-        raw: dict[str, Tensor | None] = {"logp": logp}
+        dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
+        # Upcast once, here: several slots may read logp, and their gradients must add up before they are rounded to half precision.
+        raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
         for name, x in others.items():
-            raw[name] = None if x is None else _token_shaped(name, x, logp)
+            raw[name] = None if x is None else _token_shaped(name, x, logp, called[0])
             if x is not None and name != "entropy":
                 raw[name] = x.detach()
-        dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
         if not isinstance(advantages, Tensor):
-            raise InputError(f"advantages must be a tensor, got {type(advantages).__name__}.")
+            raise InputError(f"{called[1]} must be a tensor, got {type(advantages).__name__}.")
         if group_ids is not None and tuple(group_ids.shape) != (sequences.count,):
             raise InputError(f"group_ids has shape {tuple(group_ids.shape)}; give one integer per sequence, ({sequences.count},).")
         return cls(
             mask=mask,
             sequences=sequences,
             lengths=sequences.sum(mask.to(dtype)),
-            advantages=fill(expand_advantages(advantages.detach(), sequences), mask, dtype),
+            advantages=fill(expand_advantages(advantages.detach(), sequences, called[1]), mask, dtype),
             dtype=dtype,
             raw=raw,
             group_ids=group_ids,

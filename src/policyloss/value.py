@@ -14,6 +14,7 @@ from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Metrics, Record, Stat, Sum
 from policyloss.slots.aggregate import TokenMean
+from policyloss.spec import check_part
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, local_totals, resolve
 
@@ -62,12 +63,15 @@ def value_loss(
         raise InputError(f"huber_delta must be > 0, got {huber_delta!r}.")
     if clip is not None and old_values is None:
         raise InputError("clipping reads old_values, which was not given; pass old_values, or clip=None.")
+    aggregate = TokenMean() if aggregate is None else aggregate
+    check_part("aggregate", aggregate)
     given = resolve(totals)
     t = Tokens.of(
         values,
         returns,
         mask,
         others={"old_values": old_values},
+        called=("values", "returns"),
         cu_seqlens=cu_seqlens,
         group_ids=group_ids,
         cp_group=cp_group,
@@ -82,12 +86,11 @@ def value_loss(
     binds: Tensor | None = None
     if clip is not None:
         old = fill(t.read("old_values"), t.mask, t.dtype)
-        clipped = f(old + (value - old).clamp(-clip, clip) - target)
+        clipped = f(value.clamp(old - clip, old + clip) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)
-    weight = (TokenMean() if aggregate is None else aggregate)(t)
-    loss = weighted_sum(token_loss, weight, t.mask)
+    loss = weighted_sum(token_loss, aggregate(t), t.mask)
     with torch.no_grad():
         metrics = _metrics(t, value, target, token_loss, binds, loss)
     return LossOutput(loss, metrics)

@@ -69,7 +69,7 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
 
 def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
     """Raise unless `cu_seqlens` is `[S+1]` integers that rise from 0 to `n`. Values are read only on a CPU (no sync)."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(
             f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
             f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
@@ -80,7 +80,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
             torch._assert_async(good)
         except RuntimeError:
             raise InputError(
-                f"cu_seqlens must rise from 0 to the number of packed tokens ({n}), got {cu_seqlens.tolist()[:8]}"
+                f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got {cu_seqlens.tolist()[:8]}"
                 f"{'…' if cu_seqlens.numel() > 8 else ''}."
             ) from None
 

@@ -22,8 +22,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def count(flags: Tensor) -> Tensor:
-    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first.)"""
-    return torch.count_nonzero(flags)
+    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)"""
+    return flags.sum(dtype=torch.int32) if torch.compiler.is_compiling() else torch.count_nonzero(flags)
 
 
 def nonfinite(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Legend: `ratio` = π/π_anchor (carries the gradient), `logp` carries the gradie
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
     """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|` — which binds only where A < 0, as the rest is ≤ 0."""
     loss = torch.maximum(-a * (r if cap is None else r.clamp(max=cap)), -a * r.clamp(low, high))
-    return loss if dual is None else torch.minimum(loss, dual * a.abs())
+    return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs())
 
 
 class _Clipped(torch.autograd.Function):
@@ -147,7 +148,8 @@ def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) 
 
 def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max: float = 1.0) -> Tensor:
     """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
-    weight = torch.where(advantages > 0, 1, ratio.detach().clamp(max=ratio_max))
+    r = ratio.detach()
+    weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))  # a NaN shows even where it is not needed
     return -weight * advantages * logp
 
 

@@ -23,7 +23,7 @@ def number(
     value = getattr(owner, field)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         raise SpecError(f"{type(owner).__name__}.{field} must be a number, got {value!r}.{_pad(hint)}")
     rule = ""
     if math.isnan(value) or (finite and math.isinf(value)):
@@ -40,14 +40,14 @@ def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
     """Check that `owner.field` is one of `valid`."""
     value = getattr(owner, field)
     names = list(valid)
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, names))
 
 
 def interval(owner: Any, low: str, high: str) -> None:
     """Check that `owner.low <= owner.high` where both are given."""
     a, b = getattr(owner, low), getattr(owner, high)
-    if a is not None and b is not None and a > b:
+    if _is_number(a) and _is_number(b) and a > b:
         raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
 
 
@@ -57,15 +57,19 @@ def log_clamp(owner: Any) -> None:
     pair = (
         isinstance(value, tuple)
         and len(value) == 2
-        and all(v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for v in value)
+        and all(v is None or (_is_number(v) and not math.isnan(v)) for v in value)
         and (value[0] is None or value[1] is None or value[0] < value[1])
     )
     if pair:
         return
-    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    if value is not None and not (_is_number(value) and value > 0):
         raise SpecError(
             f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a pair (low, high), got {value!r}."
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _pad(hint: str) -> str:

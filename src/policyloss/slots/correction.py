@@ -241,6 +241,9 @@ def combine(corrections: tuple[Any, ...], t: Tokens, group: Any = None) -> Combi
             weight = fill(weight, t.mask if keep is None else t.mask & keep)
             statistics = part.statistics(t, weight, group) if t.known is None else t.known
             weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
+    if keep is not None:
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it does not.
+        weight = torch.where(keep, torch.ones_like(t.advantages) if weight is None else weight, 0)
     return Combined(weight, keep, verdicts, statistics)
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import trust
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import all_sum, kth_largest
+from policyloss.functional.ranks import all_sum, at_least, kth_largest
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit bound: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped."""
+    """A per-token loss, and where the limit binds: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped."""
 
     loss: Tensor
     upper: Tensor | None = None
@@ -167,8 +167,10 @@ class ProbabilityBand:
         outside = trust.outside_band(
             logp.detach(), t.anchor_logp(t.anchor), a, self.divergence, self.low, self.high, self.sides == "both"
         )
-        loss = -r * a if self.form == "ratio" else -r.detach().clamp(max=self.cap) * a * logp
-        return Surrogate(torch.where(outside, 0, loss), upper=outside & (a > 0), lower=outside & ~(a > 0))
+        # The weight is zeroed, not the product, so that a NaN advantage still shows.
+        weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
+        loss = -weight * a if self.form == "ratio" else -weight * a * logp
+        return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0))
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class CovClip:
     depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens.
     """
 
-    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold")
+    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "draw_threshold")
     eps_low: float = 0.2
     eps_high: float = 0.2
     fraction: float = 2e-4
@@ -271,21 +273,23 @@ class CovClip:
     def __post_init__(self) -> None:
         _check_eps(self)
         checks.number(self, "fraction", above=0)
+        checks.number(self, "cov_low")
+        checks.number(self, "cov_high")
         checks.interval(self, "cov_low", "cov_high")
         _check_seed(self)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide numbers: mean advantage and logp, and the draw above which a candidate is dropped."""
+        """The batch-wide numbers: mean advantage and logp, and the draw from which a candidate is dropped."""
         stats = _means(t, group)
-        candidate, score = self._candidates(t, stats)
-        score = torch.where(candidate, score, torch.iinfo(torch.int64).min)
+        candidate, draws = self._candidates(t, stats)
+        score = torch.where(candidate, 0.0, -math.inf)
         k = _how_many(self.fraction, stats["tokens"])
-        return {**stats, "cov_threshold": kth_largest(score, k, t.sequences.cp_group, group)}
+        return {**stats, "draw_threshold": kth_largest(score, draws, k, t.sequences.cp_group, group)[1]}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        candidate, score = self._candidates(t, stats)
-        dropped = candidate & (score >= stats["cov_threshold"])
+        candidate, draws = self._candidates(t, stats)
+        dropped = candidate & (draws >= stats["draw_threshold"])
         s = Clip(self.eps_low, self.eps_high)(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), upper=dropped if s.upper is None else s.upper | dropped)
 
@@ -301,10 +305,11 @@ class CovClip:
 class CovKL:
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
 
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token.
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between equal covariances a draw decides
+    that depends on the token's own numbers only.
     """
 
-    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold")
+    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold", "draw_threshold")
     fraction: float = 2e-4
     coef: float = 1.0
 
@@ -313,19 +318,22 @@ class CovKL:
         checks.number(self, "coef", least=0, finite=True)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide numbers: mean advantage and logp, and the covariance from which a token is penalised."""
+        """The batch-wide numbers: mean advantage and logp, and the covariance (and draw) from which a token is penalised."""
         stats = _means(t, group)
-        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
-        score = torch.where(t.mask, cov, -math.inf)
+        cov, draws = self._score(t, stats)
         k = _how_many(self.fraction, stats["tokens"])
-        return {**stats, "cov_threshold": kth_largest(score, k, t.sequences.cp_group, group)}
+        cov_k, draw_k = kth_largest(torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group)
+        return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
-        chosen = t.mask & (cov >= stats["cov_threshold"])
+        chosen = t.mask & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"]))
         penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
         return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
+
+    def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
+        return cov, trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
 
 
 def _check_seed(owner: CovClip) -> None:

@@ -1,0 +1,246 @@
+"""Writes the generated pages: one per preset, their index, the metrics page, and the preset table in the README.
+
+python -m docs.generate          write them
+python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import policyloss as pl
+from policyloss.difference import Difference, shown
+from policyloss.explain import Explanation, shortened
+from policyloss.presets import PRESETS, Preset
+from policyloss.provenance import distance
+from policyloss.report_metrics import FORMULAS
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- presets:begin -->", "<!-- presets:end -->"
+GENERATED = "<!-- Made by `python -m docs.generate`; edit the data it is made from instead. -->"
+VALUE_FORMULAS = {
+    "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
+    "tokens": "valid tokens",
+    "value_mean": "Σ values / n",
+    "return_mean": "Σ returns / n",
+    "value_error": "Σ |values − returns| / n",
+    "clip_fraction": "share of valid tokens whose clipped error is the larger of the two; only with clip",
+    "explained_variance": "1 − Var(returns − values) / Var(returns) over the valid tokens",
+    "nonfinite_tokens": "valid tokens whose loss is NaN or infinite",
+}
+
+
+def pages() -> dict[str, str]:
+    """Every generated file by its path from the root of the repository."""
+    made = {f"docs/presets/{name}.md": preset_page(pl.explain(name)) for name in PRESETS}
+    made["docs/presets/README.md"] = index_page()
+    made["docs/metrics.md"] = metrics_page()
+    readme = ROOT / "README.md"
+    if readme.is_file() and (text := readme.read_text(encoding="utf-8")).strip():
+        made["README.md"] = with_table(text)
+    return made
+
+
+def with_table(readme: str) -> str:
+    """The README with the preset table between its two markers."""
+    if BEGIN not in readme or END not in readme:
+        raise SystemExit(f"README.md needs the markers {BEGIN} and {END} around its preset table.")
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{preset_table('docs/presets/')}\n{END}{rest.split(END, 1)[1]}"
+
+
+def preset_table(folder: str) -> str:
+    """All presets, one row each, linked to their pages in `folder`."""
+    rows = [[f"[`{p.name}`]({folder}{p.name}.md)", p.title, linked(p.paper)] for p in PRESETS.values()]
+    return table(["preset", "what it is", "paper or source"], rows)
+
+
+def index_page() -> str:
+    """The list of presets."""
+    about = (
+        "A preset is a `LossSpec` with a source for every number. `pl.preset(name)` gives it, `pl.explain(name)` or "
+        "`policyloss explain NAME` says what each page here says, and `pl.diff(a, b)` how two differ."
+    )
+    return join("# The named losses", GENERATED, about, preset_table(""))
+
+
+def metrics_page() -> str:
+    """What each metric means."""
+    policy = [[f"`{name}`", formula] for name, formula in FORMULAS.items()]
+    value = [[f"`{name}`", formula] for name, formula in VALUE_FORMULAS.items()]
+    about = (
+        "`out.metrics` holds records that add up: `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, and nothing is "
+        "divided before `.compute()`. A metric is there only if the tensors it reads were given."
+    )
+    legend = (
+        "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any clamp; r is the ratio slot's ratio "
+        "before its clamp; w is the corrections' weight; A the advantage."
+    )
+    heading = ["metric", "formula"]
+    return join(
+        "# Metrics", GENERATED, about, "## policy_loss", legend, table(heading, policy), "## value_loss", table(heading, value)
+    )
+
+
+def preset_page(e: Explanation) -> str:
+    """The page of one preset."""
+    assert e.preset is not None
+    same = f"The same loss as {', '.join(f'[`{n}`]({n}.md)' for n in e.also)}." if e.also else ""
+    words = "\n".join(f"- **{slot}**: {text}." for slot, text in e.words.items())
+    legend = "\n".join(f"- {_legend(meaning)}" for meaning in e.formula.vocabulary.values())
+    reads = f"It reads {', '.join(f'`{name}`' for name in e.reads)}."
+    rows = zip(e.numbers, shortened(e.numbers), strict=True)
+    numbers = [[f"`{n.where}`", f"`{shown(n.value)}`", linked(source)] for n, source in rows]
+    return join(
+        f"# {e.title}",
+        GENERATED,
+        f'`pl.preset("{e.preset}")`, {linked(e.paper)}. {same}'.strip(),
+        e.note,
+        words,
+        "## Formula",
+        fenced(str(e.formula), "text"),
+        legend,
+        reads,
+        "## Numbers",
+        table(["number", "value", "where it comes from"], numbers),
+        "## Tokens that get no gradient",
+        zero_section(e),
+        "## Elsewhere",
+        elsewhere_section(e),
+        "## Traps" if e.traps else "",
+        "\n".join(f"- {t.text}" for t in e.traps),
+        "## Use",
+        fenced(usage(e), "python"),
+        "## Relatives",
+        relatives_section(PRESETS[e.preset]),
+    )
+
+
+def _legend(meaning: str) -> str:
+    """`word: meaning` with the word set as code."""
+    word, _, rest = meaning.partition(": ")
+    return f"`{word}`: {rest}" if rest else meaning
+
+
+def zero_section(e: Explanation) -> str:
+    """When the policy term gives a token no gradient."""
+    parts = []
+    if e.zero.alone:
+        parts += ["Exactly none comes from the policy term where", _conditions(e.zero.alone)]
+    if e.zero.together:
+        also = "also" if e.zero.alone else "exactly"
+        shared = f"The gradient is shared over the {e.zero.group}: {also} none where every token of it meets one of"
+        parts += [shared, _conditions(e.zero.together)]
+    return join(*parts, e.still_moved_by).rstrip()
+
+
+def _conditions(conditions: tuple[tuple[str, str], ...]) -> str:
+    return table(["where", "because"], [[f"`{expression}`", meaning] for expression, meaning in conditions])
+
+
+def elsewhere_section(e: Explanation) -> str:
+    """What frameworks call it."""
+    rows = [[entry.part, framework, name] for entry in e.elsewhere for framework, name in entry.names.items()]
+    return table(["part", "framework", "there it is"], rows)
+
+
+def usage(e: Explanation) -> str:
+    """Six lines that call it."""
+    old = "old_logp" if "old_logp" in e.reads else "None"
+    others = [f"{name}={name}" for name in e.reads if name not in ("logp", "old_logp", "advantages", "mask")]
+    call = ", ".join(["spec", "logp", old, "advantages", "mask", *others])
+    return "\n".join(
+        [
+            "import policyloss as pl",
+            "",
+            f'spec = pl.preset("{e.preset}")',
+            f"out = pl.policy_loss({call})",
+            "out.loss.backward()",
+            "print(out.metrics.compute())",
+        ]
+    )
+
+
+def relatives_section(preset: Preset) -> str:
+    """How the presets nearest to this one differ from it."""
+    different: dict[pl.LossSpec, Preset] = {}
+    for other in PRESETS.values():
+        if other.spec != preset.spec:
+            different.setdefault(other.spec, other)
+    others = sorted(different.values(), key=lambda p: distance(preset.spec, p.spec))
+    return "\n\n".join(_relative(other, pl.diff(other.name, preset.name)) for other in others[:3])
+
+
+def _relative(other: Preset, difference: Difference) -> str:
+    lines = [f"From [`{other.name}`]({other.name}.md), {other.title}:", ""]
+    for change in difference.changes:
+        lines.append(f"- **{change.slot}**: `{change.a}` → `{change.b}`")
+    return "\n".join([*lines, *(f"- {note}" for note in difference.notes)])
+
+
+def linked(text: str) -> str:
+    """Markdown links for arXiv numbers and DOIs."""
+    text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"doi (10\.\S+)", r"[doi \1](https://doi.org/\1)", text)
+
+
+def table(heading: list[str], rows: list[list[str]]) -> str:
+    """A GitHub table; pipes inside cells are escaped."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def fenced(text: str, language: str) -> str:
+    """A fenced block. Formulas are marked as text, lest a formatter of Python rewrite them."""
+    return f"```{language}\n{text}\n```"
+
+
+def join(*blocks: str) -> str:
+    """Blocks with an empty line between them; empty blocks are left out."""
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def stale() -> list[str]:
+    """Generated files that are missing, out of date, or belong to a preset that is gone."""
+    made = pages()
+    wrong = [path for path, text in made.items() if _read(ROOT / path) != text]
+    return wrong + [str(p.relative_to(ROOT)) for p in _leftovers(made)]
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def write() -> list[str]:
+    """Bring every generated file up to date; gives those that changed."""
+    wrong, made = stale(), pages()
+    for leftover in _leftovers(made):
+        leftover.unlink()
+    for path, text in made.items():
+        target = ROOT / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    return wrong
+
+
+def _leftovers(made: dict[str, str]) -> list[Path]:
+    return [p for p in sorted((ROOT / "docs/presets").glob("*.md")) if str(p.relative_to(ROOT)) not in made]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m docs.generate", description="Write the generated pages.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    if parser.parse_args(argv).check:
+        wrong = stale()
+        print("\n".join(f"out of date: {path}" for path in wrong) or "all generated pages are up to date")
+        return 1 if wrong else 0
+    print("\n".join(f"wrote {path}" for path in write()) or "nothing to do")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

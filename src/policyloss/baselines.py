@@ -1,0 +1,247 @@
+"""Rewards relative to something: to their group (`group_advantages`), or to the whole batch (`whiten`). No loop over groups.
+
+Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same id (the samples of one prompt).
+Statistics are computed in float64 and in an order that does not depend on the order of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, unknown_name
+from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
+from policyloss.functional.ranks import all_sum
+from policyloss.functional.segments import Sequences, group_index
+from policyloss.tokens import as_mask
+
+Center = Literal["mean", "loo"] | None
+Scale = Literal["std", "loo_std", "batch_std", "mean"] | None
+Single = Literal["zero", "raw"]
+CENTERS: tuple[Center, ...] = ("mean", "loo", None)
+SCALES: tuple[Scale, ...] = ("std", "loo_std", "batch_std", "mean", None)
+
+
+@dataclass(frozen=True)
+class RankedGroups:
+    """The sequences laid out group after group, and by rising reward inside a group. All tensors `[S]`, in that order.
+
+    rewards: float64. order: the row each element came from. size: of the element's group. rank: 0 for the lowest of its group.
+    first: where its group begins. Whether rewards are all equal is read off the sorted ends: exact, where "std ≈ 0" is not.
+    """
+
+    rewards: Tensor
+    order: Tensor
+    groups: Sequences
+    size: Tensor
+    rank: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, rewards: Tensor, group_ids: Tensor) -> RankedGroups:
+        """Sort and cut; S ≥ 1."""
+        wide = rewards.detach().to(accumulator_dtype(rewards.device))
+        by_reward = wide.argsort(stable=True)
+        by_group, groups = group_index(group_ids[by_reward])
+        order = by_reward[by_group]
+        assert groups.offsets is not None
+        assert groups.ids is not None
+        first, stop = groups.offsets[groups.ids], groups.offsets[groups.ids + 1]
+        rank = torch.arange(len(order), device=order.device) - first
+        return cls(wide[order], order, groups, stop - first, rank, first)
+
+    @property
+    def lowest(self) -> Tensor:
+        """The smallest reward of the element's group."""
+        return self.at(torch.zeros_like(self.rank))
+
+    @property
+    def highest(self) -> Tensor:
+        """The largest reward of the element's group (NaN if there is a NaN)."""
+        return self.at(self.size - 1)
+
+    @property
+    def constant(self) -> Tensor:
+        """Whether all rewards of the element's group are exactly equal; true for a group of one."""
+        return self.highest == self.lowest
+
+    def at(self, rank: Tensor) -> Tensor:
+        """The reward with this rank in the element's group."""
+        return self.rewards[self.first + rank]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the element's group."""
+        return self.groups.expand(self.groups.sum(x))
+
+    def mean(self, weight: Tensor | None = None) -> Tensor:
+        """The (weighted) mean reward of the element's group; 0 for a group without weight."""
+        if weight is None:
+            return self.total(self.rewards) / self.size
+        weight_total = self.total(weight)
+        return self.total(weight * self.rewards) / torch.where(weight_total > 0, weight_total, 1)
+
+    def std(self, ddof: int) -> Tensor:
+        """The standard deviation of the element's group; exactly 0 if its rewards are all equal."""
+        deviation = self.rewards - self.mean()
+        variance = self.total(deviation**2) / (self.size - ddof).clamp(min=1)
+        return torch.where(self.constant, 0, variance.sqrt())
+
+    def std_of_others(self, ddof: int) -> Tensor:
+        """The standard deviation of the element's group without the element; exactly 0 if the others are all equal."""
+        deviation = self.rewards - self.mean()
+        # Σ_{j≠i} (r_j − mean of the others)² = Σ d² − d_i²·n/(n−1), with d measured from the mean of all.
+        squares = self.total(deviation**2) - deviation**2 * self.size / (self.size - 1).clamp(min=1)
+        variance = squares.clamp(min=0) / (self.size - 1 - ddof).clamp(min=1)
+        alone = self.size <= 2
+        low = self.at((self.rank == 0).long().minimum(self.size - 1))
+        high = self.at((self.size - 1 - (self.rank == self.size - 1).long()).clamp(min=0))
+        return torch.where(alone | (low == high), 0, variance.sqrt())
+
+    def back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in the order of the rows that were given."""
+        x = x.to(dtype)
+        return torch.empty_like(x).scatter(0, self.order, x)
+
+
+@torch.no_grad()
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    center: Center = "mean",
+    scale: Scale = "std",
+    eps: float = 1e-6,
+    ddof: int = 1,
+    weights: Tensor | None = None,
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
+    """Rewards relative to their group: `(r − baseline) / (spread + eps)`. `[S]`, `[S]` integers → `[S]`, without gradient.
+
+    center, the baseline: "mean" of the group (weighted by `weights` `[S]` if given), "loo" the mean of the *other* members, None 0.
+    scale, the spread: "std" of the group, "loo_std" of the other members, "batch_std" of all rewards (over the ranks of the process
+    group `group`, if given), each with `ddof`; "mean" of the group; None divides by nothing.
+    A constant group (all rewards exactly equal) gives exactly 0, and a spread of exactly 0 divides nothing: rounding residue is
+    never amplified. A group of one has no one to compare with and gives 0 (`single="zero"`), or with `single="raw"`, as verl does,
+    baseline 0 and spread 1. A NaN reward shows in its whole group. `group_ids` may be any integers in any order; S = 0 gives `[0]`.
+    """
+    check_rewards(rewards, group_ids)
+    check_choice("center", center, CENTERS)
+    check_choice("scale", scale, SCALES)
+    check_choice("single", single, ("zero", "raw"))
+    check_numbers(eps, ddof)
+    if weights is not None and center != "mean":
+        raise InputError(f'weights belong to center="mean", not center={center!r}.')
+    dtype = compute_dtype(rewards)
+    if rewards.numel() == 0:
+        return rewards.new_zeros(0, dtype=dtype)
+    g = RankedGroups.of(rewards, group_ids)
+    weight = None if weights is None else per_sequence("weights", weights, rewards)[g.order].to(g.rewards.dtype)
+    alone_raw = (g.size == 1) & (single == "raw")
+    advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
+    if scale is not None:
+        spread = _spread(g, scale, ddof, group)
+        if scale != "batch_std":
+            spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
+        advantage = divided(advantage, spread, eps)
+    return g.back(advantage, dtype)
+
+
+def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
+    if center is None:
+        return g.rewards
+    deviation = g.rewards - g.mean(weight)
+    if center == "loo":
+        # r_i − mean of the others = (r_i − mean)·n/(n−1)
+        deviation = deviation * g.size / (g.size - 1).clamp(min=1)
+    return torch.where(g.constant, 0, deviation)
+
+
+def _spread(g: RankedGroups, scale: Scale, ddof: int, group: Any) -> Tensor:
+    if scale == "std":
+        return g.std(ddof)
+    if scale == "loo_std":
+        return g.std_of_others(ddof)
+    if scale == "mean":
+        return g.mean()
+    _, variance = moments(g.rewards, torch.ones_like(g.rewards), ddof, group)
+    return variance.sqrt().expand_as(g.rewards)
+
+
+def divided(x: Tensor, spread: Tensor, eps: float) -> Tensor:
+    """`x / (spread + eps)`, and `x` itself where the spread is exactly 0."""
+    return torch.where(spread == 0, x, x / torch.where(spread == 0, 1, spread + eps))
+
+
+def moments(x: Tensor, weight: Tensor, ddof: int, group: Any = None) -> tuple[Tensor, Tensor]:
+    """Mean and variance of `x`, each element counted `weight` times, over the ranks of `group`; 0-dim, in float64.
+
+    `x` must be finite, or 0, where its weight is 0. Two passes, because E[x²] − E[x]² cancels.
+    """
+    wide = accumulator_dtype(x.device)
+    n, total = all_sum(torch.stack((weight.sum(dtype=wide), (x * weight).sum(dtype=wide))), group)
+    mean = total / n.clamp(min=1)
+    squares = all_sum(((x - mean.to(x.dtype)) ** 2 * weight).sum(dtype=wide), group)
+    # The mean of equal numbers may be off by a rounding error; that is no variance.
+    rounding = n * (4 * torch.finfo(wide).eps * mean) ** 2
+    return mean, torch.where(squares <= rounding, 0, squares) / (n - ddof).clamp(min=1)
+
+
+@torch.no_grad()
+def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8) -> Tensor:
+    """`(x − mean) / √(variance + eps)` over all valid tokens, unbiased variance; 0 at masked tokens. Any shape, without gradient.
+
+    mean: False keeps the old mean (it is added back after scaling). group: a process group whose ranks share mean and variance.
+    A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token gives zeros.
+    Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than two tokens).
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise InputError(f"x must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}.")
+    mask = as_mask(mask, x)
+    dtype = compute_dtype(x)
+    return whitened(fill(x.detach(), mask, dtype), mask.to(dtype), mean=mean, group=group, eps=eps)
+
+
+def whitened(x: Tensor, weight: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8) -> Tensor:
+    """`whiten` for elements that count `weight` times (0 for not at all), as a sequence's advantage counts once per token."""
+    check_numbers(eps, 1)
+    center, variance = moments(x, weight, 1, group)
+    result = (x - center.to(x.dtype)) * (variance + eps).rsqrt().to(x.dtype)
+    return fill(result if mean else result + center.to(x.dtype), weight > 0)
+
+
+def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
+    """Raise unless rewards are `[S]` numbers and group_ids `[S]` integers."""
+    if not isinstance(rewards, Tensor) or rewards.dim() != 1 or rewards.is_complex():
+        shape = f"shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {shape}; sum token rewards first.")
+    if not isinstance(group_ids, Tensor) or group_ids.is_floating_point() or group_ids.dtype == torch.bool:
+        kind = f"dtype {group_ids.dtype}" if isinstance(group_ids, Tensor) else type(group_ids).__name__
+        raise InputError(f"group_ids must be a tensor of integers, one per sequence, got {kind}.")
+    if group_ids.shape != rewards.shape:
+        raise InputError(f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each.")
+
+
+def check_numbers(eps: float, ddof: int) -> None:
+    """Raise unless eps ≥ 0 and ddof is 0 or 1."""
+    if not eps >= 0:
+        raise InputError(f"eps must be >= 0, got {eps!r}.")
+    if ddof not in (0, 1):
+        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {ddof!r}.")
+
+
+def check_choice(name: str, value: object, valid: tuple[str | None, ...]) -> None:
+    """Raise unless `value` is one of `valid`."""
+    if value not in valid:
+        raise InputError(unknown_name(name, value, (str(v) for v in valid)))
+
+
+def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
+    """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
+    if not isinstance(x, Tensor) or x.shape != rewards.shape:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {got}.")
+    return x.detach()

@@ -1,0 +1,117 @@
+"""The `policyloss` command. Each subcommand is one small function that returns the text to print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from policyloss.errors import PolicyLossError
+
+
+class Command:
+    """A subcommand: what it is called, what it does in one line, its arguments, and the function that gives its text."""
+
+    def __init__(self, name: str, about: str, run: Callable[[argparse.Namespace], str], *arguments: tuple[str, str]) -> None:
+        self.name, self.about, self.run, self.arguments = name, about, run, arguments
+
+    def add_to(self, subparsers: Any) -> None:
+        """Give the subcommand a parser of its own."""
+        parser = subparsers.add_parser(self.name, help=self.about, description=self.about)
+        for argument, meaning in self.arguments:
+            parser.add_argument(argument, help=meaning)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        parser.set_defaults(run=self.run)
+
+
+def presets_command(args: argparse.Namespace) -> str:
+    """The named losses, one per line."""
+    from policyloss.presets import PRESETS
+
+    if args.json:
+        rows = [{"name": p.name, "title": p.title, "paper": p.paper, "spec": p.spec.to_dict()} for p in PRESETS.values()]
+        return _json(rows)
+    width = max(len(name) for name in PRESETS)
+    column = max(len(p.title) for p in PRESETS.values())
+    return "\n".join(f"{p.name:<{width}}  {p.title:<{column}}  {p.paper}" for p in PRESETS.values())
+
+
+def explain_command(args: argparse.Namespace) -> str:
+    """What one loss is."""
+    from policyloss.explain import explain
+
+    explanation = explain(read_loss(args.loss))
+    return _json(explanation.to_dict()) if args.json else str(explanation)
+
+
+def diff_command(args: argparse.Namespace) -> str:
+    """How two losses differ."""
+    from policyloss.difference import diff
+
+    difference = diff(read_loss(args.a), read_loss(args.b))
+    return _json(difference.to_dict()) if args.json else str(difference)
+
+
+_LOSS = "the name of a preset, or the path of a JSON file that holds LossSpec.to_dict()"
+COMMANDS = (
+    Command("presets", "list the named losses", presets_command),
+    Command("explain", "say what a loss is: formula, numbers, zero gradients, names, traps", explain_command, ("loss", _LOSS)),
+    Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
+)
+
+
+def read_loss(name: str) -> Any:
+    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
+    from policyloss.presets import PRESETS
+    from policyloss.spec import LossSpec
+
+    path = Path(name)
+    if name in PRESETS or not (path.suffix == ".json" or path.is_file()):
+        return name
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None
+    try:
+        return LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: one subparser per entry of `COMMANDS`."""
+    from policyloss import __version__
+
+    top = argparse.ArgumentParser(prog="policyloss", description="The loss functions of LLM reinforcement learning, explained.")
+    top.add_argument("--version", action="version", version=f"policyloss {__version__}")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_to(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, or 2 if what was asked for makes no sense."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
+    try:
+        args = parser().parse_args(argv)
+        print(args.run(args), flush=True)
+    except PolicyLossError as error:
+        print(f"policyloss: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain again when it flushes at exit, so give it a sink.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False)

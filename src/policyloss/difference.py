@@ -1,0 +1,170 @@
+"""`diff`: how two losses differ, slot by slot and number by number, and what the change means."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from policyloss.errors import SpecError
+from policyloss.formulas import formula
+from policyloss.presets import preset
+from policyloss.provenance import is_part, part_name, same_presets
+from policyloss.slots import aggregate, trust
+from policyloss.spec import LossSpec
+from policyloss.trust_formulas import number
+from policyloss.words import SLOTS, describe_slot
+
+
+class FieldChange(NamedTuple):
+    """One number or choice that differs: its name and its value on either side."""
+
+    field: str
+    a: Any
+    b: Any
+
+
+class SlotChange(NamedTuple):
+    """One slot that differs: what fills it on either side, the fields that differ if it is the same part, and what it means."""
+
+    slot: str
+    a: str
+    b: str
+    fields: tuple[FieldChange, ...]
+    meaning: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two losses differ. `str()` gives plain text, `to_dict()` JSON-ready data."""
+
+    a: str
+    b: str
+    changes: tuple[SlotChange, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two are the same spec."""
+        return not self.changes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        changes = []
+        for c in self.changes:
+            fields = [{"field": f.field, "a": plain(f.a), "b": plain(f.b)} for f in c.fields]
+            changes.append({"slot": c.slot, "a": c.a, "b": c.b, "fields": fields, "meaning": " ".join(c.meaning)})
+        return {"a": self.a, "b": self.b, "equal": self.equal, "changes": changes, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"{self.a} and {self.b} are the same loss."
+        blocks = [f"a: {self.a}\nb: {self.b}", *(_block(c) for c in self.changes)]
+        return "\n\n".join([*blocks, *self.notes])
+
+
+def diff(a: LossSpec | str, b: LossSpec | str) -> Difference:
+    """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
+    first, second = as_spec(a), as_spec(b)
+    changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
+    return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
+
+
+def as_spec(spec: LossSpec | str) -> LossSpec:
+    """A spec, or the preset of that name."""
+    if isinstance(spec, LossSpec):
+        return spec
+    if isinstance(spec, str):
+        return preset(spec)
+    raise SpecError(f"give a LossSpec or the name of a preset, got {type(spec).__name__}.")
+
+
+def shown(value: Any) -> Any:
+    """A number as it is printed in formulas; anything else as it is."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    return f"({', '.join(str(shown(v)) for v in value)})" if isinstance(value, tuple) else value
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON knows it: tuples as lists, infinities as words."""
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return number(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def _label(given: LossSpec | str, spec: LossSpec) -> str:
+    if isinstance(given, str):
+        return given
+    same = same_presets(spec)
+    return same[0].name if same else "a LossSpec"
+
+
+def _change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
+    mine, theirs = getattr(a, slot), getattr(b, slot)
+    pair = (mine, theirs)
+    if slot == "correction" and len(mine) == len(theirs) == 1:
+        pair = (mine[0], theirs[0])
+    fields: tuple[FieldChange, ...] = ()
+    if all(is_part(p) for p in pair) and type(pair[0]) is type(pair[1]):
+        names = [f.name for f in dataclasses.fields(pair[0])]
+        values = [(n, getattr(pair[0], n), getattr(pair[1], n)) for n in names]
+        fields = tuple(FieldChange(*v) for v in values if v[1] != v[2])
+    return SlotChange(slot, _name(mine), _name(theirs), fields, _meaning(slot, a, b))
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " + ".join(_name(v) for v in value) or "none"
+    if value is None or isinstance(value, (str, int, float)):
+        return "none" if value is None else str(shown(value))
+    if not is_part(value):
+        return part_name(value)
+    given = ", ".join(f"{f.name}={_written(getattr(value, f.name))}" for f in dataclasses.fields(value) if _set(value, f))
+    return f"{part_name(value)}({given})"
+
+
+def _written(value: Any) -> str:
+    return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
+
+
+def _set(part: Any, field: Any) -> bool:
+    return bool(getattr(part, field.name) != field.default)
+
+
+def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:
+    first, second = (describe_slot(spec, slot) for spec in (a, b))
+    if slot == "ratio" and not (a.reads_ratio or b.reads_ratio):
+        return ("Neither loss reads the ratio, so it makes no difference.",)
+    if not first or not second:
+        return (f"{'b' if second else 'a'} alone: {first or second}.",) if first or second else ()
+    if first == second:
+        return (f"In both: {first}.",)
+    return f"a: {first}.", f"b: {second}."
+
+
+def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
+    notes = []
+    if {type(a.aggregate), type(b.aggregate)} == {aggregate.LengthWeighted, aggregate.SeqMeanTokenSum}:
+        notes.append("LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum.")
+    first, second = a.trust, b.trust
+    if isinstance(first, trust.TwoSidedClip):
+        first, second = second, first
+    if isinstance(first, trust.Clip) and isinstance(second, trust.TwoSidedClip):
+        same = (first.eps_low, first.eps_high, first.dual) == (second.eps_low, second.eps_high, second.delta)
+        if same and second.delta >= 1 + second.eps_high:
+            notes.append("Dual clip and two-sided clip with these numbers are the same surrogate.")
+    lines = (formula(a), formula(b))
+    if all(f.exact for f in lines) and lines[0].lines == lines[1].lines:
+        notes.append("The formulas are the same: the difference has no effect.")
+    return tuple(notes)
+
+
+def _block(change: SlotChange) -> str:
+    lines = [f"{change.slot}: {change.a} -> {change.b}"]
+    lines += [f"  {f.field}: {shown(f.a)} -> {shown(f.b)}" for f in change.fields]
+    for text in change.meaning:
+        lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False)
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""Where each number of a loss comes from: a preset's source, a library default, or the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from policyloss.formulas import callable_name
+from policyloss.presets import PRESETS, Preset
+from policyloss.spec import LossSpec
+
+DEFAULT = "library default"
+# Numbers that guard `exp`, not part of any paper's loss.
+_GUARDS = ("log_clamp", "clamp", "value_clamp")
+_PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
+
+
+class Sourced(NamedTuple):
+    """One choice or number: where it stands ("trust" or "trust.eps_low"), its value, and where that comes from."""
+
+    where: str
+    value: Any
+    source: str
+
+
+def same_presets(spec: LossSpec) -> tuple[Preset, ...]:
+    """The presets that are exactly `spec`."""
+    return tuple(p for p in PRESETS.values() if p.spec == spec)
+
+
+def nearest(spec: LossSpec) -> Preset | None:
+    """The preset that `spec` is a small change of, or None: the same kind of trust region, and a few things changed."""
+    costs = {name: distance(spec, p.spec) for name, p in PRESETS.items() if type(p.spec.trust) is type(spec.trust)}
+    best = min(costs, key=lambda name: costs[name], default=None)
+    return PRESETS[best] if best is not None and costs[best] <= 4 else None
+
+
+def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
+    """Every choice and number of `spec`, with its source, seen from the preset `base` (or from none)."""
+    found: list[Sourced] = []
+    for slot in _PARTS:
+        if slot == "ratio" and not spec.reads_ratio:
+            continue
+        mine, theirs = _parts(spec, slot), _parts(base.spec, slot) if base else ()
+        for i, part in enumerate(mine):
+            label = slot if len(mine) == 1 else f"{slot}[{i}]"
+            other = next((t for t in theirs if type(t) is type(part)), None)
+            found += _of_part(slot, label, part, other, theirs, base)
+    if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
+        found.append(_plain(spec, base, "rejected"))
+    if spec.entropy_coef:
+        found.append(_plain(spec, base, "entropy_coef"))
+    return tuple(found)
+
+
+def is_part(part: Any) -> bool:
+    """Whether `part` is one of the library's parts, not a callable."""
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)
+
+
+def part_name(part: Any) -> str:
+    """The class of a part, or the name of a callable."""
+    return type(part).__name__ if is_part(part) else callable_name(part)
+
+
+def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
+    value = getattr(spec, slot)
+    if slot == "correction":
+        return tuple(value)
+    return () if value is None else (value,)
+
+
+def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None) -> list[Sourced]:
+    name = part_name(part)
+    if not is_part(part):
+        return [Sourced(label, name, "your own function")]
+    if base is not None and other is not None:
+        rows = [Sourced(label, name, base.sources.get(slot, DEFAULT))]
+        return rows + [_field(slot, label, part, other, f, base) for f in _shown(part, base, slot)]
+    if base is not None:
+        had = " and ".join(part_name(t) for t in theirs) or "none"
+        rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
+    else:
+        rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot) == part else "set by you")]
+    for f in _shown(part, None, slot):
+        value = getattr(part, f.name)
+        rows.append(Sourced(f"{label}.{f.name}", value, DEFAULT if value == f.default else "set by you"))
+    return rows
+
+
+def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> Sourced:
+    value, theirs = getattr(part, field.name), getattr(other, field.name)
+    where = f"{label}.{field.name}"
+    if value != theirs:
+        return Sourced(where, value, f"set by you (preset {base.name} has {theirs!r})")
+    own = base.sources.get(f"{slot}.{field.name}")
+    if own is not None:
+        return Sourced(where, value, own)
+    if value == field.default and (field.name in _GUARDS or isinstance(value, str)):
+        return Sourced(where, value, DEFAULT)
+    return Sourced(where, value, base.sources.get(slot, DEFAULT))
+
+
+def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
+    """The fields worth a row: numbers that have an effect, and choices that are not the default or have a source of their own."""
+
+    def worth(field: Any) -> bool:
+        value = getattr(part, field.name)
+        if field.name == "cap" and getattr(part, "form", "") == "ratio":
+            return False
+        sourced = base is not None and f"{slot}.{field.name}" in base.sources
+        return sourced or value != field.default or isinstance(value, (int, float, tuple))
+
+    return [f for f in dataclasses.fields(part) if worth(f)]
+
+
+def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
+    value = getattr(spec, slot)
+    if base is not None and value == getattr(base.spec, slot):
+        return Sourced(slot, value, base.sources.get(slot, DEFAULT))
+    had = "" if base is None else f" (preset {base.name} has {getattr(base.spec, slot)!r})"
+    return Sourced(slot, value, f"set by you{had}")
+
+
+def distance(a: LossSpec, b: LossSpec) -> float:
+    """How many things differ, from `b` to `a`. Adding something that was off counts a little less than changing a number."""
+    total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
+    for slot in _PARTS:
+        mine, theirs = _parts(a, slot), _parts(b, slot)
+        if [type(p) for p in mine] != [type(p) for p in theirs]:
+            total += 0.9 if not theirs else 2.0
+            continue
+        for x, y in zip(mine, theirs, strict=True):
+            if not is_part(x):
+                total += 2.0 * (x != y)
+                continue
+            total += sum(_change(getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
+    return total
+
+
+def _change(mine: Any, theirs: Any) -> float:
+    """The cost of one changed field: about 1, a little less if it was off, a little more the further a number moved."""
+    if mine == theirs:
+        return 0.0
+    if theirs is None:
+        return 0.9
+    if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and max(abs(mine), abs(theirs)) < math.inf:
+        return 1.0 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
+    return 1.1

@@ -1,0 +1,82 @@
+"""`check_loss` passes what is right and names what is wrong."""
+
+import pytest
+import torch
+
+import policyloss as pl
+from policyloss.check import FrozenStopGradients
+
+
+@pytest.mark.parametrize("name", pl.presets())
+def test_every_preset_passes_the_battery(name):
+    report = pl.check_loss(pl.preset(name))
+    assert report, str(report)
+
+
+def test_a_users_function_passes():
+    report = pl.check_loss(lambda t: -t.advantages * t.ratio.clamp(max=2.0))
+    assert report, str(report)
+    assert "9 of 9" in str(report)
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+
+
+WRONG = {
+    "runs": lambda t: (-t.advantages * t.ratio).sum(),
+    "gradient": lambda t: -t.advantages * _WrongGradient.apply(t.log_ratio),
+    "mask": lambda t: -t.advantages * (t.read("logp") - t.read("old_logp")).exp(),
+    "row order": lambda t: -t.advantages * t.ratio * torch.arange(t.mask.shape[0])[:, None],
+    "partition": lambda t: -t.advantages * t.ratio / t.mask.sum(),
+    "dtype": lambda t: -t.advantages * (t.logp.to(t.read("old_logp").dtype) - t.read("old_logp")).exp(),
+    "rerun": lambda t: -t.advantages * t.ratio * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_is_caught_by_the_check_that_is_meant_to(name):
+    report = pl.check_loss(WRONG[name])
+    failed = {r.name for r in report.results if not r.passed}
+    assert name in failed, str(report)
+
+
+def test_packing_catches_a_function_that_assumes_rows():
+    report = pl.check_loss(lambda t: -t.advantages * t.ratio * t.ratio.mean(-1, keepdim=True))
+    assert "packing" in {r.name for r in report.results if not r.passed}
+
+
+def test_an_empty_batch_must_cost_nothing():
+    def restless(t):
+        return torch.where(t.mask.any(), -t.advantages * t.ratio, float("nan"))
+
+    spec = pl.LossSpec(trust=restless, aggregate=lambda t: torch.where(t.mask.any(), 1.0, float("nan")))
+    assert "empty batch" in {r.name for r in pl.check_loss(spec).results if not r.passed}
+
+
+def test_an_error_in_the_function_is_reported_not_raised():
+    def broken(t):
+        raise RuntimeError("no such thing")
+
+    report = pl.check_loss(broken)
+    assert not report
+    assert "RuntimeError: no such thing" in str(report)
+
+
+def test_a_detached_result_is_named():
+    assert "detached" in str(pl.check_loss(lambda t: (-t.advantages * t.ratio).detach() + 0 * t.ratio))
+
+
+def test_frozen_stop_gradients_replay_what_they_recorded():
+    x = torch.tensor(2.0)
+    frozen = FrozenStopGradients()
+    with frozen:
+        assert x.detach().item() == 2.0
+        frozen.rewind()
+        assert torch.tensor(5.0).detach().item() == 2.0

@@ -1,0 +1,129 @@
+"""The `policyloss` command: what it prints, its exit codes, and that nothing it is given ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import policyloss as pl
+from policyloss.cli import COMMANDS, main
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, f"one line, not {err!r}"
+    assert err.startswith("policyloss: ")
+    return err
+
+
+def test_presets_lists_every_preset_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "presets").splitlines()
+    assert [line.split()[0] for line in lines] == list(pl.presets())
+    assert next(line for line in lines if line.startswith("luspo")).endswith("arXiv 2602.05261")
+
+
+def test_presets_as_json_read_back_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(printed(capsys, "presets", "--json"))
+    assert {row["name"]: pl.LossSpec.from_dict(row["spec"]) for row in rows} == {n: pl.preset(n) for n in pl.presets()}
+
+
+def test_explain_prints_what_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "explain", "dapo") == str(pl.explain("dapo")) + "\n"
+    assert json.loads(printed(capsys, "explain", "dapo", "--json")) == json.loads(json.dumps(pl.explain("dapo").to_dict()))
+
+
+def test_diff_prints_what_diff_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "diff", "ppo", "dapo") == str(pl.diff("ppo", "dapo")) + "\n"
+    changes = json.loads(printed(capsys, "diff", "ppo", "dapo", "--json"))["changes"]
+    assert [c["slot"] for c in changes] == ["trust"]
+    assert changes[0]["fields"] == [{"field": "eps_high", "a": 0.2, "b": 0.28}]
+
+
+def test_a_loss_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = pl.preset("dapo").replace(trust=pl.Clip(0.1, float("inf")))
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(spec.to_dict()))
+    assert printed(capsys, "explain", str(path)) == str(pl.explain(spec)) + "\n"
+    assert "eps_low: 0.2 -> 0.1" in printed(capsys, "diff", "dapo", str(path))
+    assert json.loads(printed(capsys, "diff", "dapo", str(path), "--json"))["changes"][0]["fields"][1]["b"] == "inf"
+
+
+def test_a_wrong_name_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'dapo'?" in complaint(capsys, "explain", "dappo")
+    assert "unknown preset 'gspoo'" in complaint(capsys, "diff", "ppo", "gspoo")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "a LossSpec is made from a mapping, got list"),
+        ('{"trust": {"type": "Clip", "eps_low": 0.2}}', "Clip needs eps_high"),
+        ('{"trusts": {}}', "unknown slot 'trusts'"),
+        ('{"trust": {"type": "Clip", "eps_low": -1, "eps_high": 1}}', "eps_low must be >= 0"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert words in complaint(capsys, "explain", str(path))
+
+
+def test_a_missing_or_binary_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in complaint(capsys, "explain", str(tmp_path / "none.json"))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    assert "is not JSON" in complaint(capsys, "explain", str(tmp_path / "binary.json"))
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"policyloss {pl.__version__}\n"
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    usage = capsys.readouterr().out
+    assert all(f"{c.name} " in usage and c.about[:30] in usage for c in COMMANDS)
+
+
+def command(*argv: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, **environment}
+    whole = [sys.executable, "-m", "policyloss", *argv]
+    return subprocess.run(whole, stdout=stdout, stderr=subprocess.PIPE, env=env, timeout=120, check=False)
+
+
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = command("presets", stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_terminal_that_cannot_show_a_letter_gets_a_question_mark() -> None:
+    done = command("explain", "clip_cov", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"draw(seed, ?)" in done.stdout

@@ -1,0 +1,112 @@
+"""`torch.compile(fullgraph=True)` traces every loss into one graph, and the compiled loss is the eager one.
+
+Dynamo alone (backend "eager") proves that nothing breaks the graph, for all presets; AOTAutograd and Inductor check that what comes
+out of the whole compiler still has the same loss, gradient and metrics, for one loss of each kind.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import policyloss as pl
+from cases import PRESETS, Batch, Result, assert_same, assert_same_result, make_batch, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+BATCH = make_batch(seed=9)
+LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """One cache per test: dynamo gives up on a function it had to recompile eight times, and every spec is a recompile."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = None) -> Result:
+    """As `cases.run`, with the whole of `policy_loss` in one compiled graph."""
+    arguments = {name: x for name, x in batch.kwargs.items() if name not in ("logp", "entropy")}
+
+    def loss(logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, pl.metrics.Record]]:
+        out = pl.policy_loss(spec, logp, entropy=entropy, totals=totals, **arguments)
+        return out.loss, dict(out.metrics)
+
+    return result_of(torch.compile(loss, fullgraph=True, backend=backend, dynamic=False), batch)
+
+
+def result_of(loss: Callable[..., Any], batch: Batch) -> Result:
+    logp, entropy = (x.clone().requires_grad_() for x in (batch.logp, batch.entropy))
+    value, records = loss(logp, entropy)
+    dlogp, dentropy = torch.autograd.grad(value, (logp, entropy), allow_unused=True)
+    dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
+    return Result(value.detach(), batch.as_rows(dlogp), batch.as_rows(dentropy), pl.Metrics(records))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_one_graph(name: str) -> None:
+    """Layouts alternate; those that meet sequences differently in the two are below in the other one."""
+    batch = LAYOUTS["packed" if list(PRESETS).index(name) % 2 else "padded"]
+    assert_same_result(compiled_run(PRESETS[name], batch, "eager"), run(PRESETS[name], batch))
+
+
+FULL = pl.LossSpec(
+    ratio=pl.SequenceRatio(grad="token"),
+    trust=pl.CovClip(fraction=0.2, cov_low=-1.0, seed=3),
+    correction=(pl.Band(0.8, 1.25), pl.Reject("k3", "max", high=0.05), pl.SelfNormalise("sequences")),
+    rejected="renormalise",
+    kl=pl.KL("k3", 0.1, weight="ratio"),
+    entropy_coef=0.01,
+    aggregate=pl.PromptMean(),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [(PRESETS["gspo"], "padded"), (PRESETS["gmpo"], "packed"), (FULL, "packed")],
+    ids=["gspo padded", "gmpo packed", "all slots packed"],
+)
+def test_the_derived_backward_is_the_eager_one(spec: pl.LossSpec, layout: str) -> None:
+    assert_same_result(compiled_run(spec, LAYOUTS[layout], "aot_eager"), run(spec, LAYOUTS[layout]))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "layout"), [("ppo_dual_clip", "padded"), ("gspo", "packed")])
+def test_inductor_gives_the_same_numbers(name: str, layout: str) -> None:
+    batch = LAYOUTS[layout]
+    totals = pl.Totals(tokens=int(batch.mask.sum()) + 40, sequences=9)
+    assert_same_result(compiled_run(PRESETS[name], batch, "inductor", totals), run(PRESETS[name], batch, totals))
+
+
+def test_a_step_of_another_size_does_not_recompile() -> None:
+    """Totals given as tensors are data, not constants: their values change every step and the graph stays."""
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def loss(logp: Tensor, totals: pl.Totals) -> Tensor:
+        return pl.policy_loss(PRESETS["grpo"], **{**BATCH.kwargs, "logp": logp}, totals=totals).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counting)
+    for tokens, sequences in ((100, 7), (250, 12), (31, 5)):
+        totals = pl.Totals(torch.tensor(tokens), torch.tensor(sequences))
+        assert_same(compiled(BATCH.logp, totals), loss(BATCH.logp, totals), what="loss")
+    assert graphs == 1
+
+
+def test_a_graph_break_would_be_seen() -> None:
+    def trust(t: pl.Tokens) -> Tensor:
+        return -t.advantages * (t.ratio if t.mask.any() else t.logp)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"[Dd]ata-dependent"):
+        compiled_run(pl.LossSpec(trust=trust), BATCH, "eager")

@@ -1,0 +1,162 @@
+"""The named losses: all there, each number with its source, each reading what it should, and no two the same by accident."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import combinations
+from math import inf, log
+
+import pytest
+
+import policyloss as pl
+from policyloss.presets import PRESETS, Preset
+from policyloss.spec import SLOTS
+
+REQUIRED = [
+    "ppo",
+    "ppo_dual_clip",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "cispo_unified",
+    "sapo",
+    "gmpo",
+    "gpg",
+    "reinforce",
+    "importance_sampling",
+    "tis",
+    "icepop",
+    "seq_mask_tis",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "topr",
+    "luspo",
+    "vespo",
+    "opsm",
+    "decoupled_ppo",
+    "rloo_loss",
+    "two_sided",
+    "aipo",
+]
+# The same arithmetic under two names; each pair's notes say so.
+SAME = {frozenset(("ppo", "bnpo"))}
+
+
+def parts(spec: pl.LossSpec) -> list[tuple[str, object]]:
+    """Each part of a spec with the slot it fills; the slots that hold plain values, too."""
+    return [(s, p) for s in SLOTS for p in (getattr(spec, s) if s == "correction" else (getattr(spec, s),))]
+
+
+def test_required_names():
+    assert not set(REQUIRED) - set(pl.presets())
+    assert len(pl.presets()) == len(set(pl.presets()))
+    for name in pl.presets():
+        assert pl.preset(name) is PRESETS[name].spec
+        assert PRESETS[name].name == name
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
+def test_every_choice_has_a_source(preset: Preset):
+    """A slot that is not the default, and a number that is not its part's default, needs an entry for it or for its slot."""
+    default = pl.LossSpec()
+    for slot, part in parts(preset.spec):
+        if part == getattr(default, slot) and slot not in ("trust", "aggregate"):
+            continue
+        if dataclasses.is_dataclass(part):
+            fields = dataclasses.fields(part)
+            chosen = [f"{slot}.{f.name}" for f in fields if getattr(part, f.name) != f.default]
+        else:
+            chosen = []
+        unsourced = [c for c in chosen or [slot] if c not in preset.sources and slot not in preset.sources]
+        assert not unsourced, f"{preset.name} has no source for {unsourced}"
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
+def test_sources_name_what_exists(preset: Preset):
+    for key, source in preset.sources.items():
+        slot, _, field = key.partition(".")
+        assert slot in SLOTS, f"{key!r} is no slot"
+        held = [part for s, part in parts(preset.spec) if s == slot]
+        assert held, f"{key!r} is given a source but {slot} is empty"
+        if field:
+            assert any(field in {f.name for f in dataclasses.fields(part)} for part in held), f"{key!r} is no field of {held}"
+        assert len(source) >= 5
+    assert preset.title
+    assert preset.paper
+
+
+def test_distinct_unless_documented():
+    for a, b in combinations(PRESETS.values(), 2):
+        same = a.spec == b.spec
+        assert same == (frozenset((a.name, b.name)) in SAME), f"{a.name} and {b.name}"
+    for pair in SAME:
+        assert any(PRESETS[name].note for name in pair), f"{sorted(pair)} are one loss; a note must say why there are two names"
+
+
+READS = {
+    "reinforce": (),
+    "gpg": (),
+    "grpo": ("old_logp", "ref_logp"),
+    "importance_sampling": ("rollout_logp",),
+    "rollout_is": ("rollout_logp",),
+    "aipo": ("rollout_logp",),
+    "prime_rl": ("rollout_logp",),
+    "tis": ("old_logp", "rollout_logp"),
+    "seq_tis": ("old_logp", "rollout_logp"),
+    "icepop": ("old_logp", "rollout_logp"),
+    "seq_mask_tis": ("old_logp", "rollout_logp"),
+    "decoupled_ppo": ("old_logp", "rollout_logp"),
+}
+
+
+@pytest.mark.parametrize("name", pl.presets())
+def test_reads(name):
+    assert pl.preset(name).reads == READS.get(name, ("old_logp",))
+
+
+# The numbers of the papers, written once more from the papers' side. (Where a framework's default stands in, the source says so.)
+NUMBERS = {
+    "ppo": {"trust": pl.Clip(0.2, 0.2), "aggregate": pl.TokenMean()},
+    "ppo_dual_clip": {"trust": pl.Clip(0.2, 0.2, dual=3.0)},
+    "grpo": {"trust": pl.Clip(0.2, 0.2), "kl": pl.KL("k3", 0.04), "aggregate": pl.SeqMeanTokenMean()},
+    "dr_grpo": {"aggregate": pl.SeqMeanTokenSumNorm(3000), "kl": None},
+    "dapo": {"trust": pl.Clip(0.2, 0.28), "aggregate": pl.TokenMean(), "kl": None},
+    "gspo": {"ratio": pl.SequenceRatio(grad="sequence"), "trust": pl.Clip(3e-4, 4e-4), "aggregate": pl.SeqMeanTokenMean()},
+    "gspo_token": {"ratio": pl.SequenceRatio(grad="token"), "trust": pl.Clip(3e-4, 4e-4)},
+    "sapo": {"trust": pl.SoftGate(1.0, 1.05), "aggregate": pl.SeqMeanTokenMean()},
+    "gmpo": {"trust": pl.GeometricClip(0.4, 0.4), "aggregate": pl.SeqMeanTokenMean()},
+    "gpg": {"trust": pl.Unbounded("logp"), "aggregate": pl.TokenMean()},
+    "importance_sampling": {"trust": pl.Unbounded("ratio"), "aggregate": pl.TokenSum()},
+    "tis": {"correction": (pl.Truncate(2.0),)},
+    "icepop": {"correction": (pl.Band(0.5, 5.0),), "rejected": "keep"},
+    "seq_mask_tis": {"correction": (pl.SequenceMask(0.999, 1.002, level="geomean", weight="token"),)},
+    "clip_cov": {"trust": pl.CovClip(0.2, 0.2, 2e-4, 1.0, 5.0)},
+    "kl_cov": {"trust": pl.CovKL(2e-4, 1.0)},
+    "opsm": {"correction": (pl.OPSM(1e-4, source="old"),)},
+    "decoupled_ppo": {"correction": (pl.Truncate(inf),)},
+    "two_sided": {"trust": pl.TwoSidedClip(4.0, 0.2, 0.2)},
+    "aipo": {"trust": pl.Clip(inf, 1.0, dual=2.0)},
+    "vespo": {"trust": pl.GammaWeight(2.0, 3.0, 3.0, 2.0), "ratio": pl.SequenceProduct(log_clamp=(log(1e-8), 20.0))},
+    "rloo_loss": {"ratio": pl.SequenceProduct(), "trust": pl.Clip(0.2, 0.2)},
+    "luspo": {"ratio": pl.SequenceRatio(), "trust": pl.Clip(2e-3, 2.5e-3), "aggregate": pl.LengthWeighted()},
+    "topr": {"trust": pl.TaperedNegative(1.0)},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name):
+    spec = pl.preset(name)
+    assert {slot: getattr(spec, slot) for slot in NUMBERS[name]} == NUMBERS[name]
+
+
+def test_the_mapping_cannot_be_emptied_by_accident():
+    assert isinstance(pl.presets(), tuple)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["ppo"].spec = pl.LossSpec()
