@@ -171,6 +171,10 @@ def test_cov_clip():
     # The window (0.4, 7) holds tokens 0, 2 and 3; a fraction of 0.75 is three tokens: only token 1 is left.
     wide = token(pl.CovClip(fraction=0.75, cov_low=0.4, cov_high=7.0))
     assert_loss(at_ratio(wide, [1.0] * 4, COV_A, COV_LOGP), 1 / 4, [0, 1 / 4, 0, 0])
+    # Asked for more than there are: a fraction of 1 is four tokens, the window holds three, and all three are dropped.
+    for seed in range(8):
+        every = token(pl.CovClip(fraction=1.0, cov_low=0.4, cov_high=7.0, seed=seed))
+        assert_loss(at_ratio(every, [1.0] * 4, COV_A, COV_LOGP), 1 / 4, [0, 1 / 4, 0, 0])
     # A token that PPO clips already is no candidate: r = ½ and A = −1 holds token 3 at 0.8, and nothing else is in the window.
     assert_loss(at_ratio(spec, [1, 1, 1, 0.5], COV_A, COV_LOGP), (-3 + 1 + 1 + 0.8) / 4, [-3 / 4, 1 / 4, 1 / 4, 0])
 

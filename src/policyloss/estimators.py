@@ -174,7 +174,7 @@ def gdpo(
     check_rewards(rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids)
     s, k = rewards.shape
     dtype = compute_dtype(rewards)
-    weight = torch.ones(k) if weights is None else torch.as_tensor(weights)
+    weight = rewards.new_ones(k, dtype=dtype) if weights is None else torch.as_tensor(weights)
     if tuple(weight.shape) != (k,):
         raise InputError(f"weights must hold one number per reward ({k},), got shape {tuple(weight.shape)}.")
     if s == 0:

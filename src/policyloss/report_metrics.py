@@ -101,7 +101,7 @@ def _clipping(records: dict[str, Record], s: Surrogate, mask: Tensor, n: Tensor)
 
 
 def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
-    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when the ratio is π/π_old per token."""
+    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when the ratio is that of tokens."""
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:

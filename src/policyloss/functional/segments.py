@@ -80,8 +80,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
             torch._assert_async(good)
         except RuntimeError:
             raise InputError(
-                f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got {cu_seqlens.tolist()[:8]}"
-                f"{'…' if cu_seqlens.numel() > 8 else ''}."
+                f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got "
+                f"{cu_seqlens.tolist()[:8]}{'…' if cu_seqlens.numel() > 8 else ''}."
             ) from None
 
 
