@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import policyloss as pl
-from policyloss.difference import Difference, shown
 from policyloss.explain import Explanation, shortened
+from policyloss.explaining.difference import Difference, shown
+from policyloss.explaining.provenance import distance
 from policyloss.presets import PRESETS, Preset
-from policyloss.provenance import distance
 from policyloss.report_metrics import FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ import base64
 import html
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def draw(names: tuple[str, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> dict[str, Any]:
     """Four sequences of different length, two prompts, a rollout engine that is a little off."""
     g = torch.Generator().manual_seed(7)
     logp = -2 * torch.rand(4, 24, generator=g)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.formulas import Formula
+from policyloss.explaining.formulas import Formula
 from policyloss.functional.trust import draw
 
 

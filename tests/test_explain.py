@@ -19,13 +19,13 @@ import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, Batch, label, make_batch, run, swapped
 from formula_evaluator import Evaluator
 from policyloss.explain import Explanation
-from policyloss.formulas import Formula, Line, formula
-from policyloss.names import ELSEWHERE, fits, traits
+from policyloss.explaining.formulas import Formula, Line, formula
+from policyloss.explaining.names import ELSEWHERE, fits, traits
+from policyloss.explaining.provenance import is_part
+from policyloss.explaining.traps import TRAPS
+from policyloss.explaining.zero_gradient import zero_gradient
 from policyloss.presets import PRESETS as NAMED
-from policyloss.provenance import is_part
 from policyloss.slots import aggregate, correction, kl, ratio, trust
-from policyloss.traps import TRAPS
-from policyloss.zero_gradient import zero_gradient
 
 BATCHES = [make_batch(seed=s, rows=6, width=6) for s in (11, 12)]
 FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01, aggregate=pl.SeqMeanTokenMean())

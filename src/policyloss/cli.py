@@ -50,7 +50,7 @@ def explain_command(args: argparse.Namespace) -> str:
 
 def diff_command(args: argparse.Namespace) -> str:
     """How two losses differ."""
-    from policyloss.difference import diff
+    from policyloss.explaining.difference import diff
 
     difference = diff(read_loss(args.a), read_loss(args.b))
     return _json(difference.to_dict()) if args.json else str(difference)

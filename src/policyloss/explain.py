@@ -1,4 +1,4 @@
-"""`explain`: what a loss is, in words a person can check. `diff` (in `difference.py`) says how two differ."""
+"""`explain`: what a loss is, in words a person can check. `diff` (in `explaining/difference.py`) says how two differ."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.difference import as_spec, diff, plain, shown
-from policyloss.formulas import Formula, formula
-from policyloss.names import Elsewhere, elsewhere
+from policyloss.explaining.difference import as_spec, diff, plain, shown
+from policyloss.explaining.formulas import Formula, formula
+from policyloss.explaining.names import Elsewhere, elsewhere
+from policyloss.explaining.provenance import Sourced, nearest, same_presets, sources
+from policyloss.explaining.traps import Trap, traps
+from policyloss.explaining.words import describe
+from policyloss.explaining.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.presets import PRESETS, Preset
-from policyloss.provenance import Sourced, nearest, same_presets, sources
 from policyloss.spec import LossSpec
-from policyloss.traps import Trap, traps
-from policyloss.words import describe
-from policyloss.zero_gradient import Condition, ZeroGradient, zero_gradient
 
 __all__ = ["Explanation", "diff", "explain"]
 _WIDTH = 100

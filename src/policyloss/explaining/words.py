@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from policyloss.formulas import ANCHORS, callable_name, rejects
+from policyloss.explaining.formulas import ANCHORS, callable_name, rejects
 from policyloss.slots import aggregate, correction, kl, ratio, trust
 from policyloss.spec import LossSpec
 

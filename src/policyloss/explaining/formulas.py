@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from policyloss.explaining.trust_formulas import TRUST_FORMULAS, Pairs, held, number
 from policyloss.slots import aggregate, correction, kl, ratio, trust
 from policyloss.spec import LossSpec
-from policyloss.trust_formulas import TRUST_FORMULAS, Pairs, held, number
 
 VOCABULARY = {
     "sg": "sg(x): x with its gradient stopped",

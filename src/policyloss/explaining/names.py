@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from policyloss.formulas import rejects
+from policyloss.explaining.formulas import rejects
 from policyloss.slots import correction, kl, ratio, trust
 from policyloss.spec import LossSpec
 

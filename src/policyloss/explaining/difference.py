@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policyloss.errors import SpecError
-from policyloss.formulas import formula
+from policyloss.explaining.formulas import formula
+from policyloss.explaining.provenance import is_part, part_name, same_presets
+from policyloss.explaining.trust_formulas import number
+from policyloss.explaining.words import SLOTS, describe_slot
 from policyloss.presets import preset
-from policyloss.provenance import is_part, part_name, same_presets
 from policyloss.slots import aggregate, trust
 from policyloss.spec import LossSpec
-from policyloss.trust_formulas import number
-from policyloss.words import SLOTS, describe_slot
 
 
 class FieldChange(NamedTuple):

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from policyloss.formulas import ANCHORS, clamp_bounds, raw_log_ratio, rejects
+from policyloss.explaining.formulas import ANCHORS, clamp_bounds, raw_log_ratio, rejects
+from policyloss.explaining.trust_formulas import number
 from policyloss.slots import ratio, trust
 from policyloss.spec import LossSpec
-from policyloss.trust_formulas import number
 
 
 class Condition(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from policyloss.formulas import callable_name
+from policyloss.explaining.formulas import callable_name
 from policyloss.presets import PRESETS, Preset
 from policyloss.spec import LossSpec
 
