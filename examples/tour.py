@@ -20,7 +20,6 @@ from torch import Tensor
 import policyloss as pl
 
 NAMES = ("ppo_dual_clip", "cispo", "sapo")
-BATCH_NAMES = ("dapo", "gspo", "tis")
 
 
 def per_token(spec: pl.LossSpec, ratio: Tensor, advantage: float) -> tuple[Tensor, Tensor]:
@@ -44,7 +43,7 @@ def draw(names: tuple[str, ...]) -> bytes:
 
     plt.switch_backend("Agg")
 
-    ratio = torch.linspace(0.05, 4.5, 179)
+    ratio = torch.linspace(0.05, 6.0, 239)
     figure, axes = plt.subplots(len(names), 2, figsize=(9, 2.6 * len(names)), sharex=True, layout="constrained")
     for row, name in zip(axes, names, strict=True):
         for advantage, colour, label in ((1.0, "#1b7f5c", "advantage +1"), (-1.0, "#b3432b", "advantage −1")):
@@ -71,7 +70,7 @@ def batch() -> dict[str, Any]:
     """Four sequences of different length, two prompts, a rollout engine that is a little off."""
     g = torch.Generator().manual_seed(7)
     logp = -2 * torch.rand(4, 24, generator=g)
-    old = logp + 0.15 * torch.randn(4, 24, generator=g)
+    old = logp + 0.3 * torch.randn(4, 24, generator=g)
     rollout = old + 0.05 * torch.randn(4, 24, generator=g)
     mask = torch.arange(24) < torch.tensor([24, 17, 9, 20])[:, None]
     rewards, group_ids = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
@@ -81,13 +80,15 @@ def batch() -> dict[str, Any]:
 
 def numbers(names: tuple[str, ...]) -> str:
     """A table of what each loss says about the same batch."""
-    shown = ("loss", "clip_fraction", "ratio_mean", "ratio_max", "kl_old_k3", "effective_sample_size")
-    lines = ["".join(["loss".ljust(16), *(name.rjust(23) for name in shown)])]
+    shown = ("loss", "clip_fraction", "ratio_mean", "ratio_max", "ratio_min", "kl_old_k3", "kl_rollout_k3", "nonfinite_tokens")
+    columns = []
     for name in names:
         data = batch()
-        metrics = pl.policy_loss(pl.preset(name), data.pop("logp"), **data).metrics.compute()
-        cells = [f"{metrics[k]:.4f}" if k in metrics else "-" for k in shown]
-        lines.append("".join([name.ljust(16), *(cell.rjust(23) for cell in cells)]))
+        columns.append(pl.policy_loss(pl.preset(name), data.pop("logp"), **data).metrics.compute())
+    lines = ["".join(["".ljust(18), *(name.rjust(16) for name in names)])]
+    for metric in shown:
+        cells = [f"{column[metric]:.4f}" if metric in column else "-" for column in columns]
+        lines.append("".join([metric.ljust(18), *(cell.rjust(16) for cell in cells)]))
     return "\n".join(lines)
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"policyloss {pl.__version__}: {len(pl.presets())} presets\n")
     print(pl.explain(NAMES[0]))
-    table = numbers(BATCH_NAMES)
+    table = numbers(NAMES)
     print("\nThe same small batch under three losses:\n")
     print(table)
     print("\nDrawing loss and gradient over the ratio …", flush=True)
