@@ -63,7 +63,6 @@ def naive(batch: Batch) -> dict[str, float]:
     return {
         "loss": mean([t["loss"] for t in tokens]),
         "tokens": len(tokens),
-        "sequences": len({t["row"] for t in tokens}),
         "advantage_mean": mean([t["advantages"] for t in tokens]),
         "clip_fraction": mean([t["upper"] or t["lower"] or t["dual"] for t in tokens]),
         "clip_fraction_upper": mean([t["upper"] for t in tokens]),
@@ -112,7 +111,7 @@ def test_metrics_follow_what_was_given():
     batch = make_batch()
     spec = pl.preset("reinforce")
     bare = pl.policy_loss(spec, batch.logp, None, batch.advantages, batch.mask).metrics
-    assert set(bare) == {"loss", "tokens", "sequences", "advantage_mean", "nonfinite_tokens"}
+    assert set(bare) == {"loss", "tokens", "advantage_mean", "nonfinite_tokens"}
     drift = {"kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_max", "ratio_min", "clamped_tokens"}
     with_old = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).metrics
     assert set(with_old) - set(bare) == drift
@@ -164,7 +163,6 @@ def test_metrics_after_rejection_count_the_survivors():
     survivors = [t for t in survivors if t["row"] not in vetoed and (t["old_logp"] - t["rollout_logp"]) ** 2 / 2 <= 0.03]
     assert 0 < len(survivors) < whole["tokens"]
     assert kept["tokens"] == len(survivors)
-    assert kept["sequences"] == len({t["row"] for t in survivors})
     assert kept["ratio_mean"] == pytest.approx(mean([exp(t["logp"] - t["old_logp"]) for t in survivors]), rel=1e-12)
     assert kept["entropy"] == pytest.approx(mean([t["entropy"] for t in survivors]), rel=1e-12)
     for name in ("rejected_fraction", "kl_rollout_k3", "correction_weight_mean", "effective_sample_size"):
@@ -292,7 +290,7 @@ def test_a_batch_with_no_valid_token():
     batch = make_batch()
     empty = replace(batch, mask=torch.zeros_like(batch.mask))
     metrics = run(FULL, empty).metrics
-    assert metrics["tokens"] == metrics["sequences"] == metrics["nonfinite_tokens"] == metrics["loss"] == 0
+    assert metrics["tokens"] == metrics["nonfinite_tokens"] == metrics["loss"] == 0
     for name in ("clip_fraction", "ratio_mean", "ratio_max", "ratio_min", "kl_old_k3", "effective_sample_size", "entropy"):
         assert isnan(metrics[name]), f"{name} of nothing must be NaN, not a number that was never measured"
     # …and it adds nothing to a batch that has tokens.

@@ -11,10 +11,12 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.known import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.report_metrics import policy_metrics
 from policyloss.slots.correction import Combined, combine
+from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -60,15 +62,23 @@ def policy_loss(
     if not isinstance(spec, LossSpec):
         raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
     given = resolve(totals)
-    t = Tokens.of(
-        logp,
-        advantages,
-        mask,
-        others={"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy},
-        cu_seqlens=cu_seqlens,
-        group_ids=group_ids,
-        cp_group=cp_group,
-    )
+    others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
+    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+
+    def run(logp: Tensor) -> LossOutput:
+        return _pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
+
+    plain = cu_seqlens is None and cp_group is None and not isinstance(spec.ratio, SegmentRatio)
+    if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
+        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the backward is one product.
+        gradient = torch.func.grad(lambda x: run(x).loss)(logp.detach())
+        out = run(logp.detach())
+        return LossOutput(with_known_gradient(logp, out.loss, gradient), out.metrics)
+    return run(logp)
+
+
+def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
+    """The slots in order, on one call's tokens."""
     whole = t
     t, corrected = corrected_tokens(spec, t, given)
     t = with_ratio(spec, t)

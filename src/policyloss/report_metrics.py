@@ -6,7 +6,7 @@ clamp, w = the corrections' weight. `docs/metrics.md` is generated from `FORMULA
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from policyloss.functional.stats import count, extremes, k3, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.slots.correction import Combined
 from policyloss.slots.ratio import TokenRatio
-from policyloss.slots.trust import Surrogate
+from policyloss.slots.trust import VARIANTS, Surrogate
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 
 FORMULAS = {
     "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
     "tokens": "valid tokens",
-    "sequences": "sequences with at least one valid token",
     "advantage_mean": "Σ advantages / n",
     "clip_fraction": "share of valid tokens where the trust region binds on any side (upper, lower or dual)",
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
@@ -65,11 +64,10 @@ def policy_metrics(
     records: dict[str, Record] = {
         "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
-        "sequences": Sum(_sequences(t)),
         "advantage_mean": Stat(t.advantages.sum(), n),
         "nonfinite_tokens": Sum(count(nonfinite(token_loss) & t.mask)),
     }
-    _clipping(records, surrogate, t.mask, n)
+    _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
     if t.raw.get("old_logp") is not None and t.raw.get("rollout_logp") is not None:
         _mismatch(records, whole)
@@ -81,23 +79,17 @@ def policy_metrics(
     return Metrics({name: type(r)(*(p.detach() for p in r.parts)) for name, r in records.items()})
 
 
-def _sequences(t: Tokens) -> Tensor:
-    """Non-empty sequences; with context parallel, this rank's share of them, so that ranks add up to the true number."""
-    if t.sequences.cp_group is None:
-        return count(t.lengths > 0)
-    here = replace(t.sequences, cp_group=None).sum(t.mask.to(t.dtype))
-    return (here / t.lengths.clamp(min=1)).sum()
-
-
-def _clipping(records: dict[str, Record], s: Surrogate, mask: Tensor, n: Tensor) -> None:
-    binds: Tensor | None = None
-    for name, flag in (("upper", s.upper), ("lower", s.lower), ("dual", s.dual)):
-        if flag is not None:
-            here = flag & mask
-            records[f"clip_fraction_{name}"] = Stat(count(here), n)
-            binds = here if binds is None else binds | here
-    if binds is not None:
-        records["clip_fraction"] = Stat(count(binds), n)
+def _clipping(records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor) -> None:
+    flags = {name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None}
+    ours = isinstance(spec.trust, VARIANTS)  # then a token has one flag at most, and a masked one none; a user's may do anything
+    if not ours:
+        flags = {name: flag & mask for name, flag in flags.items()}
+    counts = {name: count(flag) for name, flag in flags.items()}
+    for name, held in counts.items():
+        records[f"clip_fraction_{name}"] = Stat(held, n)
+    if flags:
+        total = reduce(torch.add, counts.values()) if ours else count(reduce(torch.bitwise_or, flags.values()))
+        records["clip_fraction"] = Stat(total, n)
 
 
 def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:

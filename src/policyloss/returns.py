@@ -105,9 +105,9 @@ def _lambda_returns(
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
-    z = linear_recurrence_reverse(x.nan_to_num(0, 0, 0).view(layout.shape), decay.view(layout.shape))
-    following = torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2)).index_copy_(0, ends, after)[:n]
-    return fill(torch.add(reward, following.view(layout.shape), alpha=gamma) + poison, mask)
+    z = linear_recurrence_reverse(x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape))
+    following = torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2)).index_copy_(0, ends, after)[:n].view(layout.shape)
+    return fill(following.mul_(gamma).add_(reward).add_(poison), mask)
 
 
 def _ends(layout: Sequences, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.segments import Sequences, group_index, group_sum
+from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask
 
 Number = int | float | Tensor
@@ -148,7 +149,9 @@ def local_totals(t: Tokens) -> Totals:
         members = group_sum(present.to(t.dtype), t.group_ids)
         # Each non-empty group's members add up to 1.
         groups = torch.where(present, 1 / members.clamp(min=1), 0).sum()
-    return Totals(t.lengths.sum(), present.sum(), groups)
+    # Without context parallel the lengths are not needed for the tokens, and a compiler may then skip them.
+    tokens = count(t.mask) if t.sequences.cp_group is None else t.lengths.sum()
+    return Totals(tokens, count(present), groups)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def count(flags: Tensor) -> Tensor:
+    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)"""
+    return flags.sum(dtype=torch.int32) if torch.compiler.is_compiling() else torch.count_nonzero(flags)
+
+
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The largest and the smallest of the valid tokens; (−inf, inf) if there are none."""
     if x.numel() == 0:
@@ -19,11 +24,6 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def k3(log_ratio: Tensor) -> Tensor:
     """`eᵈ − 1 − d` per token: non-negative, low variance, precise for small d."""
     return torch.expm1(log_ratio) - log_ratio
-
-
-def count(flags: Tensor) -> Tensor:
-    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)"""
-    return flags.sum(dtype=torch.int32) if torch.compiler.is_compiling() else torch.count_nonzero(flags)
 
 
 def nonfinite(x: Tensor) -> Tensor:

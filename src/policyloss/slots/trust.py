@@ -18,7 +18,10 @@ from policyloss.tokens import Tokens
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit binds: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped."""
+    """A per-token loss, and where the limit binds: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped.
+
+    The parts here flag a token on one side at most, and no masked one.
+    """
 
     loss: Tensor
     upper: Tensor | None = None
@@ -120,7 +123,7 @@ class DetachedClip:
         r = _ratio(t)
         loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
         with torch.no_grad():
-            return Surrogate(loss, upper=r > self.ratio_max, lower=r < self.ratio_min)
+            return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ class TaperedNegative:
     def __call__(self, t: Tokens) -> Surrogate:
         r, a = _ratio(t), t.advantages
         loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
-        return Surrogate(loss, upper=(a <= 0) & (r.detach() > self.ratio_max))
+        return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,9 @@ class CovClip:
         candidate, draws = self._candidates(t, stats)
         score = torch.where(candidate, 0.0, -math.inf)
         k = _how_many(self.fraction, stats["tokens"])
-        return {**stats, "draw_threshold": kth_largest(score, draws, k, t.sequences.cp_group, group)[1]}
+        least, draw = kth_largest(score, draws, k, t.sequences.cp_group, group)
+        # Fewer candidates than k: all of them are dropped.
+        return {**stats, "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
