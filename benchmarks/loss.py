@@ -25,13 +25,13 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
 def batch(rows: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp (leaf), old_logp, advantages, mask: ragged rows, ratios on both sides of every bound."""
+    """logp (leaf), old_logp, advantages, mask: ragged rows, ratios on both sides of every bound; a float mask, as frameworks pass it."""
     generator = torch.Generator().manual_seed(0)
     logp = -3 * torch.rand(rows, width, generator=generator)
     old = logp + 0.3 * torch.randn(rows, width, generator=generator)
     advantages = torch.randn(rows, width, generator=generator)
     lengths = torch.randint(width // 8, width + 1, (rows, 1), generator=generator)
-    mask = torch.arange(width) < lengths
+    mask = (torch.arange(width) < lengths).float()
     logp, old, advantages, mask = (x.to(device) for x in (logp, old, advantages, mask))
     return logp.requires_grad_(), old, advantages, mask
 
@@ -42,7 +42,7 @@ def reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Te
     a = advantages.double()
     clipped = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     loss = torch.where(a < 0, torch.minimum(clipped, -3 * a), clipped)
-    return loss[mask].sum() / mask.sum()
+    return loss[mask.bool()].sum() / mask.sum()
 
 
 def losses(folder: Path) -> dict[str, Loss]:
@@ -89,12 +89,15 @@ def check(providers: dict[str, Callable[[], Tensor]], data: tuple[Tensor, Tensor
     wide = logp.detach().double().requires_grad_()
     expected = reference(wide, old, advantages, mask)
     (gradient,) = torch.autograd.grad(expected, wide)
+    ratio = (wide.detach() - old.double()).exp()
+    # At a bound float32 may round a ratio to the other side, where the slope is another; one token in millions.
+    clear = torch.stack([(ratio - bound).abs() > 1e-5 for bound in (0.8, 1.2, 3.0)]).all(0)
     for name, step in providers.items():
         print(f"  checking {name}", flush=True)
         value = step()
         torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
         assert logp.grad is not None
-        torch.testing.assert_close(logp.grad.double(), gradient, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(logp.grad.double()[clear], gradient[clear], rtol=1e-5, atol=1e-9)
 
 
 def scaling(found: dict[str, Loss], device: str, most: int) -> list[dict[str, float]]:

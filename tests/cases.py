@@ -120,7 +120,7 @@ def neighbours(spec: pl.LossSpec) -> dict[str, pl.LossSpec]:
         "correction": ((), *{tuple(map(type, c)): c for c in CORRECTIONS}.values()),  # one of each kind
         "kl": (None, *KLS),
         "entropy_coef": (0.0, 0.01),
-        "aggregate": AGGREGATES,
+        "aggregate": [a for a in AGGREGATES if not isinstance(a, LOCAL)],  # in one call they are the means they are local to
         "rejected": REJECTED,
     }
     found = {}

@@ -6,8 +6,9 @@ out of the whole compiler still has the same loss, gradient and metrics, for one
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from cases import PRESETS, Batch, Result, assert_same, assert_same_result, make_
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 BATCH = make_batch(seed=9)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
+# Presets that differ in numbers only (ppo, dapo, bnpo) are one graph with other constants; the first of each kind is traced.
+KINDS = {re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name for name, spec in reversed(PRESETS.items())}
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler")
 
 
@@ -39,18 +42,16 @@ def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = No
         out = pl.policy_loss(spec, logp, entropy=entropy, totals=totals, **arguments)
         return out.loss, dict(out.metrics)
 
-    return result_of(torch.compile(loss, fullgraph=True, backend=backend, dynamic=False), batch)
+    compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=False)
+    logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_(spec.entropy_coef != 0)
+    value, records = compiled(logp, entropy)
+    (2 * value).backward()  # a loss is often scaled before its backward
+    dentropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad / 2
+    assert logp.grad is not None
+    return Result(value.detach(), batch.as_rows(logp.grad / 2), batch.as_rows(dentropy), pl.Metrics(records))
 
 
-def result_of(loss: Callable[..., Any], batch: Batch) -> Result:
-    logp, entropy = (x.clone().requires_grad_() for x in (batch.logp, batch.entropy))
-    value, records = loss(logp, entropy)
-    dlogp, dentropy = torch.autograd.grad(value, (logp, entropy), allow_unused=True)
-    dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
-    return Result(value.detach(), batch.as_rows(dlogp), batch.as_rows(dentropy), pl.Metrics(records))
-
-
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", sorted(KINDS.values()))
 def test_every_preset_is_one_graph(name: str) -> None:
     """Layouts alternate from preset to preset."""
     batch = LAYOUTS["packed" if list(PRESETS).index(name) % 2 else "padded"]

@@ -125,7 +125,7 @@ def far_off(distance: float, dtype: torch.dtype) -> Batch:
     return batch.map(lambda x: x.to(dtype))
 
 
-CLAMPED = {name: spec for name, spec in {**SPECS, **BY_TRUST}.items() if getattr(spec.ratio, "log_clamp", None) is not None}
+CLAMPED = {name: spec for name, spec in {**KEEPING, **BY_TRUST}.items() if getattr(spec.ratio, "log_clamp", None) is not None}
 
 
 @pytest.mark.parametrize("distance", [30.0, 1000.0])

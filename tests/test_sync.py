@@ -35,7 +35,6 @@ READS_DATA = (
     "_unique2",
     "bincount",
     "histc",
-    "repeat_interleave",
     "pin_memory",
 )
 
@@ -60,7 +59,8 @@ class Watch(TorchDispatchMode):
         mask_index = name in ("index", "index_put", "index_put_") and any(
             isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1])
         )
-        if name in READS_DATA or mask_index:
+        counts = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None  # how long is the result?
+        if name in READS_DATA or mask_index or counts:
             self.waits.append(str(func))
         elif name in ("_to_copy", "copy_", "to") and len(_devices(inputs) | _devices([out])) > 1:
             self.waits.append(f"{func} between devices")
@@ -186,9 +186,10 @@ def test_the_only_read_back_is_the_one_in_compute(name: str, monkeypatch: pytest
         lambda x: x.unique(),
         lambda x: x.masked_select(x > 0),
         lambda x: bool((x > 0).any()),
+        lambda x: torch.repeat_interleave((x > 0).flatten().long()),
         lambda x: x.to("meta"),
     ],
-    ids=["item", "float", "boolean index", "nonzero", "unique", "masked_select", "bool", "device copy"],
+    ids=["item", "float", "boolean index", "nonzero", "unique", "masked_select", "bool", "repeat", "device copy"],
 )
 def test_the_watch_sees_a_wait(bad: Callable[[torch.Tensor], Any]) -> None:
     def trust(t: pl.Tokens) -> torch.Tensor:

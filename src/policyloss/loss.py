@@ -20,7 +20,7 @@ from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
-from policyloss.totals import Totals, local_totals, resolve
+from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def measure(
     "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
+    group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
         t = Tokens.of(logp.detach(), advantages, mask, others=others, cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)

@@ -87,11 +87,10 @@ class Totals:
 
     def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
         """The counts of all data-parallel ranks together. Without `torch.distributed`, or with one rank, the same counts."""
+        group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
-        if not _distributed() or (group is None and cp_size == dist.get_world_size()):
+        if group is None:
             return self._with(dp_size=cp_size if dp_size is None else dp_size)
-        if group is None and cp_group is not None:
-            raise InputError("with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=.")
         if not isinstance(self.tokens, Tensor) or not isinstance(self.sequences, Tensor):
             raise InputError("all_reduce needs tensor counts, as Totals.count makes them.")
         pair = torch.stack([self.tokens.to(torch.int64), self.sequences.to(torch.int64)])
@@ -128,6 +127,17 @@ class Totals:
         else:
             groups = self.groups + other.groups
         return self._with(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
+
+
+def data_parallel_group(group: Any, cp_group: Any) -> Any:
+    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no others."""
+    if group is not None or not _distributed():
+        return group
+    if cp_group is None:
+        return dist.group.WORLD
+    if dist.get_world_size(cp_group) == dist.get_world_size():
+        return None
+    raise InputError("with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=.")
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:

@@ -1,0 +1,76 @@
+"""On a GPU: the CPU's numbers, no host sync, and the same bits every time. Skipped where there is none."""
+
+import pytest
+import torch
+
+import policyloss as pl
+from policyloss.check import Batch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+BATCH = Batch.random(rows=8, width=33, seed=3)
+
+
+def on_gpu(batch: Batch, dtype: torch.dtype = torch.float64) -> Batch:
+    moved = {name: getattr(batch, name).cuda() for name in batch.__dataclass_fields__}
+    return Batch(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", pl.presets())
+def test_the_gpu_gives_the_cpus_numbers(name, packed):
+    batch, extra = BATCH.packed() if packed else (BATCH, None)
+    there = {} if extra is None else {"cu_seqlens": extra.cuda()}
+    here = {} if extra is None else {"cu_seqlens": extra}
+    spec = pl.preset(name)
+    loss, gradient = batch.loss(spec, **here)
+    gpu_loss, gpu_gradient = on_gpu(batch).loss(spec, **there)
+    torch.testing.assert_close(gpu_loss.cpu(), loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gpu_gradient.cpu(), gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", pl.presets())
+def test_nothing_waits_for_the_host(name, packed):
+    batch, extra = BATCH.packed() if packed else (BATCH, None)
+    batch = on_gpu(batch, torch.float32)
+    layout = {} if extra is None else {"cu_seqlens": extra.cuda()}
+    logp = batch.logp.requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = pl.policy_loss(pl.preset(name), logp, **batch.others(), **layout)
+        out.loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", pl.presets())
+def test_the_same_bits_every_time(name):
+    """A large packed batch, where atomics would show."""
+    batch, cu_seqlens = Batch.random(rows=300, width=700, seed=5).packed()
+    batch, cu_seqlens = on_gpu(batch, torch.float32), cu_seqlens.cuda()
+    first = batch.loss(pl.preset(name), cu_seqlens=cu_seqlens)
+    for _ in range(3):
+        again = batch.loss(pl.preset(name), cu_seqlens=cu_seqlens)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "grpo", "tis"])
+def test_compiled_on_the_gpu(name):
+    batch = on_gpu(BATCH, torch.float32)
+    spec = pl.preset(name)
+
+    def value(logp):
+        return pl.policy_loss(spec, logp, **batch.others()).loss
+
+    logp = batch.logp.clone().requires_grad_()
+    loss = torch.compile(value, fullgraph=True)(logp)
+    loss.backward()
+    expected, gradient = batch.loss(spec)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logp.grad, gradient, rtol=1e-5, atol=1e-6)
