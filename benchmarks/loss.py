@@ -25,7 +25,10 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
 def batch(rows: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp (leaf), old_logp, advantages, mask: ragged rows, ratios on both sides of every bound; a float mask, as frameworks pass it."""
+    """logp (leaf), old_logp, advantages, mask: ragged rows, ratios on both sides of every bound.
+
+    The mask is float32, as frameworks pass it.
+    """
     generator = torch.Generator().manual_seed(0)
     logp = -3 * torch.rand(rows, width, generator=generator)
     old = logp + 0.3 * torch.randn(rows, width, generator=generator)

@@ -15,8 +15,8 @@ import policyloss as pl
 from policyloss.explain import Explanation, shortened
 from policyloss.explaining.difference import Difference, shown
 from policyloss.explaining.provenance import distance
+from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
-from policyloss.report_metrics import FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- presets:begin -->", "<!-- presets:end -->"

@@ -171,9 +171,9 @@ MUTANTS = (
     ),
     Mutant(
         "mean_of_means",
-        "report_metrics.py",
-        'records[f"clip_fraction_{name}"] = Stat(count(here), n)',
-        'records[f"clip_fraction_{name}"] = Stat(count(here) / n, n / n)',
+        "policy_metrics.py",
+        'records[f"clip_fraction_{name}"] = Stat(held, n)',
+        'records[f"clip_fraction_{name}"] = Stat(held / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(

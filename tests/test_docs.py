@@ -13,7 +13,7 @@ import torch
 
 import policyloss as pl
 from cases import PRESETS, make_batch, run
-from policyloss.report_metrics import FORMULAS
+from policyloss.policy_metrics import FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 

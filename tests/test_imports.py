@@ -21,7 +21,7 @@ PACKAGE = Path(pl.__file__).parent
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 # What each part of the core may import of the package. A module that is not listed (explain, cli, …) stands above all of these:
 # it may import any of them, and none of them may import it.
-ADVANTAGE = {"errors", "functional", "tokens", "returns", "baselines", "estimators"}
+ADVANTAGE = {"errors", "functional", "tokens", "advantages"}
 MAY_IMPORT = {
     "errors": set(),
     "functional": {"errors", "functional"},
@@ -31,10 +31,10 @@ MAY_IMPORT = {
     "slots": {"errors", "functional", "tokens", "totals", "slots"},
     "spec": {"errors", "slots"},
     "presets": {"errors", "slots", "spec"},
-    "report_metrics": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
-    "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "report_metrics"},
+    "policy_metrics": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
+    "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "policy_metrics"},
     "value": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss"},
-    **dict.fromkeys(("returns", "baselines", "estimators", "advantage"), ADVANTAGE),
+    **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
 from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, Sum
-from policyloss.report_metrics import FORMULAS
+from policyloss.policy_metrics import FORMULAS
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
 FULL = pl.LossSpec(

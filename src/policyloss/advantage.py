@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from policyloss.baselines import group_advantages, whiten
-from policyloss.errors import InputError, unknown_name
-from policyloss.estimators import (
+from policyloss.advantages.baselines import group_advantages, whiten
+from policyloss.advantages.estimators import (
     ESTIMATORS,
     dr_grpo,
     gdpo,
@@ -27,7 +26,8 @@ from policyloss.estimators import (
     remax,
     rloo,
 )
-from policyloss.returns import GAE, discounted_returns, gae
+from policyloss.advantages.returns import GAE, discounted_returns, gae
+from policyloss.errors import InputError, unknown_name
 
 
 def estimator(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.known import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
-from policyloss.report_metrics import policy_metrics
+from policyloss.policy_metrics import policy_metrics
 from policyloss.slots.correction import Combined, combine
 from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate

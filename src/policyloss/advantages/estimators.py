@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.baselines import (
+from policyloss.advantages.baselines import (
     RankedGroups,
     Single,
     check_choice,
@@ -26,12 +26,12 @@ from policyloss.baselines import (
     whiten,
     whitened,
 )
+from policyloss.advantages.returns import discounted_returns, gae
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, compute_dtype
 from policyloss.functional.ranks import all_sum
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import group_index
-from policyloss.returns import discounted_returns, gae
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, ddof: int = 1, single: Single = "zero") -> Tensor:
