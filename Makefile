@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test lint format docs bench peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,9 +30,13 @@ format: $(STAMP)
 docs: $(STAMP)  ## write the generated pages (preset table, one page per preset, metrics)
 	$(BIN)/python -m docs.generate
 
+peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of them is installed or committed
+	$(BIN)/pip download --quiet --no-deps --only-binary :all: -d peers/wheels verl==0.9.1 openrlhf==0.11.2
+	for wheel in peers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel peers/src; done
+
 bench: $(STAMP)  ## time the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
-	$(BIN)/python -m benchmarks.loss --device cpu
-	$(BIN)/python -m benchmarks.gae --device cpu
+	$(BIN)/python -W ignore -m benchmarks.loss --device cpu
+	$(BIN)/python -W ignore -m benchmarks.gae --device cpu
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.known import with_known_gradient
+from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
@@ -81,8 +82,8 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
     """The slots in order, on one call's tokens."""
     whole = t
     t, corrected = corrected_tokens(spec, t, given)
-    t = with_ratio(spec, t)
-    t = replace(t, totals=local_totals(t) if given is None else given)
+    set_ratio(spec, t)
+    t.totals = local_totals(t) if given is None else given
 
     surrogate = spec.trust(t)
     if not isinstance(surrogate, Surrogate):
@@ -96,7 +97,8 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
     if spec.entropy_coef:
         token_loss = token_loss - spec.entropy_coef * t.entropy
 
-    loss = weighted_sum(token_loss, spec.aggregate(t), t.mask)
+    token_loss = fill(token_loss, t.mask)
+    loss = weighted_sum(token_loss, spec.aggregate(t))
     with torch.no_grad():
         metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, loss)
     return LossOutput(loss, metrics)
@@ -111,7 +113,7 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
                 "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
                 'tensors, or pass totals="local" if this call is the whole batch.'
             )
-        t = replace(t, known=given.statistics)
+        t.known = given.statistics
     corrected = combine(spec.correction, t, group)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
@@ -121,15 +123,15 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
     return t, corrected
 
 
-def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
+def set_ratio(spec: LossSpec, t: Tokens) -> None:
     """Set the ratio on `t`, unless nothing needs it and its anchor was not given."""
     anchor = getattr(spec.ratio, "anchor", "old")
-    t = replace(t, anchor=anchor)
+    t.anchor = anchor
     if not spec.reads_ratio and anchor != "current" and t.raw.get(f"{anchor}_logp") is None:
-        return t
-    raw = spec.ratio(t)
-    limit = getattr(spec.ratio, "log_clamp", 20.0)
-    return replace(t, raw_log_ratio=raw, log_clamp=limit, ratio=bounded_exp(raw, limit))
+        return
+    t.raw_log_ratio = spec.ratio(t)
+    t.log_clamp = getattr(spec.ratio, "log_clamp", 20.0)
+    t.ratio = bounded_exp(t.raw_log_ratio, t.log_clamp)
 
 
 def measure(
@@ -160,7 +162,7 @@ def measure(
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
         t = Tokens.of(logp.detach(), advantages, mask, others=others, cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
         t, corrected = corrected_tokens(spec, t, None, group)
-        t = with_ratio(spec, t)
+        set_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
             statistics.update(spec.trust.statistics(t, group))

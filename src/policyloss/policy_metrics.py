@@ -11,8 +11,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import bound, fill
-from policyloss.functional.stats import count, extremes, k3, nonfinite
+from policyloss.functional.masking import fill
+from policyloss.functional.stats import beyond, count, extremes, k3, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.slots.correction import Combined
 from policyloss.slots.ratio import TokenRatio
@@ -58,14 +58,17 @@ def policy_metrics(
     kl: Tensor | None,
     loss: Tensor,
 ) -> Metrics:
-    """Measure one call. `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask)."""
+    """Measure one call, under `torch.no_grad()`.
+
+    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask).
+    """
     n = count(t.mask)
     assert t.totals is not None
     records: dict[str, Record] = {
         "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
-        "nonfinite_tokens": Sum(count(nonfinite(token_loss) & t.mask)),
+        "nonfinite_tokens": Sum(nonfinite(token_loss)),
     }
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
@@ -76,12 +79,12 @@ def policy_metrics(
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
     if t.raw.get("entropy") is not None:
         records["entropy"] = Stat(t.entropy.sum(), n)
-    return Metrics({name: type(r)(*(p.detach() for p in r.parts)) for name, r in records.items()})
+    return Metrics(records)
 
 
 def _clipping(records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor) -> None:
     flags = {name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None}
-    ours = isinstance(spec.trust, VARIANTS)  # then a token has one flag at most, and a masked one none; a user's may do anything
+    ours = type(spec.trust) in VARIANTS  # then a token has one flag at most, and a masked one none; a user's may do anything
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
@@ -104,7 +107,7 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         records["ratio_max"] = Max(torch.where(high == -torch.inf, high, high.exp()))
         records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
-            records["clamped_tokens"] = Sum(count((raw - bound(raw, t.log_clamp)).abs() > 0))
+            records["clamped_tokens"] = Sum(count(beyond(raw, t.log_clamp)))
     if t.raw.get("old_logp") is not None:
         if raw is None or growth is None or not per_token or t.anchor != "old":
             raw = t.log_ratio_to("old")

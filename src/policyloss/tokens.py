@@ -46,7 +46,7 @@ def as_mask(mask: Tensor, like: Tensor) -> Tensor:
         return mask
     if mask.device.type == "cpu" and not torch.compiler.is_compiling():
         try:
-            torch._assert_async(((mask == 0) | (mask == 1)).all())
+            torch._assert_async(torch.count_nonzero(mask * (1 - mask)) == 0)
         except RuntimeError:
             raise InputError(
                 "mask must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
@@ -69,7 +69,7 @@ def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "a
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokens:
     """The tensors of one `policy_loss` call, ready for arithmetic. Legend: `x` token-shaped, `[S]` one per sequence.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.masking import accumulator_dtype, fill
+from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Metrics, Record, Stat, Sum
 from policyloss.slots.aggregate import TokenMean
@@ -76,7 +76,7 @@ def value_loss(
         group_ids=group_ids,
         cp_group=cp_group,
     )
-    t = replace(t, totals=local_totals(t) if given is None else given)
+    t.totals = local_totals(t) if given is None else given
     target, value = t.advantages, t.logp
 
     def f(error: Tensor) -> Tensor:
@@ -90,14 +90,15 @@ def value_loss(
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)
-    loss = weighted_sum(token_loss, aggregate(t), t.mask)
+    token_loss = fill(token_loss, t.mask)
+    loss = weighted_sum(token_loss, aggregate(t))
     with torch.no_grad():
         metrics = _metrics(t, value, target, token_loss, binds, loss)
     return LossOutput(loss, metrics)
 
 
 def _metrics(t: Tokens, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor) -> Metrics:
-    n = t.mask.sum()
+    n = count(t.mask)
     assert t.totals is not None
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
 
@@ -113,8 +114,8 @@ def _metrics(t: Tokens, value: Tensor, target: Tensor, token_loss: Tensor, binds
         "explained_variance": ExplainedVariance(
             n, total(error), total(error.to(wide) ** 2), total(target), total(target.to(wide) ** 2)
         ),
-        "nonfinite_tokens": Sum((t.mask & ~token_loss.isfinite()).sum()),
+        "nonfinite_tokens": Sum(nonfinite(token_loss)),
     }
     if binds is not None:
-        records["clip_fraction"] = Stat(binds.sum(), n)
+        records["clip_fraction"] = Stat(count(binds), n)
     return Metrics(records)

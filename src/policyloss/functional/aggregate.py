@@ -22,8 +22,6 @@ def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
     return sequences.expand(reciprocal(lengths, lengths))
 
 
-def weighted_sum(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-    """`Σ weight·x` over the valid tokens; a 0-dim weight multiplies the sum once."""
-    if weight.dim() == 0:
-        return torch.where(mask, x, 0).sum() * weight
-    return torch.where(mask, x * weight, 0).sum()
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """`Σ weight·x`, `x` being 0 at masked positions (see `fill`); a 0-dim weight multiplies the sum once."""
+    return x.sum() * weight if weight.dim() == 0 else (x * weight).sum()

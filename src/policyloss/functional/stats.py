@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.functional.masking import bound
+from policyloss.functional.ratio import LogClamp
+
 
 def count(flags: Tensor) -> Tensor:
     """How many of `flags` are True. (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)"""
@@ -27,5 +30,12 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Where `x` is NaN or infinite: there and only there `x - x` is not 0."""
-    return (x - x) != 0
+    """How many of `x` are NaN or infinite: there and only there `x - x` is not 0."""
+    return count((x - x) != 0) if torch.compiler.is_compiling() else torch.count_nonzero(x - x)
+
+
+def beyond(log_ratio: Tensor, limit: LogClamp) -> Tensor:
+    """Where a log-ratio lies outside its clamp (bool); NaN does not."""
+    if isinstance(limit, (int, float)):
+        return log_ratio.abs() > limit
+    return (log_ratio - bound(log_ratio, limit)).abs() > 0

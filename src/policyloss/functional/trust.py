@@ -19,10 +19,15 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
 
 
-def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
-    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|` — which binds only where A < 0, as the rest is ≤ 0."""
-    loss = torch.maximum(-a * (r if cap is None else r.clamp(max=cap)), -a * r.clamp(low, high))
-    return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs())
+def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> tuple[Tensor, Tensor]:
+    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|` — which binds only where A < 0, as the rest is ≤ 0.
+
+    Also `-A·r`, what the loss would be without limits.
+    """
+    push = -a
+    free = push * r
+    loss = torch.maximum(free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high))
+    return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs()), free
 
 
 class _Clipped(torch.autograd.Function):
@@ -33,8 +38,8 @@ class _Clipped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
-        loss = _clip_formula(r, a, low, high, cap, dual)
-        ctx.save_for_backward(-a * torch.eq(loss, -a * r, out=torch.empty_like(loss)))
+        loss, free = _clip_formula(r, a, low, high, cap, dual)
+        ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(a).neg_())
         return loss
 
     @staticmethod
@@ -46,7 +51,7 @@ class _Clipped(torch.autograd.Function):
 
 def _clip(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
     if torch.compiler.is_compiling():  # a compiler derives and fuses the slope by itself
-        return _clip_formula(r, a, low, high, cap, dual)
+        return _clip_formula(r, a, low, high, cap, dual)[0]
     loss: Tensor = _Clipped.apply(r, a, low, high, cap, dual)  # type: ignore[no-untyped-call]
     return loss
 
