@@ -62,16 +62,20 @@ class Clip:
         )
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r, a = _ratio(t), t.advantages
-        loss = trust.clipped(r, a, self.eps_low, self.eps_high, self.dual)
-        with torch.no_grad():
-            positive, negative = a > 0, a < 0
-            return Surrogate(
-                loss,
-                upper=positive & (r > 1 + self.eps_high),
-                lower=negative & (r < 1 - self.eps_low),
-                dual=None if self.dual is None else negative & (r > self.dual),
-            )
+        return _clipped(t, self.eps_low, self.eps_high, self.dual)
+
+
+def _clipped(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
+    r, a = _ratio(t), t.advantages
+    loss = trust.clipped(r, a, eps_low, eps_high, dual)
+    with torch.no_grad():
+        positive, negative = a > 0, a < 0
+        return Surrogate(
+            loss,
+            upper=positive & (r > 1 + eps_high),
+            lower=negative & (r < 1 - eps_low),
+            dual=None if dual is None else negative & (r > dual),
+        )
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,8 @@ class CovClip:
     """Clip-Cov: PPO's clip, and a random `fraction` of the tokens with `cov_low < cov < cov_high` get no gradient (2505.22617).
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
-    depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens.
+    depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens. (Tokens
+    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
     """
 
     statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "draw_threshold")
@@ -295,7 +300,7 @@ class CovClip:
         stats = t.batch_statistics(self)
         candidate, draws = self._candidates(t, stats)
         dropped = candidate & (draws >= stats["draw_threshold"])
-        s = Clip(self.eps_low, self.eps_high)(t)
+        s = _clipped(t, self.eps_low, self.eps_high)
         return s._replace(loss=torch.where(dropped, 0, s.loss), upper=dropped if s.upper is None else s.upper | dropped)
 
     def _candidates(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
