@@ -116,14 +116,14 @@ MUTANTS = (
     Mutant(
         "empty_count_unguarded",
         "functional/aggregate.py",
-        "return torch.where(x > 0, 1 / x, 1)",
+        "return torch.where(x == 0, 1, 1 / x)",
         "return 1 / x",
         "test_metrics.py::test_a_batch_with_no_valid_token",
     ),
     Mutant(
         "anchors_not_detached",
         "tokens.py",
-        "raw[name] = x.detach()",
+        'raw[name] = x if x is None or name == "entropy" else x.detach()',
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),
@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "k3_sign",
         "functional/kl.py",
-        "return torch.expm1(d) - d",
-        "return torch.expm1(d) + d",
+        "return torch.where(endless, torch.inf, torch.expm1(d) - d)",
+        "return torch.where(endless, torch.inf, torch.expm1(d) + d)",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),
     Mutant(

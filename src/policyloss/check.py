@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from policyloss.errors import PolicyLossError
 from policyloss.loss import measure, policy_loss
+from policyloss.presets import preset
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -136,15 +137,18 @@ class Batch:
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "logp"}
 
 
-def check_loss(loss: Callable[[Tokens], Any] | LossSpec, *, base: LossSpec | None = None, seed: int = 0) -> CheckReport:
+def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec | None = None, seed: int = 0) -> CheckReport:
     """Test a loss of your own for what the library promises of every loss.
 
-    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), or a whole `LossSpec`, with
-    callables in any slot. Checked, in float64 on small ragged batches: it runs and gives one finite number per token; autograd
-    agrees with finite differences (stop-gradients held constant); garbage at masked positions, row order, packing, any split into
-    micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs give the same bits.
+    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
+    callables in any slot, or a preset's name. Checked, in float64 on small ragged batches: it runs and gives one finite number per
+    token; autograd agrees with finite differences (stop-gradients held constant); garbage at masked positions, row order, packing,
+    any split into micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs give the same
+    bits.
     Returns a report: print it, or assert it.
     """
+    if isinstance(loss, str):
+        loss = preset(loss)
     spec = loss if isinstance(loss, LossSpec) else (base or LossSpec()).replace(trust=loss)
     batch = Batch.random(seed=seed)
     results = [_run("runs", _runs, spec, batch)]

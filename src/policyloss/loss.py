@@ -12,11 +12,12 @@ from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.known import with_known_gradient
-from policyloss.functional.masking import fill
+from policyloss.functional.masking import compute_dtype, fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
-from policyloss.slots.correction import Combined, combine
+from policyloss.slots.correction import Combined, combine, self_normalised
+from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
 from policyloss.spec import LossSpec
@@ -60,8 +61,7 @@ def policy_loss(
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch.
     cp_group: the process group over which each sequence's tokens are spread (context parallel).
     """
-    if not isinstance(spec, LossSpec):
-        raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
+    _check_spec(spec)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
@@ -69,13 +69,20 @@ def policy_loss(
     def run(logp: Tensor) -> LossOutput:
         return _pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
 
-    plain = cu_seqlens is None and cp_group is None and not isinstance(spec.ratio, SegmentRatio)
+    plain = cu_seqlens is None and cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
     if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the backward is one product.
-        gradient = torch.func.grad(lambda x: run(x).loss)(logp.detach())
-        out = run(logp.detach())
-        return LossOutput(with_known_gradient(logp, out.loss, gradient), out.metrics)
+        # The upcast comes first, so that a half-precision gradient is rounded after the backward has scaled it.
+        wide = logp.to(compute_dtype(logp, old_logp, rollout_logp, ref_logp))
+        gradient = torch.func.grad(lambda x: run(x).loss)(wide.detach())
+        out = run(wide.detach())
+        return LossOutput(with_known_gradient(wide, out.loss, gradient), out.metrics)
     return run(logp)
+
+
+def _check_spec(spec: Any) -> None:
+    if not isinstance(spec, LossSpec):
+        raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
 
 
 def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
@@ -88,12 +95,12 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
     surrogate = spec.trust(t)
     if not isinstance(surrogate, Surrogate):
         surrogate = Surrogate(surrogate)
-    token_loss = surrogate.loss
+    token_loss = _per_token("trust", surrogate.loss, t)
     if corrected.weight is not None:
         token_loss = token_loss * corrected.weight
-    kl = None if spec.kl is None else spec.kl(t)
+    kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
     if kl is not None:
-        token_loss = token_loss + getattr(spec.kl, "coef", 1.0) * kl
+        token_loss = token_loss + (spec.kl.coef * kl if isinstance(spec.kl, KL) else kl)
     if spec.entropy_coef:
         token_loss = token_loss - spec.entropy_coef * t.entropy
 
@@ -102,6 +109,14 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
     with torch.no_grad():
         metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, loss)
     return LossOutput(loss, metrics)
+
+
+def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
+    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
+    if not isinstance(x, Tensor) or x.shape != t.mask.shape:
+        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}.")
+    return x
 
 
 def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
@@ -114,13 +129,13 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
                 'tensors, or pass totals="local" if this call is the whole batch.'
             )
         t.known = given.statistics
-    corrected = combine(spec.correction, t, group)
+    corrected = combine(spec.correction, t)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
         if spec.rejected == "drop_sequence":
             keep = ~any_in_sequence(t.mask & ~keep, t.sequences)
         t = t.with_mask(t.mask & keep)
-    return t, corrected
+    return t, self_normalised(spec.correction, corrected, t, group)
 
 
 def set_ratio(spec: LossSpec, t: Tokens) -> None:
@@ -157,6 +172,7 @@ def measure(
     "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
+    _check_spec(spec)
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}

@@ -41,6 +41,12 @@ class Record:
         """The tensors that merge."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
+    @classmethod
+    def nothing(cls, device: torch.device, dtype: torch.dtype) -> Record:
+        """The record of no token at all, which changes nothing it is merged with."""
+        empty = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[cls.op]
+        return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
+
     def merge(self, other: Record) -> Record:
         """One record of this one and `other`. Sums are carried in float64 so that long runs do not lose counts."""
         if type(self) is not type(other):
@@ -120,7 +126,7 @@ class EffectiveSampleSize(Record):
 
 @dataclass(frozen=True)
 class ExplainedVariance(Record):
-    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64."""
+    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64; NaN if the target does not vary."""
 
     count: Tensor
     error: Tensor
@@ -135,14 +141,16 @@ class ExplainedVariance(Record):
         def variance(total: Tensor, squares: Tensor) -> Tensor:
             return squares / count - (total / count) ** 2
 
-        return 1 - variance(error, error_squares) / variance(target, target_squares)
+        spread = variance(target, target_squares)
+        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count  # no more than the rounding of the moments
+        return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
 class Metrics(Mapping[str, Record]):
     """Named records. `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats."""
 
-    def __init__(self, records: dict[str, Record]) -> None:
-        self._records = records
+    def __init__(self, records: dict[str, Record] | None = None) -> None:
+        self._records = records or {}
 
     def __getitem__(self, name: str) -> Record:
         try:
@@ -182,18 +190,37 @@ class Metrics(Mapping[str, Record]):
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
 
-        Every rank must hold the same metric names, which it does if it ran the same spec on the same kinds of tensors.
+        A collective: every rank must call it, also one that has no metrics. Ranks may hold different names; the names travel first.
+        Without `torch.distributed`, the same metrics.
         """
-        flat = [(part, record.op) for record in self._records.values() for part in record.parts]
-        if not flat:
+        if not (dist.is_available() and dist.is_initialized()):
             return self
-        wide = accumulator_dtype(flat[0][0].device)
+        kinds = self._kinds_of_all_ranks(group)
+        if not kinds:
+            return self
+        device = next((p.device for r in self._records.values() for p in r.parts), _collective_device(group))
+        wide = accumulator_dtype(device)
+        records = {n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()}
+        flat = [(part, record.op) for record in records.values() for part in record.parts]
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
         sums = torch.stack([p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat])
         signs = torch.tensor([-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device)
         peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
+        # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
+        flagged = torch.stack([torch.where(peaks.isnan(), torch.inf, peaks), peaks.isnan().to(wide)])
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
-        peaks = peaks * signs
+        dist.all_reduce(flagged, op=dist.ReduceOp.MAX, group=group)
+        peaks = torch.where(flagged[1] > 0, torch.nan, flagged[0]) * signs
         parts = iter([s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)])
-        return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in self._records.items()})
+        return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
+
+    def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:
+        """Every metric name that some rank holds, in the same order on all ranks, and its kind of record."""
+        by_name = {kind.__name__: kind for kind in (Stat, Sum, Max, Min, EffectiveSampleSize, ExplainedVariance)}
+        shares: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group)
+        return {name: by_name[kind] for share in shares for name, kind in share}
+
+
+def _collective_device(group: Any) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -11,8 +11,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
-from policyloss.functional.stats import beyond, count, extremes, k3, nonfinite
+from policyloss.functional.stats import beyond, count, extremes, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.slots.correction import Combined
 from policyloss.slots.ratio import TokenRatio

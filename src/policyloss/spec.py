@@ -79,6 +79,13 @@ class LossSpec:
             raise SpecError(f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'.")
 
     @property
+    def is_data(self) -> bool:
+        """Whether every slot is filled by the library's own parts, none by a user's callable."""
+        parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
+        parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
+        return all(type(part) in _VARIANTS[slot] for slot, part in parts)
+
+    @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
         plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
@@ -163,6 +170,8 @@ def check_part(slot: str, part: Any) -> None:
         raise SpecError(f"{slot}={part.__name__} is a class; make one: {part.__name__}(…).")
     if isinstance(part, _VARIANTS[slot]):
         return
+    if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
+        raise SpecError(f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed.")
     for other, variants in _VARIANTS.items():
         if isinstance(part, variants):
             raise SpecError(f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +23,18 @@ LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp
 class NeedsStatistics(Protocol):
     """A slot whose numbers depend on the whole batch, not on its own token or sequence (see `measure`)."""
 
+    statistics_names: ClassVar[tuple[str, ...]]
+
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Measure `t`, a whole step, over the ranks of `group`."""
         ...
 
 
-def _token_shaped(name: str, x: Tensor, like: Tensor, called: str) -> Tensor:
+def _token_shaped(name: str, x: Any, like: Tensor, called: str) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(x).__name__}.")
     if x.shape != like.shape:
         raise InputError(f"{name} has shape {tuple(x.shape)} but {called} has {tuple(like.shape)}; they must be equal.")
-    return x
 
 
 def as_mask(mask: Tensor, like: Tensor) -> Tensor:
@@ -52,6 +53,14 @@ def as_mask(mask: Tensor, like: Tensor) -> Tensor:
                 "mask must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
             ) from None
     return mask != 0
+
+
+def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
+    """Raise unless `group_ids` is one integer per sequence."""
+    if not isinstance(group_ids, Tensor) or group_ids.is_floating_point() or tuple(group_ids.shape) != (sequences.count,):
+        kind = isinstance(group_ids, Tensor)
+        seen = f"shape {tuple(group_ids.shape)} and dtype {group_ids.dtype}" if kind else type(group_ids).__name__
+        raise InputError(f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen}.")
 
 
 def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "advantages") -> Tensor:
@@ -114,13 +123,14 @@ class Tokens:
             raise InputError(f"{called[0]} must be a floating-point tensor, got {kind}.")
         sequences = Sequences.of(logp, cu_seqlens, cp_group)
         mask = as_mask(mask, logp)
+        for name, x in others.items():
+            if x is not None:
+                _token_shaped(name, x, logp, called[0])
         dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
         # Upcast once, here: several slots may read logp, and their gradients must add up before they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
         for name, x in others.items():
-            raw[name] = None if x is None else _token_shaped(name, x, logp, called[0])
-            if x is not None and name != "entropy":
-                raw[name] = x.detach()
+            raw[name] = x if x is None or name == "entropy" else x.detach()
         if not isinstance(advantages, Tensor):
             raise InputError(f"{called[1]} must be a tensor, got {type(advantages).__name__}.")
         if group_ids is not None and tuple(group_ids.shape) != (sequences.count,):

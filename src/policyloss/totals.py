@@ -16,7 +16,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.segments import Sequences, group_index, group_sum
 from policyloss.functional.stats import count
-from policyloss.tokens import Tokens, as_mask
+from policyloss.tokens import Tokens, as_mask, check_group_ids
 
 Number = int | float | Tensor
 
@@ -52,8 +52,12 @@ class Totals:
             if isinstance(value, Tensor):
                 if value.numel() != 1:
                     raise InputError(f"Totals.{name} must be one number, got a tensor of shape {tuple(value.shape)}.")
-            elif not isinstance(value, (int, float)) or value < (1 if name == "dp_size" else 0):
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise InputError(f"Totals.{name} must be a count, got {value!r}.")
+        if isinstance(self.groups, (int, float)) and not self.groups >= 0:
+            raise InputError(f"Totals.groups must be a number of groups, got {self.groups!r}.")
+        if isinstance(self.dp_size, float) or (isinstance(self.dp_size, int) and self.dp_size < 1):
+            raise InputError(f"Totals.dp_size must be a number of ranks, got {self.dp_size!r}.")
 
     @classmethod
     def count(
@@ -77,10 +81,7 @@ class Totals:
         lengths = sequences.sum(as_mask(mask, mask).to(torch.float32))
         groups = None
         if group_ids is not None:
-            if tuple(group_ids.shape) != (sequences.count,):
-                raise InputError(
-                    f"group_ids has shape {tuple(group_ids.shape)}; give one integer per sequence, ({sequences.count},)."
-                )
+            check_group_ids(group_ids, sequences)
             groups = _group_tokens(group_ids, lengths)
         counts = cls(lengths.to(torch.int64).sum(), (lengths > 0).sum(), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
@@ -114,7 +115,7 @@ class Totals:
         if self.dp_size != other.dp_size:
             raise InputError(f"cannot add totals of different dp_size ({self.dp_size} and {other.dp_size}).")
         if self.statistics or other.statistics:
-            raise InputError("measured statistics do not add up; call Totals.measure once, on the whole batch.")
+            raise InputError("measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step.")
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
             groups = _group_tokens(

@@ -182,9 +182,10 @@ def moments(x: Tensor, weight: Tensor, ddof: int, group: Any = None) -> tuple[Te
     `x` must be finite, or 0, where its weight is 0. Two passes, because E[x²] − E[x]² cancels.
     """
     wide = accumulator_dtype(x.device)
-    n, total = all_sum(torch.stack((weight.sum(dtype=wide), (x * weight).sum(dtype=wide))), group)
+    x, weight = x.to(wide), weight.to(wide)
+    n, total = all_sum(torch.stack((weight.sum(), (x * weight).sum())), group)
     mean = total / n.clamp(min=1)
-    squares = all_sum(((x - mean.to(x.dtype)) ** 2 * weight).sum(dtype=wide), group)
+    squares = all_sum(((x - mean) ** 2 * weight).sum(), group)
     # The mean of equal numbers may be off by a rounding error; that is no variance.
     rounding = n * (4 * torch.finfo(wide).eps * mean) ** 2
     return mean, torch.where(squares <= rounding, 0, squares) / (n - ddof).clamp(min=1)
@@ -209,8 +210,10 @@ def whitened(x: Tensor, weight: Tensor, *, mean: bool = True, group: Any = None,
     """`whiten` for elements that count `weight` times (0 for not at all), as a sequence's advantage counts once per token."""
     check_numbers(eps, 1)
     center, variance = moments(x, weight, 1, group)
-    result = (x - center.to(x.dtype)) * (variance + eps).rsqrt().to(x.dtype)
-    return fill(result if mean else result + center.to(x.dtype), weight > 0)
+    # Centred in float64: in float32 a mean far from 0 would be rounded before it is subtracted.
+    centred = x.to(center.dtype) - center
+    result = torch.where(variance == 0, 0 * centred, centred * (variance + eps).rsqrt())
+    return fill(result if mean else result + center, weight > 0, x.dtype)
 
 
 def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:

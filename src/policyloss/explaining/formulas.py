@@ -205,16 +205,16 @@ def _correction_lines(spec: LossSpec) -> list[Line]:
             if said is not None:
                 lines.append(Line(name, joined.format(said) if name in seen else said))
                 seen.add(name)
+    if spec.rejected != "keep" and "keep" in seen:
+        if spec.rejected == "drop_sequence":
+            lines.append(Line("keep", "~seq_any(~keep)"))
+        lines.append(Line("mask", "mask & keep"))
     for part in spec.correction:
         if isinstance(part, correction.SelfNormalise):
             if "keep" in seen:
                 lines.append(Line("weight", "where(keep, weight, 0)"))
             mean = "token_mean(weight)" if part.over == "tokens" else "(sum(weight / L) / B)"
             lines.append(Line("weight", f"where(weight > 0, weight / {mean}, 0)"))
-    if spec.rejected != "keep" and "keep" in seen:
-        if spec.rejected == "drop_sequence":
-            lines.append(Line("keep", "~seq_any(~keep)"))
-        lines.append(Line("mask", "mask & keep"))
     return lines
 
 

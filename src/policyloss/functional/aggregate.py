@@ -14,7 +14,7 @@ def reciprocal(count: Tensor | float, like: Tensor) -> Tensor:
         x = count.to(like.device, like.dtype)
     else:
         x = torch.full((), float(count), device=like.device, dtype=like.dtype)
-    return torch.where(x > 0, 1 / x, 1)
+    return torch.where(x == 0, 1, 1 / x)
 
 
 def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:

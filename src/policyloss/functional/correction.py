@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.functional.kl import k3
 from policyloss.functional.masking import bound
 from policyloss.functional.segments import Sequences
 
@@ -46,7 +47,7 @@ def divergence(log_weight: Tensor, estimator: str) -> Tensor:
         return -log_weight
     if estimator == "k2":
         return 0.5 * log_weight**2
-    return torch.expm1(log_weight) - log_weight
+    return k3(log_weight)
 
 
 def reduced(x: Tensor, reduce: str, mask: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:

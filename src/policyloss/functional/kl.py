@@ -17,7 +17,14 @@ def estimate(d: Tensor, estimator: str) -> Tensor:
         return d.abs()
     if estimator == "k2":
         return 0.5 * d**2
-    return torch.expm1(d) - d
+    return k3(d)
+
+
+def k3(d: Tensor) -> Tensor:
+    """`eᵈ − 1 − d`, infinite where d is (eᵈ − d alone would be inf − inf)."""
+    endless = d == torch.inf
+    d = torch.where(endless, 0, d)
+    return torch.where(endless, torch.inf, torch.expm1(d) - d)
 
 
 def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ LogClamp = float | tuple[float | None, float | None] | None
 
 class _BoundedExp(torch.autograd.Function):
     """`exp(clamp(d))`. The slope is known with the value (the value itself inside the bounds, 0 beyond), so it is kept instead of
-    what autograd would need to find it again. Without a clamp the value may overflow; a token that a trust region cut off
+    what autograd would need to find it again. Without a (tight) clamp the value may overflow; a token that a trust region cut off
     (gradient 0) then stays at 0 instead of 0·inf.
     """
 
@@ -22,7 +23,7 @@ class _BoundedExp(torch.autograd.Function):
     def forward(ctx: Any, d: Tensor, limit: LogClamp) -> Tensor:
         inside = bound(d, limit)
         value = inside.exp()
-        ctx.may_overflow = limit is None
+        ctx.may_overflow = _may_overflow(d, limit)
         ctx.save_for_backward(value if limit is None else value * torch.eq(inside, d, out=torch.empty_like(d)))
         return value
 
@@ -34,9 +35,14 @@ class _BoundedExp(torch.autograd.Function):
         return torch.where(grads[0] == 0, 0, product) if ctx.may_overflow else product, None
 
 
+def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
+    high = limit if limit is None or isinstance(limit, (int, float)) else limit[1]
+    return high is None or high > math.log(torch.finfo(d.dtype).max)
+
+
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
     """`exp(log_ratio)`, the log-ratio clamped first (see `bound`); the gradient is 0 beyond the clamp."""
-    if limit is not None and torch.compiler.is_compiling():  # a compiler derives and fuses the slope by itself
+    if torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit):  # a compiler derives and fuses the slope by itself
         return bound(log_ratio, limit).exp()
     ratio: Tensor = _BoundedExp.apply(log_ratio, limit)  # type: ignore[no-untyped-call]
     return ratio

@@ -69,6 +69,8 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
 
 def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
     """Raise unless `cu_seqlens` is `[S+1]` integers that rise from 0 to `n`. Values are read only on a CPU (no sync)."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise InputError(f"cu_seqlens must be a tensor of S+1 offsets, got {type(cu_seqlens).__name__}.")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(
             f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "

@@ -24,11 +24,6 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(mask, x, -torch.inf).amax(), torch.where(mask, x, torch.inf).amin()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """`eᵈ − 1 − d` per token: non-negative, low variance, precise for small d."""
-    return torch.expm1(log_ratio) - log_ratio
-
-
 def nonfinite(x: Tensor) -> Tensor:
     """How many of `x` are NaN or infinite: there and only there `x - x` is not 0."""
     return count((x - x) != 0) if torch.compiler.is_compiling() else torch.count_nonzero(x - x)

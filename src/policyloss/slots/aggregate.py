@@ -103,12 +103,20 @@ class PromptMean:
                 "Totals(groups=the number of groups) if no group is split between calls."
             )
         if isinstance(groups, GroupTokens):
-            n_g = groups.tokens[torch.searchsorted(groups.ids, t.group_ids.contiguous())]
+            n_g = _tokens_of_group(groups, t.group_ids)
             number: Tensor | int | float = (groups.tokens > 0).sum()
         else:
             n_g, number = group_sum(t.lengths, t.group_ids), groups
         each = totals.dp_size * reciprocal(number, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
+
+
+def _tokens_of_group(groups: GroupTokens, group_ids: Tensor) -> Tensor:
+    """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
+    if groups.ids.numel() == 0:
+        return torch.full_like(group_ids, torch.nan, dtype=groups.tokens.dtype)
+    place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
+    return torch.where(groups.ids[place] == group_ids, groups.tokens[place], torch.nan)
 
 
 @dataclass(frozen=True)

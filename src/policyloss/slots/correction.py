@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.errors import SpecError
+from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction
 from policyloss.functional.masking import fill
 from policyloss.functional.ranks import all_sum
@@ -193,7 +193,8 @@ class OPSM:
 class SelfNormalise:
     """Divide the weights by their mean over the step: over its tokens, or over its sequences (each sequence's mean weight).
 
-    Applied after all other corrections, wherever it stands in the tuple; a rejected token enters the mean with weight 0.
+    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a rejected token enters the mean with
+    weight 0; otherwise it has left the mask, and the mean is over the survivors.
     """
 
     statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
@@ -221,30 +222,38 @@ class Combined(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-def combine(corrections: tuple[Any, ...], t: Tokens, group: Any = None) -> Combined:
-    """Apply every correction of a spec to `t`. `group`: ranks to measure batch-wide numbers over."""
+def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
+    """Apply every correction of a spec to `t`, but for `SelfNormalise`, which comes after rejected tokens have left the mask."""
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}
-    statistics: dict[str, Tensor] = {}
     for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
         said = part(t)
+        if not isinstance(said, Corrected):
+            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(said).__name__}.")
         if said.weight is not None:
             weight = said.weight if weight is None else weight * said.weight
         if said.keep is not None:
             keep = said.keep if keep is None else keep & said.keep
             name = type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
             verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
+    if keep is not None:
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
+        weight = torch.ones_like(t.advantages) if weight is None else weight
+        weight = torch.where(keep | weight.isnan(), weight, 0)
+    return Combined(weight, keep, verdicts, {})
+
+
+def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
+    """Divide the weight by its mean over `t` (the tokens that still count) if the corrections say so."""
+    weight = corrected.weight
     for part in corrections:
-        if isinstance(part, SelfNormalise):
-            weight = torch.ones_like(t.advantages) if weight is None else weight
-            weight = fill(weight, t.mask if keep is None else t.mask & keep)
+        if isinstance(part, SelfNormalise) and weight is not None:
+            weight = fill(weight, t.mask)
             statistics = part.statistics(t, weight, group) if t.known is None else t.known
             weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
-    if keep is not None:
-        # A rejected token has weight 0: its policy term vanishes, but a NaN in it does not.
-        weight = torch.where(keep, torch.ones_like(t.advantages) if weight is None else weight, 0)
-    return Combined(weight, keep, verdicts, statistics)
+            corrected = corrected._replace(weight=weight, statistics=statistics)
+    return corrected
 
 
 VARIANTS = (Truncate, Band, SequenceMask, Reject, Veto, OPSM, SelfNormalise)

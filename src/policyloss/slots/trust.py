@@ -280,7 +280,7 @@ class CovClip:
 
     def __post_init__(self) -> None:
         _check_eps(self)
-        checks.number(self, "fraction", above=0)
+        _check_fraction(self)
         checks.number(self, "cov_low")
         checks.number(self, "cov_high")
         checks.interval(self, "cov_low", "cov_high")
@@ -308,7 +308,7 @@ class CovClip:
         cov = trust.covariance(t.logp, a, stats["logp_mean"], stats["advantage_mean"])
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
-        return t.mask & unclipped & inside, trust.draw(self.seed, t.anchor_logp(t.anchor), a)
+        return t.mask & unclipped & inside & ~r.isnan(), trust.draw(self.seed, t.anchor_logp(t.anchor), a)
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class CovKL:
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between equal covariances a draw decides
-    that depends on the token's own numbers only.
+    that depends on the token's own numbers only (tokens with the same numbers fall together).
     """
 
     statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold", "draw_threshold")
@@ -324,7 +324,7 @@ class CovKL:
     coef: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.number(self, "fraction", above=0)
+        _check_fraction(self)
         checks.number(self, "coef", least=0, finite=True)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
@@ -344,6 +344,12 @@ class CovKL:
     def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
         return cov, trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
+
+
+def _check_fraction(owner: CovClip | CovKL) -> None:
+    checks.number(owner, "fraction", above=0)
+    if owner.fraction > 1:
+        raise SpecError(f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}.")
 
 
 def _check_seed(owner: CovClip) -> None:
