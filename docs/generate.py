@@ -73,7 +73,9 @@ def metrics_page() -> str:
     value = [[f"`{name}`", formula] for name, formula in VALUE_FORMULAS.items()]
     about = (
         "`out.metrics` holds records that add up: `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, and nothing is "
-        "divided before `.compute()`. A metric is there only if the tensors it reads were given."
+        "divided before `.compute()`. A metric is there only if the tensors and the part it reads are there. With `rejected` other "
+        "than `keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` and `effective_sample_size`, "
+        "which count the batch before rejection. Keep policy and value metrics apart: they share names."
     )
     legend = (
         "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any clamp; r is the ratio slot's ratio "

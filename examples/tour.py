@@ -101,7 +101,8 @@ def page(png: bytes, table: str, names: tuple[str, ...]) -> str:
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>policyloss: a tour</title><style>{style}</style>"
         "<h1>Three losses, one token</h1><p>The same token under three trust regions: what it costs, and how hard it is pushed, as "
-        "its ratio moves away from 1. Where the gradient is flat zero, the token no longer learns.</p>"
+        "its ratio moves away from 1. Where the gradient is flat zero, the token no longer learns. (logp is held at −1 and "
+        "old_logp moves. CISPO's value is no objective: read its gradient, not its loss.)</p>"
         f'<img alt="loss and gradient over the ratio" src="data:image/png;base64,{picture}">'
         f"<h1>The same batch under three losses</h1><pre>{html.escape(table)}</pre><h1>What they are</h1>{cards}</html>"
     )

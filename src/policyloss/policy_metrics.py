@@ -44,7 +44,7 @@ FORMULAS = {
     "effective_sample_size": "(Σ w)² / (n·Σ w²), rejected tokens with w = 0",
     "rejected_fraction": "share of valid tokens that some correction rejects",
     "rejected_fraction/<part>": "share of valid tokens that this correction rejects",
-    "kl_ref": "Σ kl / n: the penalty's estimate before coef (weight included)",
+    "kl_ref": "Σ kl / n, to the KL part's anchor: the estimate before coef (weight included)",
     "entropy": "Σ entropy / n",
 }
 

@@ -101,7 +101,7 @@ ELSEWHERE = (
         {
             "verl": 'policy_loss.loss_mode="vanilla" (clip_ratio_low, clip_ratio_high)',
             "TRL": 'loss_type="grpo", "bnpo", "dr_grpo" or "dapo": one surrogate (epsilon, epsilon_high), four averages',
-            "OpenRLHF": 'policy_loss_type="ppo" (clip_eps_low, clip_eps_high)',
+            "OpenRLHF": 'PolicyLoss(policy_loss_type="ppo", clip_eps_low, clip_eps_high)',
             "ColossalChat": "PolicyLoss",
             "SkyRL": 'policy_loss_type="regular" (eps_clip_low, eps_clip_high)',
             "NeMo-RL": "ClippedPGLossFn (ratio_clip_min, ratio_clip_max)",
@@ -315,7 +315,7 @@ ELSEWHERE = (
         {
             "verl": 'loss_agg_mode="token-mean"',
             "TRL": 'loss_type="dapo", "cispo" or "vespo"',
-            "OpenRLHF": "token_level_loss=True",
+            "OpenRLHF": "PolicyLoss(token_level_loss=True)",
             "ColossalChat": 'loss_variation="token_level"',
             "SkyRL": 'loss_reduction="token_mean"',
             "NeMo-RL": "token_level_loss=True",
@@ -328,7 +328,7 @@ ELSEWHERE = (
         {
             "verl": 'loss_agg_mode="seq-mean-token-mean"',
             "TRL": 'loss_type="grpo" or "sapo", over each micro-batch',
-            "OpenRLHF": "token_level_loss=False",
+            "OpenRLHF": "PolicyLoss(token_level_loss=False)",
             "ColossalChat": 'loss_variation="sample_level"',
             "SkyRL": 'loss_reduction="sequence_mean"',
             "NeMo-RL": "token_level_loss=False",

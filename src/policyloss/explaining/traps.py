@@ -60,8 +60,8 @@ TRAPS = (
     Trap(
         "trust",
         "Clip sequence_ratio",
-        "A geometric mean stays near 1, so its epsilon is about a thousand times smaller than PPO's. verl and SkyRL reuse "
-        "their PPO default of 0.2 here, which practically never binds.",
+        "A geometric mean stays near 1, so its epsilon is two to three orders of magnitude smaller than PPO's. verl and SkyRL "
+        "reuse their PPO default of 0.2 here, which practically never binds.",
     ),
     Trap(
         "aggregate",

@@ -73,6 +73,8 @@ def _interval(low: float, high: float) -> str:
 
 def _trust(p: Any) -> str:
     if isinstance(p, trust.Clip):
+        if p.dual == 1 + p.eps_high and p.eps_low >= 1:
+            return f"the gradient stops where the ratio is above {_g(p.dual)}, whatever the sign of the advantage"
         outer = "" if p.dual is None else f"; where the advantage is negative, also above {_g(p.dual)}"
         return f"{_ppo(1 - p.eps_low, 1 + p.eps_high)}{outer}"
     if isinstance(p, trust.TwoSidedClip):
@@ -93,15 +95,18 @@ def _trust(p: Any) -> str:
         clipped = f"each log-ratio is held within [{_g(-p.eps_low)}, {_g(p.eps_high)}] on the side the advantage pushes to"
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
     if isinstance(p, trust.CovClip):
-        some = f"a random {_g(100 * p.fraction)} % of the tokens with covariance between {_g(p.cov_low)} and {_g(p.cov_high)}"
-        return f"{_ppo(1 - p.eps_low, 1 + p.eps_high)}; and {some} get none"
+        pool = f"tokens drawn at random among those with covariance between {_g(p.cov_low)} and {_g(p.cov_high)}"
+        many = f"as many as {_g(100 * p.fraction)} % of all tokens (at least one)"
+        return f"{_ppo(1 - p.eps_low, 1 + p.eps_high)}; and {pool}, {many}, get none"
     return _unclipped(p)
 
 
 def _unclipped(p: Any) -> str:
     if isinstance(p, trust.GammaWeight):
         shape = f"power {_g(p.k_positive)} and decay {_g(p.lambda_positive)} where the advantage is not negative"
-        smooth = "logp is weighted by a smooth, stopped function of the ratio, 1 at ratio 1 and fading on both sides"
+        smooth = (
+            "logp is weighted by a smooth, stopped function of the ratio: 1 at ratio 1, largest at power / decay, fading beyond"
+        )
         return f"{smooth}: {shape}, {_g(p.k_negative)} and {_g(p.lambda_negative)} elsewhere"
     if isinstance(p, trust.CovKL):
         some = f"the {_g(100 * p.fraction)} % of the tokens with the highest covariance"
