@@ -106,6 +106,8 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
 
     token_loss = fill(token_loss, t.mask)
     loss = weighted_sum(token_loss, spec.aggregate(t))
+    # Not needed any more, and large: the metrics read the log-ratio and the flags.
+    t.ratio, surrogate = None, surrogate._replace(loss=loss)
     with torch.no_grad():
         metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, loss)
     return LossOutput(loss, metrics)
