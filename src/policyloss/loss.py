@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.aggregate import weighted_total
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.known import with_known_gradient
 from policyloss.functional.masking import compute_dtype, fill
@@ -66,18 +66,28 @@ def policy_loss(
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
 
-    def run(logp: Tensor) -> LossOutput:
+    def run(logp: Tensor) -> _Parts:
         return _pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
 
     plain = cu_seqlens is None and cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
     if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the backward is one product.
-        # The upcast comes first, so that a half-precision gradient is rounded after the backward has scaled it.
+        # The upcast comes first, so that a half-precision gradient is rounded after the backward has scaled it; the scale last,
+        # so that the loop need not wait for the count it divides by.
         wide = logp.to(compute_dtype(logp, old_logp, rollout_logp, ref_logp))
-        gradient = torch.func.grad(lambda x: run(x).loss)(wide.detach())
-        out = run(wide.detach())
-        return LossOutput(with_known_gradient(wide, out.loss, gradient), out.metrics)
-    return run(logp)
+        gradient = torch.func.grad(lambda x: run(x).total)(wide.detach())
+        parts = run(wide.detach())
+        return LossOutput(with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics)
+    parts = run(logp)
+    return LossOutput(parts.total * parts.scale, parts.metrics)
+
+
+class _Parts(NamedTuple):
+    """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share."""
+
+    total: Tensor
+    scale: Tensor
+    metrics: Metrics
 
 
 def _check_spec(spec: Any) -> None:
@@ -85,7 +95,7 @@ def _check_spec(spec: Any) -> None:
         raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
 
 
-def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
+def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
     """The slots in order, on one call's tokens."""
     whole = t
     t, corrected = corrected_tokens(spec, t, given)
@@ -105,12 +115,12 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> LossOutput:
         token_loss = token_loss - spec.entropy_coef * t.entropy
 
     token_loss = fill(token_loss, t.mask)
-    loss = weighted_sum(token_loss, spec.aggregate(t))
+    total, scale = weighted_total(token_loss, spec.aggregate(t))
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
-    t.ratio, surrogate = None, surrogate._replace(loss=loss)
+    t.ratio, surrogate = None, surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, loss)
-    return LossOutput(loss, metrics)
+        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale)
+    return _Parts(total, scale, metrics)
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:

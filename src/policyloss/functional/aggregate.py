@@ -22,6 +22,12 @@ def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
     return sequences.expand(reciprocal(lengths, lengths))
 
 
+def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`Σ weight·x` as a total and a 0-dim scale: a weight that all tokens share is the scale, another goes into the total."""
+    return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), x.new_ones(()))
+
+
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """`Σ weight·x`, `x` being 0 at masked positions (see `fill`); a 0-dim weight multiplies the sum once."""
-    return x.sum() * weight if weight.dim() == 0 else (x * weight).sum()
+    total, scale = weighted_total(x, weight)
+    return total * scale
