@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import policyloss as pl
 
@@ -287,37 +286,3 @@ def assert_same_result(actual: Result, expected: Result, tol: float = 1e-12) -> 
     assert_same(actual.dlogp, expected.dlogp, tol, "gradient")
     assert_same(actual.dentropy, expected.dentropy, tol, "entropy gradient")
     assert_same(actual.metrics, expected.metrics, tol, "metric")
-
-
-class FrozenStopGradients(TorchFunctionMode):
-    """Holds what `detach` gave at a base point, so that finite differences see stop-gradients as autograd does.
-
-    `sg[w]·x` has the derivative `w`, but moving the input moves `w` too, and a numerical check would see it. Under this mode the
-    first run records the result of every `Tensor.detach`, and each later run is given those numbers in the same order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded: list[Tensor] = []
-        self.replay: Iterator[Tensor] | None = None
-        self.base: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.detach:
-            return func(*args, **(kwargs or {}))
-        if self.replay is not None:
-            return next(self.replay)
-        self.recorded.append(func(*args).clone())
-        return self.recorded[-1]
-
-    def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in `self.base`."""
-        with self:
-            self.base = f(*base)
-
-        def frozen(*inputs: Tensor) -> Tensor:
-            self.replay = iter(self.recorded)
-            with self:
-                return f(*inputs)
-
-        return frozen

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import policyloss as pl
-from cases import AGGREGATES, NEIGHBOURS, PRESETS, Batch, FrozenStopGradients, label, make_batch, run
+from cases import AGGREGATES, NEIGHBOURS, PRESETS, Batch, label, make_batch, run
+from policyloss.check import FrozenStopGradients
 
 BATCH = make_batch(seed=5, rows=5, width=4)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}

@@ -108,12 +108,13 @@ def test_a_custom_penalty_is_not_multiplied_by_an_attribute():
     assert torch.equal(BATCH.loss(pl.LossSpec(kl=Half()))[0], BATCH.loss(pl.LossSpec(kl=plain))[0])
 
 
-def test_compiled_half_precision_is_rounded_after_the_backward_scales_it():
+@pytest.mark.parametrize("aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean()], ids=["shared weight", "weight per token"])
+def test_compiled_half_precision_is_rounded_after_the_backward_scales_it(aggregate):
     """The gradient was rounded to float16 before a loss scale of 65536 was applied, and became 0."""
     g = torch.Generator().manual_seed(0)
     logp = (-torch.rand(2, 8, generator=g)).half()
     old = logp.float() + 0.01
-    spec, totals = pl.preset("ppo"), pl.Totals(20_000_000, 40_000)
+    spec, totals = pl.LossSpec(aggregate=aggregate), pl.Totals(320_000_000, 40_000_000)
 
     def gradient(function):
         leaf = logp.clone().requires_grad_()

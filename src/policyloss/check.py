@@ -8,7 +8,7 @@ print(pl.check_loss(my_surrogate))
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,30 +50,37 @@ class CheckReport:
 
 
 class FrozenStopGradients(TorchFunctionMode):
-    """Hold every stop-gradient at the value it had the first time, so that finite differences see what autograd sees.
+    """Hold every stop-gradient at the value it has at a base point, so that finite differences see what autograd sees.
 
     `detach()` says "a constant here". A numerical derivative moves that constant too, and disagrees by design. Under this mode the
-    results of all `detach()` calls are recorded, and after `rewind()` replayed in the same order.
+    first run records the result of every `detach()`, and each later run is given those numbers in the same order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: list[Tensor] = []
-        self._next: int | None = None
-
-    def rewind(self) -> None:
-        """From now on, replay from the first recorded value."""
-        self._next = 0
+        self.recorded: list[Tensor] = []
+        self.replay: Iterator[Tensor] | None = None
+        self.base: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         if func is not Tensor.detach:
-            return out
-        if self._next is None:
-            self._values.append(out)
-            return out
-        self._next += 1
-        return self._values[self._next - 1]
+            return func(*args, **(kwargs or {}))
+        if self.replay is not None:
+            return next(self.replay)
+        self.recorded.append(func(*args).clone())
+        return self.recorded[-1]
+
+    def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
+        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in `self.base`."""
+        with self:
+            self.base = f(*base)
+
+        def frozen(*inputs: Tensor) -> Tensor:
+            self.replay = iter(self.recorded)
+            with self:
+                return f(*inputs)
+
+        return frozen
 
 
 @dataclass(frozen=True)
@@ -208,24 +215,17 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
     _, analytic = batch.loss(spec)
-    frozen = FrozenStopGradients()
-
-    def value(logp: Tensor) -> Tensor:
-        return policy_loss(spec, logp, **batch.others()).loss
-
+    value = FrozenStopGradients().function(lambda logp: policy_loss(spec, logp, **batch.others()).loss, batch.logp)
     step = 1e-6
-    with frozen:
-        value(batch.logp)
-        for i, j in batch.mask.nonzero().tolist():
-            ends = []
-            for sign in (1, -1):
-                moved = batch.logp.clone()
-                moved[i, j] += sign * step
-                frozen.rewind()
-                ends.append(value(moved))
-            numeric = (ends[0] - ends[1]) / (2 * step)
-            if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
-                return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+    for i, j in batch.mask.nonzero().tolist():
+        ends = []
+        for sign in (1, -1):
+            moved = batch.logp.clone()
+            moved[i, j] += sign * step
+            ends.append(value(moved))
+        numeric = (ends[0] - ends[1]) / (2 * step)
+        if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
+            return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
     return ""
 
 
