@@ -69,6 +69,9 @@ WEIGHTS = st.one_of(
         st.sampled_from(["geomean", "product"]),
         st.sampled_from(["token", "sequence"]),
     ),
+    st.builds(
+        pl.DivergenceMask, st.sampled_from(["kl", "tv"]), _numbers(0.015625, 0.25), level=st.sampled_from(["token", "sequence"])
+    ),
 )
 TESTS = st.one_of(
     st.builds(

@@ -10,6 +10,7 @@ import torch
 
 import policyloss as pl
 from calls import assert_loss, evaluate, rows, weighted
+from policyloss.slots.correction import rejected_share
 
 LOG2 = log(2)
 RATIO = pl.Unbounded("ratio")
@@ -108,6 +109,53 @@ def test_reject(estimator, reduce, values):
             for bounds, kept in (({"high": bound}, above), ({"low": bound}, below)):
                 result = weighted(corrected(pl.Reject(estimator, reduce, **bounds)), [2, 0.5, 1])
                 assert_loss(result, sum(kept) / 3, rows(kept) / 3)
+
+
+# rollout p = ½, ¼ | ¾, old q = ¼, ¼ | ¼: weights q/p = ½, 1 | ⅓; |p − q| = ¼, 0 | ½.
+# Binary KL: ½·ln 2 + ½·ln(½/¾) = ½·ln(4/3), 0 | ¾·ln 3 + ¼·ln(¼/¾) = ½·ln 3.
+DIVERGENCES = [
+    ("tv", "token", [[0.25, 0], [0.5, 0]]),
+    ("tv", "sequence", [[0.125, 0.125], [0.5, 0]]),
+    ("kl", "token", [[log(4 / 3) / 2, 0], [log(3) / 2, 0]]),
+    ("kl", "sequence", [[log(4 / 3) / 4] * 2, [log(3) / 2, 0]]),
+]
+
+
+@pytest.mark.parametrize(("divergence", "level", "values"), DIVERGENCES)
+def test_divergence_mask(divergence, level, values):
+    """A bound a hair above a divergence keeps it, a hair below rejects it; what is kept has its weight, or 1."""
+    mask, weights = rows([[1, 1], [1, 0]]), rows([[0.5, 1], [1 / 3, 0]])
+    old, rollout = rows([[0.25, 0.25], [0.25, 0.9]]).log(), rows([[0.5, 0.25], [0.75, 0.1]]).log()
+    for value in {v for row in values for v in row}:
+        for bound in (value - 1e-6, value + 1e-6):
+            above, below = (rows(values) <= bound) * mask, (rows(values) >= bound) * mask
+            cases = [({"high": 9.0, "low": bound}, below)] + ([({"high": bound}, above)] if bound > 0 else [])
+            for bounds, kept in cases:
+                for weight, w in (("token", weights), (None, mask)):
+                    part = pl.DivergenceMask(divergence, level=level, weight=weight, **bounds)
+                    result = evaluate(corrected(part), old, old, torch.full_like(old, -1.0), mask, rollout_logp=rollout)
+                    assert_loss(result, (kept * w).sum().item() / 3, kept * w / 3)
+                    assert result.metrics["rejected_fraction"] == pytest.approx(1 - kept.sum().item() / 3, abs=1e-15)
+
+
+def test_divergence_mask_holds_probabilities_off_zero_and_one():
+    # An impossible token for the rollout, p = 0, counts as p = floor = 0.01: ln of 0.01/0.5 and of 0.99/0.5.
+    apart = 0.01 * log(0.02) + 0.99 * log(1.98)
+    for high, kept in ((apart + 1e-9, 1), (apart - 1e-9, 0)):
+        part = pl.DivergenceMask("kl", high, weight=None, floor=0.01)
+        assert_loss(evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=-1e9), kept, kept)
+
+
+def test_rejected_share():
+    # Of the three valid tokens one lies outside; of three rows, one is rejected whole and one is empty.
+    w, mask = rows([[1, 1], [4, 0.5], [1, 1]]), rows([[1, 0], [1, 1], [0, 0]]) != 0
+    t = pl.Tokens.of(w.log(), torch.zeros_like(w), mask, others={"old_logp": w.log(), "rollout_logp": torch.zeros_like(w)})
+    assert rejected_share(pl.Band(0.4, 2.0), t).item() == 1 / 3
+    assert rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3  # the row with 4 and ½ keeps ½
+    assert rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3  # √2 is outside
+    assert rejected_share(pl.Truncate(2.0), t).item() == 0
+    nothing = t.with_mask(torch.zeros_like(mask))
+    assert rejected_share(pl.Band(0.4, 2.0), nothing).item() == 0
 
 
 def test_reject_ignores_masked_tokens():

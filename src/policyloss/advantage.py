@@ -1,7 +1,8 @@
 """Advantages: how much better an action was than expected. Everything here is computed once per batch and carries no gradient.
 
-Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named estimators made from it.
-Over the batch: `whiten`. `ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
+Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named estimators made from it, and
+token by token `optimal_token_baseline`. Over the batch: `whiten`. `ESTIMATORS` maps names to functions; `estimator(name)` looks
+one up.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from policyloss.advantages.estimators import (
     remax,
     rloo,
 )
+from policyloss.advantages.optimal_baseline import optimal_token_baseline
 from policyloss.advantages.returns import GAE, discounted_returns, gae
 from policyloss.errors import InputError, unknown_name
 
@@ -51,6 +53,7 @@ __all__ = [
     "grpo_loo",
     "maxrl",
     "opo",
+    "optimal_token_baseline",
     "passk_combinatorial",
     "passk_max_gap",
     "reinforce_pp",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_total
+from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.known import with_known_gradient
 from policyloss.functional.masking import compute_dtype, fill
@@ -17,10 +17,11 @@ from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
 from policyloss.slots.correction import Combined, combine, self_normalised
+from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
-from policyloss.spec import LossSpec
+from policyloss.spec import LossSpec, check_part
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
 
@@ -110,7 +111,7 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
         token_loss = token_loss * corrected.weight
     kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
     if kl is not None:
-        token_loss = token_loss + (spec.kl.coef * kl if isinstance(spec.kl, KL) else kl)
+        token_loss = token_loss + (spec.kl.coef * kl if isinstance(spec.kl, (KL, GivenKL)) else kl)
     if spec.entropy_coef:
         token_loss = token_loss - spec.entropy_coef * t.entropy
 
@@ -121,6 +122,28 @@ def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
     with torch.no_grad():
         metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale)
     return _Parts(total, scale, metrics)
+
+
+def aggregate_tokens(
+    x: Tensor,
+    mask: Tensor,
+    aggregate: Any,
+    *,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    totals: Totals | Literal["local"] | None = None,
+    cp_group: Any = None,
+) -> Tensor:
+    """Average any number per token as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The gradient goes through `x`.
+
+    x, mask: token-shaped. aggregate: any of the aggregations. The other arguments are those of `policy_loss`.
+    """
+    check_part("aggregate", aggregate)
+    given = resolve(totals)
+    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    t = Tokens.of(x, torch.zeros_like(x, requires_grad=False), mask, others={}, called=("x", "x"), **layout)
+    t.totals = local_totals(t) if given is None else given
+    return weighted_sum(t.logp, aggregate(t))
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:

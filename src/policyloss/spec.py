@@ -89,7 +89,7 @@ class LossSpec:
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
         plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
-        return not plain or getattr(self.kl, "weight", None) == "ratio"
+        return not plain or getattr(self.kl, "weight", None) is not None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -98,6 +98,8 @@ class LossSpec:
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
             names.add(f"{anchor}_logp")
+        if getattr(self.ratio, "rollout", None) is not None:
+            names.add("rollout_logp")
         for part in self.correction:
             if isinstance(part, correction.OPSM):
                 names.add(f"{part.source}_logp")

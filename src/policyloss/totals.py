@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.segments import Sequences, group_index, group_sum
 from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask, check_group_ids
@@ -85,6 +86,15 @@ class Totals:
             groups = _group_tokens(group_ids, lengths)
         counts = cls(lengths.to(torch.int64).sum(), (lengths > 0).sum(), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
+
+    @classmethod
+    def of_call(cls, mask: Tensor, dp_size: int = 1, epsilon: float = 0.0) -> Totals:
+        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what `totals="local"` stands for.
+
+        epsilon: added to the number of tokens, as frameworks do that guard a mean with 1e-8.
+        """
+        valid = as_mask(mask, mask)
+        return cls(count(valid).to(accumulator_dtype(mask.device)) + epsilon, count(valid.any(-1)), dp_size=dp_size)
 
     def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
         """The counts of all data-parallel ranks together. Without `torch.distributed`, or with one rank, the same counts."""

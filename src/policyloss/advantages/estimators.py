@@ -26,6 +26,7 @@ from policyloss.advantages.baselines import (
     whiten,
     whitened,
 )
+from policyloss.advantages.optimal_baseline import optimal_token_baseline
 from policyloss.advantages.returns import discounted_returns, gae
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, compute_dtype
@@ -284,6 +285,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "grpo_loo": grpo_loo,
     "maxrl": maxrl,
     "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
     "passk_combinatorial": passk_combinatorial,
     "passk_max_gap": passk_max_gap,
     "reinforce_pp": reinforce_pp,

@@ -139,3 +139,9 @@ def _per_sequence(last_values: Tensor, layout: Sequences) -> Tensor:
 def _check_fraction(name: str, x: float) -> None:
     if not 0 <= x <= 1:
         raise InputError(f"{name} must be between 0 and 1, got {x!r}.")
+
+
+@torch.no_grad()
+def returns_of(advantages: Tensor, values: Tensor) -> Tensor:
+    """`A + V`: the returns that advantages were measured as the distance from `values` to. Same shapes."""
+    return advantages + values

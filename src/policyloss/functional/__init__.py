@@ -5,7 +5,15 @@ takes a `Sequences`.
 """
 
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum
-from policyloss.functional.correction import any_in_sequence, at_level, divergence, importance_weight, reduced, within
+from policyloss.functional.correction import (
+    any_in_sequence,
+    at_level,
+    choice_divergence,
+    divergence,
+    importance_weight,
+    reduced,
+    within,
+)
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, compute_dtype, difference, fill
 from policyloss.functional.segments import Sequences, group_sum
@@ -29,6 +37,7 @@ __all__ = [
     "at_level",
     "binary_divergence",
     "bound",
+    "choice_divergence",
     "clipped",
     "compute_dtype",
     "covariance",

@@ -124,15 +124,22 @@ def outside_band(
 
 
 def geometric_clipped(
-    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, lengths: Tensor, sequences: Sequences
+    log_ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    lengths: Tensor,
+    sequences: Sequences,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped in log space on the side the advantage pushes to.
 
     `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
+    epsilon is added to the sequence's length.
     """
     sign = advantages.sign()
     c = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-    return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
+    return -advantages * sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
 
 
 def gamma_weighted(

@@ -17,6 +17,7 @@ from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction
 from policyloss.functional.masking import fill
 from policyloss.functional.ranks import all_sum
+from policyloss.functional.stats import count, mean_or_zero
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
@@ -113,6 +114,51 @@ class SequenceMask:
             return Corrected(correction.nan_where_undecided(ratio), keep)
         weight = correction.importance_weight(t.log_weight(), self.log_clamp) if self.weight == "token" else ratio
         return Corrected(weight, keep)
+
+
+@dataclass(frozen=True)
+class DivergenceMask:
+    """Reject where rollout and old policy disagree on the probability of a token: a divergence outside [low, high].
+
+    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, or "tv" `|p−q|`, with
+    p = exp(rollout_logp), q = exp(old_logp), both held in [floor, 1−floor]. level: each "token", or a whole "sequence" by the mean
+    over its valid tokens. low: None, as a divergence is never negative (0.0 would reject what rounding puts below it). The others
+    keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask only.
+    """
+
+    divergence: Literal["kl", "tv"]
+    high: float
+    low: float | None = None
+    level: Literal["token", "sequence"] = "token"
+    weight: Literal["token"] | None = "token"
+    floor: float = 1e-6
+    log_clamp: float | None = 20.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the weight is more than a mask."""
+        return self.weight is not None
+
+    def __post_init__(self) -> None:
+        checks.choice(self, "divergence", ("kl", "tv"))
+        checks.number(self, "high", least=0)
+        checks.number(self, "low", optional=True)
+        checks.interval(self, "low", "high")
+        checks.choice(self, "level", ("token", "sequence"))
+        if self.weight is not None:
+            checks.choice(self, "weight", ("token",))
+        checks.number(self, "floor", above=0)
+        if self.floor >= 0.5:
+            raise SpecError(f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}.")
+        checks.number(self, "log_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Corrected:
+        each = correction.choice_divergence(t.anchor_logp("rollout"), t.anchor_logp("old"), self.divergence, self.floor)
+        stat = correction.reduced(each, "token" if self.level == "token" else "mean", t.mask, t.lengths, t.sequences)
+        keep = correction.within(stat, self.low, self.high)
+        if self.weight is None:
+            return Corrected(correction.nan_where_undecided(stat), keep)
+        return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
 
 
 @dataclass(frozen=True)
@@ -256,4 +302,20 @@ def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens
     return corrected
 
 
-VARIANTS = (Truncate, Band, SequenceMask, Reject, Veto, OPSM, SelfNormalise)
+@torch.no_grad()
+def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "token") -> Tensor:
+    """The share that a correction rejects: of the valid tokens, or of this call's sequences — those it leaves without a token.
+
+    A sequence that had no valid token is left without one as well. 0-dim, wide enough that it is not rounded; 0 of nothing.
+    """
+    keep = part(t).keep
+    kept = t.mask if keep is None else t.mask & keep
+    if per == "sequence":
+        left = t.sequences.sum(kept.to(t.dtype)) > 0
+        kept, of = left, torch.ones_like(left)
+    else:
+        of = t.mask
+    return mean_or_zero(count(of & ~kept), count(of))
+
+
+VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, SelfNormalise)

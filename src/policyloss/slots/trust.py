@@ -18,15 +18,16 @@ from policyloss.tokens import Tokens
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit binds: above (`upper`), below (`lower`), by dual clip (`dual`). Bool, token-shaped.
+    """A per-token loss, and where the limit binds: `upper`, `lower`, `dual` (at the largest weight), `dropped` (by lot).
 
-    The parts here flag a token on one side at most, and no masked one.
+    Flags are bool and token-shaped. The parts here flag a token once at most, and no masked one.
     """
 
     loss: Tensor
     upper: Tensor | None = None
     lower: Tensor | None = None
     dual: Tensor | None = None
+    dropped: Tensor | None = None
 
 
 def _ratio(t: Tokens) -> Tensor:
@@ -123,6 +124,11 @@ class DetachedClip:
         checks.interval(self, "ratio_min", "ratio_max")
         checks.choice(self, "outside", ("clip", "zero_by_sign", "zero"))
 
+    @classmethod
+    def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
+        """The band [1 − eps_low, 1 + eps_high], for those who give CISPO's bounds as distances (verl, SkyRL)."""
+        return cls(max(1 - eps_low, 0.0), 1 + eps_high)
+
     def __call__(self, t: Tokens) -> Surrogate:
         r = _ratio(t)
         loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
@@ -177,25 +183,29 @@ class ProbabilityBand:
         # The weight is zeroed, not the product, so that a NaN advantage still shows.
         weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
         loss = -weight * a if self.form == "ratio" else -weight * a * logp
-        return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0))
+        capped = t.mask & ~outside & (r.detach() > self.cap) if self.form == "score" else None
+        return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
 
 
 @dataclass(frozen=True)
 class GeometricClip:
     """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
 
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here. epsilon: added
+    to the sequence's length in the mean (0 is the mean; verl adds 1e-8).
     """
 
     eps_low: float
     eps_high: float
+    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         _check_eps(self)
+        checks.number(self, "epsilon", least=0, finite=True)
 
     def __call__(self, t: Tokens) -> Surrogate:
         d, a = t.log_ratio, t.advantages
-        loss = trust.geometric_clipped(d, a, self.eps_low, self.eps_high, t.lengths, t.sequences)
+        loss = trust.geometric_clipped(d, a, self.eps_low, self.eps_high, t.lengths, t.sequences, self.epsilon)
         with torch.no_grad():
             return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
 
@@ -289,26 +299,32 @@ class CovClip:
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """The batch-wide numbers: mean advantage and logp, and the draw from which a candidate is dropped."""
         stats = _means(t, group)
-        candidate, draws = self._candidates(t, stats)
-        score = torch.where(candidate, 0.0, -math.inf)
+        score = torch.where(self.candidates(t, stats), 0.0, -math.inf)
         k = _how_many(self.fraction, stats["tokens"])
-        least, draw = kth_largest(score, draws, k, t.sequences.cp_group, group)
+        least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
         # Fewer candidates than k: all of them are dropped.
         return {**stats, "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        candidate, draws = self._candidates(t, stats)
-        dropped = candidate & (draws >= stats["draw_threshold"])
-        s = _clipped(t, self.eps_low, self.eps_high)
-        return s._replace(loss=torch.where(dropped, 0, s.loss), upper=dropped if s.upper is None else s.upper | dropped)
+        dropped = self.candidates(t, stats) & (self._draws(t) >= stats["draw_threshold"])
+        s = self.surrogate(t)
+        return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
 
-    def _candidates(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def surrogate(self, t: Tokens) -> Surrogate:
+        """PPO's clip, before any token is dropped."""
+        return _clipped(t, self.eps_low, self.eps_high)
+
+    def candidates(self, t: Tokens, stats: dict[str, Tensor]) -> Tensor:
+        """The tokens that may be dropped: covariance inside the window, and not clipped already."""
         r, a = _ratio(t).detach(), t.advantages
         cov = trust.covariance(t.logp, a, stats["logp_mean"], stats["advantage_mean"])
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
-        return t.mask & unclipped & inside & ~r.isnan(), trust.draw(self.seed, t.anchor_logp(t.anchor), a)
+        return t.mask & unclipped & inside & ~r.isnan()
+
+    def _draws(self, t: Tokens) -> Tensor:
+        return trust.draw(self.seed, t.anchor_logp(t.anchor), t.advantages)
 
 
 @dataclass(frozen=True)
@@ -337,7 +353,10 @@ class CovKL:
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        chosen = t.mask & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"]))
+        return self.penalised(t, t.mask & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])))
+
+    def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
+        """The loss with the penalty on the `chosen` tokens."""
         penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
         return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
 

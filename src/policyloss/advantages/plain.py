@@ -1,0 +1,253 @@
+"""Advantages in plain arithmetic: the formulas with a framework's own rounding, for drop-ins that must give its very numbers.
+
+The rest of this package computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. A framework
+computes as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
+difference is rounding, but rounding is amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are
+standardised to ±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean says. For everything but
+a framework's own numbers, use `policyloss.advantage`.
+
+Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or 0/1 in any dtype, and that dtype
+takes part where a framework divides by its sum. Nothing carries a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.advantages.baselines import check_rewards, per_sequence
+from policyloss.advantages.returns import GAE
+from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype, fill
+from policyloss.functional.segments import group_index
+from policyloss.tokens import as_mask
+
+
+@dataclass(frozen=True)
+class PlainGroups:
+    """Rewards and the statistics of each one's group: size, total, mean, sample standard deviation; all `[S]`, in row order.
+
+    A group of one has mean 0 and deviation 1, so that it keeps its raw reward.
+    """
+
+    rewards: Tensor
+    size: Tensor
+    total: Tensor
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def stacked(cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None) -> PlainGroups:
+        """The members of a group side by side, reduced as `torch.mean` and `torch.std` of that vector are, in their dtype.
+
+        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of one size are reduced at once, so this
+        reads the sizes that occur back to the host.
+        """
+        check_rewards(rewards, group_ids)
+        rewards = rewards.detach()
+        order, size, by_size = rows_by_size(group_ids)
+        total, mean, std = torch.zeros_like(rewards), torch.zeros_like(rewards), torch.ones_like(rewards)
+        weight = None if weights is None else per_sequence("weights", weights, rewards).to(rewards.dtype)
+        for rows in by_size:
+            members = rewards[rows]
+            center = members.mean(1, keepdim=True) if weight is None else _weighted_mean(members, weight[rows])
+            # As torch.std: squares in float64, measured from the mean as it was rounded, and added up one after the other.
+            wide = accumulator_dtype(rewards.device)
+            squares = (members.to(wide) - center.to(wide)).square().cumsum(1)[:, -1:]
+            total[rows] = members.sum(1, keepdim=True).expand_as(members)
+            mean[rows] = center.expand_as(members)
+            std[rows] = _root(squares / (rows.shape[1] - 1)).to(rewards.dtype).expand_as(members)
+        return cls(rewards, torch.empty_like(size).scatter(0, order, size), total, mean, std)
+
+    @classmethod
+    @torch.no_grad()
+    def indexed(
+        cls,
+        rewards: Tensor,
+        group_ids: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        variance: Literal["centered", "moments"] = "centered",
+        floor: float = 0.0,
+    ) -> PlainGroups:
+        """Sums added up one row after the other, as `index_add_` and `bincount` do. dtype: of the statistics (None: the rewards').
+
+        variance: "centered" `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels. floor: its least value.
+        """
+        check_rewards(rewards, group_ids)
+        rewards = rewards.detach()
+        order, groups = group_index(group_ids)
+        r = rewards[order].to(dtype or rewards.dtype)
+        count, total = groups.sum(torch.ones_like(r)), groups.sum(r)
+        mean = total / count.clamp(min=1)
+        if variance == "centered":
+            squares = groups.sum((r - groups.expand(mean)).square())
+        else:
+            squares = groups.sum(r * r) - total * total / count.clamp(min=1)
+        std = (squares / (count - 1).clamp(min=1)).clamp(min=floor).sqrt()
+        alone = count == 1
+        found = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
+        in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in found)
+        return cls(rewards, *in_rows)
+
+    @property
+    def centered(self) -> Tensor:
+        """`r − μ`, and r itself for a group of one."""
+        return self.rewards - self.mean
+
+    def scaled(self, x: Tensor, eps: float) -> Tensor:
+        """`x / (σ + eps)`. The deviation 1 of a group of one is a float32 number, so that `1 + eps` is rounded to float32."""
+        alone = (torch.ones((), device=x.device) + eps).to(x.dtype)
+        return x / torch.where(self.size == 1, alone, self.std + eps)
+
+    def left_out(self) -> Tensor:
+        """`r·n/(n−1) − μ·n/(n−1)`: the reward less the mean of the other members; r itself for a group of one."""
+        others = (self.size - 1).clamp(min=1)
+        return torch.where(self.size > 1, self.rewards * self.size / others - self.mean * self.size / others, self.rewards)
+
+    def left_out_of_total(self) -> Tensor:
+        """`(n·r − Σr)/(n−1)`: the same, from the group's total; 0 for a group of one."""
+        return torch.where(self.size > 1, (self.size * self.rewards - self.total) / (self.size - 1).clamp(min=1), 0)
+
+    def per_nonzero(self, f_norm: float = 1.0) -> Tensor:
+        """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one), a float32 number."""
+        used = torch.count_nonzero(self.rewards).clamp(min=1)
+        return self.rewards.shape[0] / used * self.centered / f_norm
+
+
+def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
+    order, groups = group_index(group_ids)
+    assert groups.offsets is not None
+    assert groups.ids is not None
+    size = groups.offsets[groups.ids + 1] - groups.offsets[groups.ids]
+    sizes = [n for n in torch.unique(size).tolist() if n > 1]
+    return order, size, [order[size == n].view(-1, n) for n in sizes]
+
+
+def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
+    total = weight.sum(1, keepdim=True)
+    return (weight * x).sum(1, keepdim=True) / torch.where(total > 0, total, 1)
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x to the last bit, as `torch.std` takes it; `torch.sqrt` may be one off in float64, where MKL computes it."""
+    return torch.tensor([math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device).view_as(x)
+
+
+@torch.no_grad()
+def sequence_scores(token_rewards: Tensor) -> Tensor:
+    """The sum of a row's token rewards, at valid and masked tokens alike, in their dtype. `[B, T]` → `[B]`."""
+    if not isinstance(token_rewards, Tensor) or token_rewards.dim() != 2 or not token_rewards.is_floating_point():
+        raise InputError("token rewards must be a floating-point tensor [B, T].")
+    return token_rewards.detach().sum(dim=-1)
+
+
+def sequence_lengths(mask: Tensor) -> Tensor:
+    """How many valid tokens a row has. `[B, T]` → `[B]`."""
+    return as_mask(mask, mask).sum(dim=-1)
+
+
+def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """One number per sequence, given to each of its valid tokens; 0 at the others. `[B]`, `[B, T]` → `[B, T]`.
+
+    In the dtype of the product of the two: a float64 mask makes float64 of float32 numbers.
+    """
+    if mask.dim() != 2 or x.shape != mask.shape[:1]:
+        raise InputError(f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}.")
+    spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
+    return fill(spread, as_mask(mask, spread))
+
+
+@torch.no_grad()
+def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float = 1e-8) -> Tensor:
+    """`(x − mean) / √(variance + eps)` with mean and unbiased variance over the valid tokens; masked tokens are transformed too.
+
+    count_eps is added to the number of tokens where a sum is divided by it. Fewer than two valid tokens are an error, as they have
+    no variance. Source: the masked whitening of verl; `whiten` without its guards.
+    """
+    valid = as_mask(mask, x)
+    n = mask.sum()
+    if n < 2:
+        raise InputError(f"whitening needs at least two valid tokens, got {int(n)}: one token has no variance.")
+    mean = fill(x, valid).sum() / (n + count_eps)
+    centered = x - mean
+    variance = fill(centered.square(), valid).sum() / (n + count_eps) * (n / (n - 1))
+    return centered * (variance + eps).rsqrt()
+
+
+@torch.no_grad()
+def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True) -> GAE:
+    """GAE, one token after the other from the end; not whitened. All token-shaped.
+
+    A masked token holds the advantage of the next valid one (0 if there is none), and as return that plus its own value.
+    bridge: False runs over masked tokens as if they were valid.
+    """
+    valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
+    delta = rewards + gamma * _next_valid(values, valid) - values
+    advantages = _running(delta, gamma * lam, valid)
+    return GAE(advantages, advantages + values)
+
+
+@torch.no_grad()
+def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: Literal["bridge", "cut"] = "bridge") -> Tensor:
+    """Discounted returns, one token after the other from the end. All token-shaped.
+
+    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has a return of its own,
+    `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so a row of several turns credits each turn alone.
+    """
+    valid = as_mask(mask, rewards)
+    if holes == "bridge":
+        return fill(_running(rewards, gamma, valid), valid)
+    running, found = torch.zeros_like(rewards[:, 0]), []
+    for x, keep in zip(reversed(rewards.unbind(1)), reversed(valid.unbind(1)), strict=True):
+        found.append(x + gamma * running)
+        running = torch.where(keep, found[-1], 0)
+    return torch.stack(found[::-1], dim=1)
+
+
+@torch.no_grad()
+def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
+    return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)
+
+
+@torch.no_grad()
+def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
+    """`returns − b` at valid tokens, the returns themselves at masked ones; b `[B]` one number per sequence."""
+    return returns - over_tokens(baseline.detach(), mask)
+
+
+@torch.no_grad()
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """`Σ_k w_k·x_k`, added up in their order; the weights (1 by default) are float32 numbers."""
+    if weights is not None and len(weights) != len(parts):
+        raise InputError(f"weights must hold one number per reward ({len(parts)}), got {len(weights)}.")
+    weight = torch.ones(len(parts)) if weights is None else torch.tensor(weights, dtype=torch.float32)
+    total = torch.zeros_like(parts[0])
+    for w, x in zip(weight.to(parts[0].device), parts, strict=True):
+        total = total + w * x
+    return total
+
+
+def _next_valid(x: Tensor, valid: Tensor) -> Tensor:
+    """For each token, `x` at the next valid one after it; 0 if there is none. `[B, T]`."""
+    length = x.shape[1]
+    here = torch.where(valid, torch.arange(length, device=x.device), length)
+    nearest = torch.nn.functional.pad(here, (0, 1), value=length).flip(-1).cummin(-1).values.flip(-1)[:, 1:]
+    return torch.nn.functional.pad(x, (0, 1)).gather(1, nearest)
+
+
+def _running(x: Tensor, decay: float, valid: Tensor) -> Tensor:
+    """`y_t = x_t + decay·y_{t+1}` at valid tokens, `y_t = y_{t+1}` at masked ones, 0 after the last. `[B, T]`."""
+    running, found = torch.zeros_like(x[:, 0]), []
+    for now, keep in zip(reversed(x.unbind(1)), reversed(valid.unbind(1)), strict=True):
+        running = torch.where(keep, now + decay * running, running)
+        found.append(running)
+    return torch.stack(found[::-1], dim=1)

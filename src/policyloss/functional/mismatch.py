@@ -1,0 +1,283 @@
+"""How far the inference engine is from the trainer: diagnostics of one batch, for logs. Pure functions of detached tensors.
+
+Legend: `logp` the trainer's and `rollout_logp` the engine's log-probabilities, d = logp − rollout_logp, a weight is `exp(d)`; all
+token-shaped. S sequences. Results are 0-dim tensors by name. They are computed in the dtype of the inputs and in the order they
+are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with those of other programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.correction import any_in_sequence, divergence, importance_weight, within
+from policyloss.functional.masking import accumulator_dtype, bound, fill
+from policyloss.functional.ranks import all_sum
+from policyloss.functional.segments import Sequences
+from policyloss.functional.stats import extremes
+
+Statistics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over a batch's valid tokens and over those of each sequence.
+
+    mask: bool or 0/1, token-shaped; counts are sums in its own dtype. epsilon is added to every count before dividing: 0 is exact,
+    but an empty sequence is then 0/0; verl uses 1e-8, and its mean is 0.
+    """
+
+    mask: Tensor
+    sequences: Sequences
+    epsilon: float = 0.0
+
+    @classmethod
+    def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
+        """The means over padded rows `[B, T]`, or over one row of tokens `[N]` that is not cut into sequences."""
+        return cls(mask, Sequences(tuple(mask.shape)), epsilon)
+
+    @property
+    def everywhere(self) -> Means:
+        """The means over the same sequences with every token valid."""
+        return replace(self, mask=torch.ones_like(self.mask))
+
+    @property
+    def valid(self) -> Tensor:
+        """The mask as bool."""
+        return self.mask.bool()
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of valid tokens of each sequence, `[S]`."""
+        packed_flags = self.sequences.offsets is not None and not self.mask.is_floating_point()
+        return self.sequences.sum(self.mask.to(torch.float32) if packed_flags else self.mask)
+
+    @property
+    def nonempty(self) -> Tensor:
+        """Which sequences have a valid token, `[S]`."""
+        return self.lengths > 0
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """`Σ x / (n + epsilon)` over the n valid tokens; flags count as 0 and 1 in float32. 0-dim."""
+        return self.filled(x).sum() / (self.mask.sum() + self.epsilon)
+
+    def of_sequences(self, x: Tensor) -> Tensor:
+        """`Σ x / (L + epsilon)` over the L valid tokens of each sequence. `[S]`."""
+        return self.sequences.sum(self.filled(x)) / (self.lengths + self.epsilon)
+
+    def filled(self, x: Tensor) -> Tensor:
+        """`x` where valid, 0 elsewhere, in the dtype of `x` times the mask."""
+        x = x.float() if x.dtype == torch.bool else x
+        return fill(x, self.valid, torch.result_type(x, self.mask))
+
+
+def _share(flags: Tensor) -> Tensor:
+    """How many of `flags` are True, as a share of all of them, in float32."""
+    return flags.float().mean()
+
+
+def _log(threshold: float, like: Tensor) -> Tensor:
+    """The logarithm of a bound in the default dtype whatever `like`'s, because verl compares with that."""
+    return torch.tensor(float(threshold), device=like.device).log()
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """The standard deviation of `[S]` numbers, without bias; 0 for a single one."""
+    return x.std() if x.numel() > 1 else x.new_zeros(())
+
+
+def policy_gap(logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clamp: float = 20.0) -> Statistics:
+    """Perplexities of both policies and divergences between them.
+
+    *_ppl = mean_S exp(−m), *_log_ppl = mean_S −m, with m a sequence's mean log-probability; log_ppl_diff (its mean, mean modulus,
+    max and min over sequences) = m_rollout − m; ppl_ratio = mean_S exp(log_ppl_diff); kl = mean −d and k3_kl = mean eᵈ − 1 − d over
+    tokens, both estimates of KL(rollout‖trainer); chi2_token = mean e²ᵈ − 1, chi2_seq = mean_S e^(2 Σd) − 1, with d and Σd clamped
+    to ±log_clamp. Means over sequences are over all of them: an empty one has m = 0. Without `rollout_logp` only training_*.
+    """
+    mean_logp = means.of_sequences(logp)
+    gap = _perplexity("training", mean_logp)
+    if rollout_logp is None:
+        return gap
+    d = logp - rollout_logp
+    mean_rollout_logp = means.of_sequences(rollout_logp)
+    difference = mean_rollout_logp - mean_logp
+    token_weight = importance_weight(d, log_clamp)
+    log_likelihood_ratio = means.sequences.sum(means.filled(d))
+    return {
+        **gap,
+        "kl": means.of_tokens(divergence(d, "k1")),
+        "k3_kl": means.of_tokens(divergence(d, "k3", as_written=True)),
+        **_perplexity("rollout", mean_rollout_logp),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": means.of_tokens(token_weight.square()) - 1,
+        "chi2_seq": (2 * bound(log_likelihood_ratio, log_clamp)).exp().mean() - 1,
+    }
+
+
+def _perplexity(whose: str, mean_logp: Tensor) -> Statistics:
+    return {f"{whose}_ppl": (-mean_logp).exp().mean(), f"{whose}_log_ppl": (-mean_logp).mean()}
+
+
+def reciprocal_band(high: float, low: float | None = None) -> tuple[float, float]:
+    """(low, high); without `low` the band is 1/high … high, symmetric in the logarithm."""
+    return (1.0 / high if low is None else low), high
+
+
+def in_nats(low: float, high: float) -> tuple[float, float]:
+    """The bounds of a ratio as bounds of its logarithm."""
+    return math.log(low), math.log(high)
+
+
+def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
+    """Without `low`, TIS: `min(w, high)`. With it, IcePop: w where low ≤ w ≤ high, else 0."""
+    return weight.clamp(max=high) if low is None else torch.where(within(weight, low, high), weight, 0)
+
+
+def normalised(
+    weight: Tensor, means: Means, over: str, *, empty_sequences: bool = False, least: float = 1e-8, group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences" (of each one's mean weight).
+
+    A mean not above `least` counts as 1, so weights that are all 0 stay 0. empty_sequences: they too count, with weight 0. With a
+    process group the mean is over its ranks. Only the mean over the tokens of one process has epsilon in its last division.
+    """
+    if over == "tokens":
+        x, counted = means.filled(weight), means.mask
+    else:
+        x = means.of_sequences(weight)
+        counted = torch.ones_like(x) if empty_sequences else means.nonempty
+    total, count = all_sum(x.sum(), group), all_sum(counted.sum(), group)
+    mean = total / (count + means.epsilon if group is None and over == "tokens" else count)
+    factor = torch.where(mean > least, mean, 1)
+    return weight / factor, factor
+
+
+def token_weight_limits(weight: Tensor, raw: Tensor, means: Means, low: float, high: float) -> Statistics:
+    """Largest and smallest applied weight, and the shares of valid tokens whose raw weight is above `high` or below `low`."""
+    largest, smallest = extremes(weight, means.valid)
+    return {
+        "max": largest,
+        "min": smallest,
+        "ratio_fraction_high": means.of_tokens(raw > high),
+        "ratio_fraction_low": means.of_tokens(raw < low),
+    }
+
+
+def sequence_weight_limits(log_weight: Tensor, low: float, high: float, log_clamp: float = 20.0) -> Statistics:
+    """The same from one log-weight per sequence, `[S]` or `[S, 1]`, compared in logarithms; every sequence counts.
+
+    The largest weight is `exp(min(max log_weight, log_clamp))`; the smallest is not clamped.
+    """
+    return {
+        "max": log_weight.max().clamp(max=log_clamp).exp(),
+        "min": log_weight.min().exp(),
+        "ratio_fraction_high": _share(log_weight > _log(high, log_weight)),
+        "ratio_fraction_low": _share(log_weight < _log(low, log_weight)),
+    }
+
+
+def spread(x: Tensor, means: Means, low: float, high: float) -> Tensor:
+    """The standard deviation over valid tokens of `x` clamped to [low, high], from E[x²] − E[x]²; 0 for a single token."""
+    clamped = x.clamp(min=low, max=high)
+    variance = means.of_tokens(clamped.square()) - means.of_tokens(clamped).square()
+    return torch.where(means.mask.sum() > 1, variance.clamp(min=0).sqrt(), 0)
+
+
+def weight_spread(weight: Tensor, means: Means, low: float, high: float) -> Statistics:
+    """Mean of the weights; standard deviation and effective sample size (as a share) of the weights clamped to [low, high].
+
+    eff_sample_size = 1 / mean (w / (mean w + epsilon))², and 0 if every weight is 0.
+    """
+    clamped = weight.clamp(min=low, max=high)
+    mean = means.of_tokens(clamped)
+    square = means.of_tokens((clamped / (mean + means.epsilon)).square())
+    square = square.to(accumulator_dtype(square.device))
+    return {
+        "mean": means.of_tokens(weight),
+        "std": spread(weight, means, low, high),
+        "eff_sample_size": torch.where(mean == 0, 0, 1 / square),
+    }
+
+
+def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float, high: float) -> Statistics:
+    """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0); deviation is from 1.
+
+    The shares of sequences above `high` and below `low` are of the mean of `judged`, such as the weight before it was truncated.
+    """
+    mean, judged_mean = means.of_sequences(weight), means.of_sequences(judged)
+    return {
+        "seq_mean": mean.mean(),
+        "seq_std": _deviation(mean),
+        "seq_max": mean.max(),
+        "seq_min": mean.min(),
+        "seq_max_deviation": (mean - 1).abs().max(),
+        "seq_fraction_high": _share(judged_mean > high),
+        "seq_fraction_low": _share(judged_mean < low),
+    }
+
+
+def rejection_statistics(
+    stat: Tensor, of_sequence: Tensor | None, nonempty: Tensor, means: Means, low: float | None, high: float, by_sequence: bool
+) -> Statistics:
+    """Statistics of the number a rejection is decided by. Kept are `low <= stat <= high`; a `low` of None does not bind.
+
+    stat: token-shaped; of_sequence: the same number once per sequence `[S]`, None for the mean of each. by_sequence: whether max,
+    min and the shares beyond the bounds are taken over the sequences that have a valid token, or over the valid tokens.
+    """
+    values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
+    found = {"mean": means.of_tokens(stat)}
+    if by_sequence and values.numel():
+        found |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
+    else:
+        largest, smallest = extremes(stat, means.valid)
+        found |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
+    found.setdefault("fraction_low", stat.new_zeros(()))
+    found["std"] = spread(stat, means, 0.0 if low is None else low, high)
+    if not values.numel():
+        names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
+        return found | {f"seq_{name}": stat.new_zeros(()) for name in names}
+    by_name = {"mean": values.mean(), "std": _deviation(values), "max": values.max(), "min": values.min()}
+    by_name |= {"max_deviation": values.abs().max(), **_beyond(_share, values, low, high)}
+    return found | {f"seq_{name}": value for name, value in by_name.items()}
+
+
+def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:
+    above = {"fraction_high": average(x > high)}
+    return above if low is None else {**above, "fraction_low": average(x < low)}
+
+
+def outside_share(x: Tensor, means: Means, low: float, high: float) -> Tensor:
+    """The share of valid tokens with `x` outside [low, high]."""
+    return means.of_tokens(~within(x, low, high))
+
+
+def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The share of valid tokens that are not kept, counted in `dtype`."""
+    return means.of_tokens((~keep).to(dtype))
+
+
+def rejected_sequences(keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32) -> Tensor:
+    """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in `dtype`, at least float32)."""
+    lost = means.sequences.sum((~keep & means.valid).float()) > 0
+    if among == "all":
+        return _share(lost)
+    lost = lost[means.nonempty].to(torch.promote_types(dtype, torch.float32))
+    return lost.sum() / lost.numel()
+
+
+def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statistics]:
+    """Which tokens survive a veto (bool): those of sequences without a valid token of weight below `low`.
+
+    Also the share of sequences vetoed, of all, and the share of valid tokens that veto.
+    """
+    impossible = (log_weight < _log(low, log_weight)) & means.valid
+    keep = ~any_in_sequence(impossible, means.sequences)
+    return keep, {"sequences": rejected_sequences(~impossible, means), "tokens": means.of_tokens(impossible)}
