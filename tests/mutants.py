@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         "sequence_mean_over_the_padded_width",
         "functional/aggregate.py",
-        "reciprocal(lengths, lengths)",
-        "reciprocal(lengths * 0 + sequences.shape[-1], lengths)",
+        "lengths + epsilon if epsilon else lengths, lengths)",
+        "lengths * 0 + sequences.shape[-1], lengths)",
         _HAND + "test_aggregate",
     ),
     Mutant(
@@ -199,6 +199,41 @@ MUTANTS = (
         "token_loss = torch.maximum(token_loss, clipped)",
         "token_loss = torch.minimum(token_loss, clipped)",
         "test_value.py::test_clipped_by_hand",
+    ),
+    Mutant(
+        "verl_gspo_average_of_an_older_release",
+        "compat/verl/losses.py",
+        'mode = loss_agg_mode if at_least(release, "0.9.1")',
+        'mode = loss_agg_mode if at_least(release, "0.9.0")',
+        "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
+    ),
+    Mutant(
+        "verl_guard_lost",
+        "compat/guards.py",
+        "return 1e-8 if",
+        "return 1e-9 if",
+        "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",
+    ),
+    Mutant(
+        "openrlhf_gspo_anchor",
+        "compat/openrlhf/losses.py",
+        '"old" if gate.level == "off" else "rollout"',
+        '"old" if gate.level == "off" else "old"',
+        "test_compat_openrlhf.py::test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted",
+    ),
+    Mutant(
+        "trl_cispo_cap_as_a_distance",
+        "compat/trl/config.py",
+        "return DetachedClip(0.0, high)",
+        "return DetachedClip(0.0, 1 + high)",
+        "test_compat_trl.py::test_cispo_caps_the_weight_at_epsilon_high_itself",
+    ),
+    Mutant(
+        "given_penalty_unscaled",
+        "loss.py",
+        "isinstance(spec.kl, (KL, GivenKL))",
+        "isinstance(spec.kl, KL)",
+        "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
 )
 

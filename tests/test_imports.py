@@ -173,7 +173,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
 def test_every_public_function_underneath_is_documented() -> None:
     undocumented = []
     for module in FILES:
-        if module.endswith("__main__"):
+        if module.endswith(("__main__", "compat.verl.hook")):  # to import these is to run them
             continue
         loaded = importlib.import_module(module.removesuffix(".__init__"))
         for name, thing in vars(loaded).items():

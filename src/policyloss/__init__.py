@@ -6,12 +6,12 @@ out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
 out.loss.backward()
 """
 
-from policyloss import advantage, functional
+from policyloss import advantage, compat, functional
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check import check_loss
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
-from policyloss.loss import LossOutput, measure, policy_loss
+from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics, Stat
 from policyloss.presets import preset, presets
 from policyloss.slots.aggregate import (
@@ -30,6 +30,7 @@ from policyloss.slots.correction import (
     OPSM,
     Band,
     Corrected,
+    DivergenceMask,
     Reject,
     SelfNormalise,
     SequenceMask,
@@ -69,6 +70,7 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
+    "DivergenceMask",
     "GammaWeight",
     "GeometricClip",
     "GroupTokens",
@@ -108,7 +110,9 @@ __all__ = [
     "Unbounded",
     "Veto",
     "advantage",
+    "aggregate_tokens",
     "check_loss",
+    "compat",
     "diff",
     "explain",
     "functional",

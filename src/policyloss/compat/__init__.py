@@ -1,0 +1,18 @@
+"""Drop-ins for other frameworks: their names, arguments, return values and numbers, computed by this library.
+
+One module per framework — `verl`, `openrlhf`, `colossalai`, `trl` — loaded when first used. None needs the framework installed
+unless it hooks into it (`register()`, `install()`, a trainer subclass). Adapters translate words; they compute nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["colossalai", "openrlhf", "trl", "verl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"policyloss.compat has no {name!r}; there are {', '.join(__all__)}.")
+    return import_module(f"policyloss.compat.{name}")

@@ -1,0 +1,35 @@
+"""What ColossalChat's losses share: its mean over samples, and its largest ratio."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.ratio import mean_and_max
+from policyloss.slots.aggregate import SeqMeanTokenMean
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals
+
+EPSILON = 1e-8  # added to the number of a sample's tokens, and to the tokens of the step
+
+
+def all_rows(tokens: Tensor) -> Totals:
+    """The counts of a mean over the rows of `tokens`, in which one without a valid token counts as any other."""
+    return Totals(tokens.shape[0], tokens.shape[0])
+
+
+def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
+    """The mean over a sample's tokens, which ColossalChat guards if there is a mask."""
+    # It adds to a count in the mask's own precision: any but float64 loses it.
+    return SeqMeanTokenMean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
+
+
+def everything(like: Tensor) -> Tensor:
+    """A mask that leaves nothing out."""
+    return torch.ones_like(like, dtype=torch.bool)
+
+
+def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Over every position of the batch; a masked one has ratio 1."""
+    tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old_log_probs})
+    return mean_and_max(tokens.log_ratio_to("old"))

@@ -1,0 +1,98 @@
+"""`coati.distributed.loss`: the GRPO and DAPO loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.functional.aggregate import guarded
+from policyloss.loss import policy_loss
+from policyloss.slots.aggregate import TokenMean
+from policyloss.slots.given import GivenKL
+from policyloss.slots.ratio import TokenRatio
+from policyloss.slots.trust import Clip
+from policyloss.spec import LossSpec
+from policyloss.tokens import as_mask
+from policyloss.totals import Totals
+
+
+class PolicyLoss(nn.Module):
+    """ColossalChat's clipped loss with `beta` times a KL penalty that is given, over samples or over tokens.
+
+    "sample_level": the mean over all rows, also those that a mask empties, of their token means. "token_level": the sum over
+    `total_effective_tokens_in_batch`. adv: kept, and not used (the advantages are made elsewhere). The log-ratio is not clamped.
+    returns: "tuple" for `(loss, largest ratio)`, "loss" for the loss alone.
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        beta: float = 0.01,
+        loss_variation: str = "sample_level",
+        adv: str = "GRPO",
+        *,
+        returns: Literal["tuple", "loss"] = "tuple",
+    ) -> None:
+        super().__init__()
+        if loss_variation not in ("sample_level", "token_level"):
+            raise SpecError(unknown_name("loss_variation", loss_variation, ("sample_level", "token_level")))
+        if returns not in ("tuple", "loss"):
+            raise SpecError(unknown_name("returns", returns, ("tuple", "loss")))
+        self.clip_eps_low = clip_eps_low
+        self.clip_eps_high = clip_eps_high
+        self.beta = beta
+        self.loss_variation = loss_variation
+        self.adv = adv
+        self.returns = returns
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        per_token_kl: Tensor | None,
+        action_mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        total_effective_tokens_in_batch: Tensor | float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss, with the largest ratio beside it.
+
+        log_probs, old_log_probs, per_token_kl (not read if beta is 0; its gradient is kept), action_mask: `[B, T]`. advantages:
+        `[B, T]` or `[B, 1]`. loss_mask: `[B]`, the samples to learn from. total_effective_tokens_in_batch: of the whole step.
+        """
+        mask = everything(log_probs) if action_mask is None else action_mask
+        learned = as_mask(mask, log_probs)
+        if loss_mask is not None:
+            learned = learned & as_mask(loss_mask, log_probs[:, 0]).unsqueeze(-1)
+        by_sample = self.loss_variation == "sample_level"
+        spec = LossSpec(
+            TokenRatio(log_clamp=None),
+            Clip(self.clip_eps_low, self.clip_eps_high),
+            kl=self._kl(per_token_kl),
+            aggregate=sample_mean(action_mask) if by_sample else TokenMean(),
+        )
+        totals = all_rows(log_probs) if by_sample else _tokens_of_step(total_effective_tokens_in_batch)
+        loss = policy_loss(spec, log_probs, old_log_probs, advantages, learned, totals=totals).loss
+        if self.returns == "loss":
+            return loss
+        return loss, ratio_mean_and_max(log_probs, old_log_probs, advantages, mask)[1]
+
+    def _kl(self, per_token_kl: Tensor | None) -> GivenKL | None:
+        if self.beta == 0:
+            return None
+        if not isinstance(per_token_kl, Tensor):
+            raise InputError(
+                f"per_token_kl must be a [B, T] tensor when beta is not 0 (it is {self.beta!r}), got {per_token_kl!r}."
+            )
+        return GivenKL(per_token_kl, self.beta)
+
+
+def _tokens_of_step(total: Tensor | float | None) -> Totals:
+    if total is None:
+        raise InputError('total_effective_tokens_in_batch was not given; loss_variation="token_level" divides by it.')
+    tokens = guarded(total, EPSILON)
+    return Totals(tokens, tokens)

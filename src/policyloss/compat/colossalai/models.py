@@ -1,0 +1,57 @@
+"""`coati.models.loss`: the older PPO losses, of actor and critic."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from policyloss.advantages.returns import returns_of
+from policyloss.compat.colossalai.calls import all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.errors import SpecError
+from policyloss.loss import policy_loss
+from policyloss.slots.ratio import TokenRatio
+from policyloss.slots.trust import Clip
+from policyloss.spec import LossSpec
+from policyloss.value import value_loss
+
+LOG_10 = 2.302585092994046  # the ratio is at most 10
+
+
+class PolicyLoss(nn.Module):
+    """ColossalChat's older PPO loss: the ratio is at most 10; the mean over all rows of their token means."""
+
+    def __init__(self, clip_eps: float = 0.2, skip_threshold: float = 20.0) -> None:
+        super().__init__()
+        self.clip_eps = clip_eps
+        self.skip_threshold = skip_threshold
+
+    @property
+    def spec(self) -> LossSpec:
+        """The loss as this library says it, for `policyloss.explain` among others."""
+        ratio = TokenRatio(log_clamp=(None, LOG_10))
+        return LossSpec(ratio, Clip(self.clip_eps, self.clip_eps), aggregate=sample_mean(None))
+
+    def forward(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
+    ) -> tuple[Tensor, bool, Tensor]:
+        """`(loss, skip, largest ratio)`; skip: the mean ratio, a masked token's being 1, is above skip_threshold. All `[B, T]`."""
+        mask = everything(log_probs) if action_mask is None else action_mask
+        spec = self.spec.replace(aggregate=sample_mean(action_mask))
+        loss = policy_loss(spec, log_probs, old_log_probs, advantages, mask, totals=all_rows(log_probs)).loss
+        mean, largest = ratio_mean_and_max(log_probs, old_log_probs, advantages, mask)
+        return loss, bool(mean > self.skip_threshold), largest
+
+
+class ValueLoss(nn.Module):
+    """ColossalChat's older value loss: half the larger of the squared errors, clipped or not, over all valid tokens."""
+
+    def __init__(self, clip_eps: float = 0.2) -> None:
+        super().__init__()
+        if not clip_eps > 0:
+            raise SpecError(f"clip_eps must be greater than 0, got {clip_eps!r}.")
+        self.clip_eps = clip_eps
+
+    def forward(self, values: Tensor, old_values: Tensor, advantage: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """The loss, 0-dim; the returns are advantage + old_values. All `[B, T]`. Nothing valid gives 0 (ColossalChat: NaN)."""
+        mask = everything(values) if action_mask is None else action_mask
+        returns = returns_of(advantage, old_values)
+        return value_loss(values, returns, old_values, mask, self.clip_eps, totals="local").loss

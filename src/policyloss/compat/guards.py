@@ -1,0 +1,20 @@
+"""The 1e-8 that frameworks add to a count before they divide by it, as it acts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def guard(mask: Tensor) -> float:
+    """What `mask.sum() + 1e-8` adds to a count.
+
+    In float64 it adds 1e-8. The count of any other mask — bool, integer, float32 — becomes float32, in which n + 1e-8 is n: there
+    the guard only keeps 0/0 from being NaN, as 1e-30 does.
+    """
+    return 1e-8 if mask.dtype == torch.float64 else 1e-30
+
+
+def share(x: Tensor, mask: Tensor) -> Tensor:
+    """A share of tokens in the dtype a framework gives it: flags are float32, so it is float64 only if the mask is."""
+    return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)

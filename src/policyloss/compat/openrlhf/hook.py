@@ -1,0 +1,45 @@
+"""Putting the drop-ins into an installed OpenRLHF."""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import Any
+
+from policyloss.compat.openrlhf.losses import PolicyLoss, ValueLoss, aggregate_loss, compute_approx_kl
+from policyloss.compat.openrlhf.words import check_release
+from policyloss.compat.patching import swap
+from policyloss.compat.releases import at_least
+from policyloss.errors import SpecError
+
+_installed: list[tuple[Any, Any]] = []
+
+
+def install(release: str | None = None) -> str:
+    """Put these in place of OpenRLHF's own, in every module of it that is or will be imported; returns the release served.
+
+    Replaced are PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl. release: its version, if its metadata is not there
+    to tell. A second call changes nothing; `uninstall` undoes it.
+    """
+    version = release or metadata.version("openrlhf")
+    check_release(version)
+    if at_least(version, "0.9.1") and not at_least(version, "0.9.3"):
+        raise SpecError(f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or a later release.")
+    if not _installed:
+        loss, utils = import_module("openrlhf.models.loss"), import_module("openrlhf.models.utils")
+        of_loss = (_serving(PolicyLoss, version), _serving(ValueLoss, version), aggregate_loss)
+        ours = [*((loss, new) for new in of_loss), (utils, compute_approx_kl)]
+        # aggregate_loss is there from 0.10.3 on.
+        _installed.extend((getattr(m, new.__name__), new) for m, new in ours if hasattr(m, new.__name__))
+    swap("openrlhf", _installed)
+    return version
+
+
+def uninstall() -> None:
+    """Put OpenRLHF's own back, in every module of it."""
+    swap("openrlhf", [(new, old) for old, new in _installed])
+    _installed.clear()
+
+
+def _serving(cls: type[PolicyLoss] | type[ValueLoss], release: str) -> Any:
+    """The class as OpenRLHF `release` has it."""
+    return type(cls.__name__, (cls,), {"default_release": release, "__doc__": cls.__doc__, "__module__": cls.__module__})

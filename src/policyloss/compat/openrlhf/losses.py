@@ -1,0 +1,318 @@
+"""OpenRLHF's classes and functions, with its signatures, return values and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.compat.openrlhf.words import (
+    CURRENT,
+    VLLM_TYPES,
+    Gate,
+    Threshold,
+    by_place,
+    check_gate,
+    check_release,
+    correction,
+    family,
+)
+from policyloss.compat.releases import at_least
+from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.functional.kl import estimate, with_gradient
+from policyloss.functional.masking import bound, difference
+from policyloss.functional.ratio import capped
+from policyloss.functional.stats import mean_or_zero
+from policyloss.loss import aggregate_tokens, policy_loss
+from policyloss.metrics import Record, Stat, together
+from policyloss.slots.aggregate import SeqMeanTokenMean, TokenMean
+from policyloss.slots.correction import rejected_share
+from policyloss.slots.ratio import SequenceRatio, TokenRatio
+from policyloss.slots.trust import Clip
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals
+from policyloss.value import value_loss
+
+EPSILON = 1e-8  # added to the number of a sequence's tokens
+KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased gradient
+
+
+class PolicyLoss(nn.Module):
+    """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of earlier releases.
+
+    Those — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`, `vllm_is_correction_type` — are given by name, or by place
+    as in those releases: the sixth argument is then a bool, where 0.11.2 has a word. Whoever gives them gets the four values of
+    0.11.1 back, others the five of 0.11.2. release: whose numbers and return values, if not those.
+
+    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3 to 0.10.2 ppo_kl is the
+    rollout's when a correction is on. A batch with nothing valid gives 0 here, with a zero gradient (OpenRLHF: NaN).
+
+    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability the two policies agree, where
+    rounding puts the divergence below 0 (half of them, in float32); (-1, high) does not.
+    """
+
+    default_release: str | None = None
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        is_correction_level: str | bool = "off",
+        is_correction_mode: Any = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: Sequence[float] = (0.5, 5.0),
+        *,
+        enable_vllm_is_correction: bool | None = None,
+        vllm_is_truncated_threshold: Threshold = None,
+        vllm_is_correction_type: str | None = None,
+        release: str | None = None,
+    ) -> None:
+        super().__init__()
+        words = (is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
+        vllm = (enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type)
+        if isinstance(is_correction_level, bool):
+            words, vllm = by_place(words, vllm)
+        release = release or self.default_release
+        self.release = family(words, vllm, release)
+        self.clip_eps_low = clip_eps_low
+        self.clip_eps_high = clip_eps_high
+        self.dual_clip = dual_clip
+        self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
+        self.policy_loss_type = policy_loss_type
+        if self.returns_filter_ratio:
+            self.is_correction_level, self.is_correction_mode, self.is_correction_gating, self.is_correction_threshold = words
+        else:
+            self.enable_vllm_is_correction = bool(vllm[0])
+            self.vllm_is_truncated_threshold = vllm[1]
+            self.vllm_is_correction_type = "tis" if vllm[2] is None else vllm[2]
+        self._check_words()
+        self._make_spec()  # checks the numbers
+
+    @property
+    def returns_filter_ratio(self) -> bool:
+        """Whether the release returns a fifth value."""
+        return at_least(self.release, CURRENT)
+
+    @property
+    def spec(self) -> LossSpec:
+        """The loss as this library says it, for `policyloss.explain` among others."""
+        return self._make_spec()
+
+    def _make_spec(self, mask_dtype: torch.dtype = torch.float64) -> LossSpec:
+        gate = self._gate()
+        trust = Clip(self.clip_eps_low, self.clip_eps_high, self.dual_clip)
+        aggregate = _aggregate(self.token_level_loss, mask_dtype, self.release)
+        if self.policy_loss_type == "gspo":
+            anchor: Literal["old", "rollout"] = "old" if gate.level == "off" else "rollout"
+            return LossSpec(SequenceRatio(anchor=anchor, log_clamp=None), trust, aggregate=aggregate)
+        ratio = TokenRatio(log_clamp=20.0 if at_least(self.release, "0.10.3") else None)
+        return LossSpec(ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate)
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last ones None without a correction.
+
+        All are `[B, T]` but the counts: the valid tokens and the samples of the whole step, over all ranks.
+        """
+        mask = _mask(log_probs, action_mask, self.token_level_loss, batch_num_tokens, self.release, self.policy_loss_type)
+        gate = self._gate()
+        corrected = gate.level != "off"
+        if corrected and rollout_log_probs is None:
+            raise InputError(
+                "rollout_log_probs was not given; a correction compares it with old_log_probs, or GSPO is anchored at it."
+            )
+        rollout = rollout_log_probs if corrected else None
+        weighted = corrected and self.policy_loss_type == "ppo"
+        # Before 0.10.3, GSPO measured ppo_kl from its anchor.
+        old = rollout if corrected and not weighted and not at_least(self.release, "0.10.3") else old_log_probs
+        out = policy_loss(
+            self._make_spec(mask.dtype),
+            log_probs,
+            old,
+            advantages,
+            mask,
+            rollout_logp=rollout,
+            totals=_totals(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size),
+        )
+        share = torch.promote_types(torch.float32, mask.dtype)
+        number = torch.promote_types(share, log_probs.dtype)
+        m = out.metrics
+        clip_ratio = _mean(together(_stat(m["clip_fraction_upper"]), _stat(m["clip_fraction_lower"])), share)
+        ppo_kl = _mean(m["kl_old_k1"], number)
+        vllm_kl = filter_ratio = None
+        if weighted:
+            vllm_kl = _mean(m["kl_rollout_k1"], number)
+            filter_ratio = self._filter_ratio(gate, log_probs, old_log_probs, rollout, advantages, mask)
+            if at_least(self.release, "0.9.3") and not at_least(self.release, "0.10.3"):
+                ppo_kl = vllm_kl
+        values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
+        return (*values, filter_ratio) if self.returns_filter_ratio else values
+
+    def _filter_ratio(
+        self, gate: Gate, log_probs: Tensor, old: Tensor, rollout: Tensor | None, advantages: Tensor, mask: Tensor
+    ) -> Tensor | None:
+        """The share outside the threshold: of the tokens, or, at sequence level, of the rows (one without a token is outside)."""
+        if not self.returns_filter_ratio:
+            return None
+        part = correction(gate._replace(mode="mask"))
+        tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old, "rollout_logp": rollout})
+        if gate.level == "seq":
+            return rejected_share(part, tokens, per="sequence").to(torch.float32)
+        return rejected_share(part, tokens).to(torch.promote_types(torch.float32, mask.dtype))
+
+    def _gate(self) -> Gate:
+        if self.returns_filter_ratio:
+            level, gating = str(self.is_correction_level), self.is_correction_gating
+            return Gate(level, self.is_correction_mode, gating, self.is_correction_threshold)
+        if not self.enable_vllm_is_correction:
+            return Gate("off")
+        level, mode = VLLM_TYPES[self.vllm_is_correction_type]
+        return Gate(level, mode, threshold=self.vllm_is_truncated_threshold)
+
+    def _check_words(self) -> None:
+        if self.policy_loss_type not in ("ppo", "gspo"):
+            raise SpecError(unknown_name("policy_loss_type", self.policy_loss_type, ("ppo", "gspo")))
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise SpecError(f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}.")
+        if self.returns_filter_ratio:
+            check_gate(self._gate())
+        elif self.vllm_is_correction_type not in VLLM_TYPES:
+            raise SpecError(
+                unknown_name("vllm_is_correction_type", self.vllm_is_correction_type, ("tis", "icepop", "seq-mask-tis"))
+            )
+
+
+class ValueLoss(nn.Module):
+    """OpenRLHF's value loss: half the squared error, with `clip_eps` the larger of it and the clipped one's. release: as above."""
+
+    default_release: str | None = None
+
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True, *, release: str | None = None) -> None:
+        super().__init__()
+        self.release = release or self.default_release or CURRENT
+        check_release(self.release)
+        if clip_eps is not None and not clip_eps > 0:
+            raise SpecError(f"clip_eps must be greater than 0, or None for no clipping, got {clip_eps!r}.")
+        self.clip_eps = clip_eps
+        self.token_level_loss = token_level_loss
+
+    def forward(
+        self,
+        values: Tensor,
+        old_values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> Tensor:
+        """The loss, 0-dim. The tensors are `[B, T]`; the counts are of the whole step."""
+        mask = _mask(values, action_mask, self.token_level_loss, batch_num_tokens, self.release)
+        return value_loss(
+            values,
+            returns,
+            old_values,
+            mask,
+            self.clip_eps,
+            aggregate=_aggregate(self.token_level_loss, mask.dtype, self.release),
+            totals=_totals(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size),
+        ).loss
+
+
+def aggregate_loss(
+    loss: Tensor,
+    loss_mask: Tensor | None,
+    token_level_loss: bool = True,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+) -> Tensor:
+    """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means. dp_size: only beside a given count."""
+    mask = _mask(loss, loss_mask, token_level_loss, batch_num_tokens, CURRENT, called="loss_mask")
+    totals = _totals(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
+    return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    log_probs_old: Tensor | str | None = None,
+    kl_estimator: str = "k1",
+    unbiased_gradient: bool = False,
+) -> Tensor:
+    """OpenRLHF's estimate of KL(current‖base) for each token, in float32, held within ±10.
+
+    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if that is given. Up to 0.11.0 the
+    third argument is the estimator, and may be here too.
+    """
+    old = None if isinstance(log_probs_old, str) else log_probs_old
+    kl_estimator = log_probs_old if isinstance(log_probs_old, str) else kl_estimator
+    if kl_estimator not in ("k1", "k2", "k3"):
+        raise SpecError(unknown_name("kl_estimator", kl_estimator, ("k1", "k2", "k3")))
+    everywhere = torch.ones_like(log_probs, dtype=torch.bool)
+    d = difference(log_probs_base, log_probs, everywhere, torch.float32)
+    value = bound(estimate(bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d, kl_estimator), KL_CLAMP)
+    if not unbiased_gradient:
+        return value
+    weight = None if old is None else capped(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
+    return with_gradient(value, d, log_probs, "k2", weight)
+
+
+def _mask(
+    like: Tensor,
+    mask: Tensor | None,
+    token_level: bool,
+    batch_num_tokens: float | None,
+    release: str,
+    loss_type: str = "ppo",
+    called: str = "action_mask",
+) -> Tensor:
+    """The mask, or all of the tokens where OpenRLHF works without one."""
+    if mask is not None:
+        return mask
+    rows_need_it = not token_level and at_least(release, "0.10.3")
+    if loss_type == "gspo" or rows_need_it or (token_level and batch_num_tokens is not None):
+        raise InputError(f"{called} was not given; only a mean over the tokens of this call works without it.")
+    return torch.ones_like(like, dtype=torch.bool)
+
+
+def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> TokenMean | SeqMeanTokenMean:
+    if token_level:
+        return TokenMean()
+    # OpenRLHF adds it to a count in the mask's own precision: any but float64 loses it.
+    felt = mask_dtype == torch.float64 and at_least(release, "0.10.3")
+    return SeqMeanTokenMean(EPSILON if felt else 0.0)
+
+
+def _totals(
+    token_level: bool, dp_size: int, batch_num_tokens: float | None, global_batch_size: float | None
+) -> Totals | Literal["local"]:
+    """The counts of the step; without the one that matters, the call is the whole batch and dp_size is not used."""
+    count = batch_num_tokens if token_level else global_batch_size
+    return "local" if count is None else Totals(count, count, dp_size=dp_size)
+
+
+def _stat(record: Record) -> Stat:
+    assert isinstance(record, Stat)
+    return record
+
+
+def _mean(record: Record, dtype: torch.dtype) -> Tensor:
+    """A mean, in the precision that OpenRLHF gives it; 0 of nothing, where OpenRLHF gives NaN."""
+    stat = _stat(record)
+    return mean_or_zero(stat.sum, stat.count).to(dtype)

@@ -1,0 +1,28 @@
+"""TRL: every loss of `GRPOConfig` as a `LossSpec`, and a `GRPOTrainer` that takes any `LossSpec`.
+
+    from policyloss.compat.trl import GRPOTrainer, explain_config, spec_from_config
+
+    print(explain_config(GRPOConfig(loss_type="cispo")))           # what that config trains, and its traps
+    trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")   # TRL's trainer with another loss; None: the config's own
+
+Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer` needs TRL installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policyloss.compat.trl.batch import batch_loss, loss_mask
+from policyloss.compat.trl.config import spec_from_config, totals_for
+from policyloss.compat.trl.explaining import explain_config
+
+# GRPOTrainer is not here, so that `import *` works without TRL.
+__all__ = ["batch_loss", "explain_config", "loss_mask", "spec_from_config", "totals_for"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GRPOTrainer":
+        from policyloss.compat.trl.trainer import trainer_class
+
+        return trainer_class()
+    raise AttributeError(f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, {', '.join(__all__)}.")

@@ -1,0 +1,75 @@
+"""One micro-batch of TRL's GRPOTrainer as a call of `policy_loss`: its tensors' names, and what it does about missing numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.terms import where_scored
+from policyloss.loss import LossOutput, policy_loss
+from policyloss.slots.correction import OPSM, Corrected
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals
+
+
+def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """The tokens to train on, bool `[B, T]`: those of the completion that the model wrote itself, not a tool."""
+    completion: Tensor = inputs["completion_mask"]
+    return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion.bool()
+
+
+def batch_loss(
+    spec: LossSpec,
+    logp: Tensor,
+    inputs: Mapping[str, Any],
+    *,
+    totals: Totals | Literal["local"],
+    entropy: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> LossOutput:
+    """`policy_loss` of one of the trainer's micro-batches.
+
+    logp: `[B, T]` with its gradient. inputs: what TRL's `_generate_and_score_completions` makes. Without "old_per_token_logps" the
+    batch is exactly on-policy. A token that vLLM could not score (NaN) has importance weight 1 and shows no drift, as in TRL.
+    entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped (top_entropy_quantile).
+    """
+    old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+    old = logp.detach() if old is None else old
+    parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
+    if keep is not None:
+        parts.append(_keep_only(keep))
+    return policy_loss(
+        spec.replace(correction=parts),
+        logp,
+        old,
+        inputs["advantages"],
+        loss_mask(inputs),
+        rollout_logp=None if sampling is None else where_scored(sampling, old),
+        ref_logp=inputs.get("ref_per_token_logps"),
+        entropy=None if entropy is None else entropy.detach(),
+        totals=totals,
+    )
+
+
+def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:
+    """An `OPSM` on the engine's log-probabilities: a token it did not score counts as no drift, not as the drift from old_logp."""
+    if sampling is None or not isinstance(part, OPSM) or part.source != "rollout":
+        return part
+
+    def off_policy(t: Tokens) -> Corrected:
+        scored = where_scored(sampling, t.read("logp").detach())
+        return part(replace(t, raw={**t.raw, "rollout_logp": scored}))
+
+    return off_policy
+
+
+def _keep_only(keep: Tensor) -> Callable[[Tokens], Corrected]:
+    def high_entropy(t: Tokens) -> Corrected:
+        return Corrected(keep=keep)
+
+    return high_entropy

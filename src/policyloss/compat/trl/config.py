@@ -1,0 +1,252 @@
+"""A GRPOConfig as a loss: `spec_from_config` translates its options to a `LossSpec`, `totals_for` its denominators to `Totals`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.compat.releases import at_least
+from policyloss.compat.trl.options import option
+from policyloss.errors import SpecError, unknown_name
+from policyloss.functional.terms import rows_in, tokens_in, tokens_of_window
+from policyloss.slots.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
+from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.slots.kl import KL
+from policyloss.slots.ratio import ROLLOUT_LOG_BOUNDS, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.slots.trust import Clip, DetachedClip, GammaWeight, SoftGate, TwoSidedClip
+from policyloss.spec import LossSpec
+from policyloss.totals import Totals
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")
+LEVELS = ("token", "sequence")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Parts of TRL's loss that stand beside the policy term; a trainer may compute them itself.
+BESIDE = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
+
+
+def spec_from_config(
+    config: Any, *, release: str | None = None, handled: Collection[str] = (), engine_logp: bool | None = None
+) -> LossSpec:
+    """The loss a GRPOConfig stands for. With `totals_for`'s totals, its value and gradient are TRL's.
+
+    config: TRL's GRPOConfig, or any object with its attributes; one that is missing means what releases without it do.
+    release: the TRL release whose meaning is wanted; None is the current one. handled: options beside the policy term that the
+    caller takes care of (of `BESIDE`), which otherwise raise an error unless they are off. engine_logp: whether the batches hold
+    log-probabilities of the inference engine; None means where vLLM is used.
+
+    What TRL divides by is not here but in the totals: "bnpo" and "dapo" are the same token mean, the one over the tokens of each
+    micro-batch and the other over those of the step. An MoE model's router loss is no part of the policy loss.
+    """
+    loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
+    if loss_type not in LOSS_TYPES:
+        raise SpecError(unknown_name("GRPOConfig.loss_type", loss_type, LOSS_TYPES))
+    if level not in LEVELS:
+        raise SpecError(unknown_name("GRPOConfig.importance_sampling_level", level, LEVELS))
+    _refuse_what_a_spec_cannot_say(config, loss_type, handled)
+    if loss_type == "luspo":
+        _refuse_older_luspo(config, level, release)
+    return LossSpec(
+        ratio=_ratio(config, loss_type, level),
+        trust=_trust(config, loss_type),
+        correction=_corrections(config, loss_type, engine_logp),
+        kl=_kl(config, loss_type, level),
+        entropy_coef=0.0 if "entropy_coef" in handled else option(config, "entropy_coef"),
+        aggregate=_aggregate(config, loss_type),
+    )
+
+
+def totals_for(
+    config: Any,
+    mask: Tensor,
+    num_items_in_batch: Tensor | None = None,
+    *,
+    gradient_accumulation_steps: int | None = None,
+    num_processes: int = 1,
+    training: bool = True,
+    release: str | None = None,
+) -> Totals:
+    """The denominators TRL divides by, seen from one micro-batch.
+
+    mask: `[B, T]`, the completion mask (times the tool mask). num_items_in_batch: TRL's count of valid tokens in the generation
+    batch over all processes; None where this micro-batch is all of it. gradient_accumulation_steps: micro-batches in this step, by
+    default the config's. training: False in evaluation, where nothing is accumulated.
+
+    TRL counts every row, empty ones too. "dapo", "cispo" and "vespo" divide by the generation batch's tokens, scaled to one step
+    (before release 1.10 not scaled); "bnpo" by this micro-batch's own, averaged over the accumulation.
+    """
+    calls = gradient_accumulation_steps or option(config, "gradient_accumulation_steps") if training else 1
+    generated = option(config, "steps_per_generation") or calls if training else 1
+    items = None if option(config, "loss_type") == "bnpo" else num_items_in_batch
+    scaled = at_least(release, "1.10")
+    return step_totals(mask, items, calls=calls, generated=generated if scaled else calls, ranks=num_processes)
+
+
+def step_totals(mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int) -> Totals:
+    """Totals of a step of `calls` micro-batches per rank, out of a generation batch of `generated` with `items` valid tokens."""
+    tokens = tokens_in(mask, calls, ranks) if items is None else tokens_of_window(items, ranks, calls, generated)
+    return Totals(tokens=tokens, sequences=rows_in(mask, calls, ranks), dp_size=ranks)
+
+
+@contextmanager
+def _naming(config: Any, *names: str) -> Iterator[None]:
+    """Say which options of the config an error comes from."""
+    try:
+        yield
+    except SpecError as error:
+        said = ", ".join(f"{name}={option(config, name)!r}" for name in names)
+        raise SpecError(f"GRPOConfig with {said}: {error}") from error
+
+
+def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collection[str]) -> None:
+    for name in handled:
+        if name not in BESIDE:
+            raise SpecError(unknown_name("option in handled", name, BESIDE))
+    quantile, coef = option(config, "top_entropy_quantile"), option(config, "entropy_coef")
+    if quantile < 1.0 and "top_entropy_quantile" not in handled:
+        raise SpecError(
+            f"top_entropy_quantile={quantile!r} keeps tokens by a quantile over all processes, which a LossSpec cannot say; use "
+            "policyloss.compat.trl.GRPOTrainer, which applies TRL's own mask, or set it to 1.0."
+        )
+    if option(config, "use_adaptive_entropy") and "use_adaptive_entropy" not in handled:
+        raise SpecError(
+            "use_adaptive_entropy=True changes the entropy coefficient from step to step, which a LossSpec cannot say; use "
+            "policyloss.compat.trl.GRPOTrainer, which keeps TRL's controller, or set entropy_coef alone."
+        )
+    if coef != 0.0 and loss_type != "bnpo" and "entropy_coef" not in handled:
+        raise SpecError(
+            f"entropy_coef={coef!r} with loss_type={loss_type!r}: TRL's bonus is the mean over the tokens of each micro-batch, the "
+            "policy term another average, and a LossSpec has only one; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's "
+            "bonus, or loss_type='bnpo'."
+        )
+
+
+def _refuse_older_luspo(config: Any, level: str, release: str | None) -> None:
+    per_token = level == "token" or option(config, "beta") != 0.0 or _mode(config) in ("token_truncate", "token_mask")
+    if per_token and not at_least(release, "1.10"):
+        raise SpecError(
+            f"loss_type='luspo' with importance_sampling_level={level!r}, beta={option(config, 'beta')!r}: before release 1.10 TRL "
+            "averages this over padding too, which a LossSpec cannot say; use importance_sampling_level='sequence' and beta=0, or "
+            "a newer TRL."
+        )
+
+
+def _ratio(config: Any, loss_type: str, level: str) -> Any:
+    if loss_type != "vespo":
+        return TokenRatio(log_clamp=None) if level == "token" else SequenceRatio(log_clamp=None)
+    mode = _mode(config)
+    if mode is None:
+        return SequenceProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0)
+    if mode not in ("token_truncate", "token_mask"):
+        raise SpecError(
+            f"vllm_importance_sampling_mode={mode!r}: loss_type='vespo' adds up token weights itself and takes 'token_truncate' or "
+            "'token_mask'."
+        )
+    low, high = _weight_bounds(config)
+    if not low <= 1 <= high:
+        raise SpecError(
+            f"vllm_importance_sampling_clip_min={low!r}, vllm_importance_sampling_clip_max={high!r} with loss_type='vespo': TRL "
+            "then adds a term for every padded position, which a LossSpec cannot say; choose bounds that contain 1."
+        )
+    outside: Any = "truncate" if mode == "token_truncate" else "mask"
+    return SequenceProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0, rollout=outside, rollout_low=low, rollout_high=high)
+
+
+def _trust(config: Any, loss_type: str) -> Any:
+    low, high = option(config, "epsilon"), option(config, "epsilon_high")
+    high = low if high is None else high
+    if loss_type in CLIPPED:
+        delta = option(config, "delta")
+        with _naming(config, "epsilon", "epsilon_high", "delta"):
+            return Clip(low, high) if delta is None else TwoSidedClip(delta, low, high)
+    if loss_type == "cispo":
+        with _naming(config, "loss_type", "epsilon", "epsilon_high"):
+            return DetachedClip(0.0, high)  # the cap itself, not 1 + epsilon_high
+    if loss_type == "sapo":
+        names = ("sapo_temperature_pos", "sapo_temperature_neg")
+        with _naming(config, *names):
+            return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in names))
+    k_positive, k_negative = (_as_a_tensor_holds_it(option(config, f"vespo_k_{sign}")) for sign in ("pos", "neg"))
+    least = _as_a_tensor_holds_it(1e-4)
+    decay_positive, decay_negative = (
+        max(_as_a_tensor_holds_it(option(config, f"vespo_lambda_{sign}")), least) for sign in ("pos", "neg")
+    )
+    with _naming(config, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+        return GammaWeight(k_positive, decay_positive, k_negative, decay_negative)
+
+
+def _as_a_tensor_holds_it(number: float) -> float:
+    """`number` in torch's default dtype. TRL picks these numbers by sign with `torch.where`, which rounds them to float32."""
+    return torch.tensor(float(number)).item()
+
+
+def _mode(config: Any) -> str | None:
+    """How vLLM's weights are bounded; None if they are not used."""
+    if not (option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction")):
+        return None
+    mode = option(config, "vllm_importance_sampling_mode")
+    if mode not in MODES:
+        raise SpecError(unknown_name("GRPOConfig.vllm_importance_sampling_mode", mode, MODES))
+    return str(mode)
+
+
+def _weight_bounds(config: Any) -> tuple[float, float]:
+    low, high = option(config, "vllm_importance_sampling_clip_min"), option(config, "vllm_importance_sampling_clip_max")
+    cap = option(config, "vllm_importance_sampling_cap")  # the bound's older name, which wins
+    high = high if cap is None else cap
+    if low is not None and high is not None and low >= high:
+        raise SpecError(f"vllm_importance_sampling_clip_min={low!r} must be less than vllm_importance_sampling_clip_max={high!r}.")
+    if low is None and high is None and str(_mode(config)).endswith("truncate"):
+        raise SpecError(
+            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max are both None: a '*_truncate' mode needs one."
+        )
+    return 0.0 if low is None else low, math.inf if high is None else high
+
+
+def _corrections(config: Any, loss_type: str, engine_logp: bool | None) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    threshold = option(config, "off_policy_mask_threshold")
+    if threshold is not None:
+        engine = option(config, "use_vllm") if engine_logp is None else engine_logp
+        with _naming(config, "off_policy_mask_threshold"):
+            parts.append(OPSM(threshold, source="rollout" if engine else "old"))
+    mode = _mode(config)
+    if mode is not None and loss_type != "vespo":
+        low, high = _weight_bounds(config)
+        with _naming(config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+            if mode == "sequence_mask":
+                parts.append(SequenceMask(low, high, level="product", weight="sequence", log_clamp=None))
+            elif mode == "token_mask":
+                parts.append(Band(low, high, log_clamp=None))
+            else:
+                parts.append(Truncate(high, low, level="token" if mode == "token_truncate" else "product", log_clamp=None))
+    return tuple(parts)
+
+
+def _kl(config: Any, loss_type: str, level: str) -> KL | None:
+    beta = option(config, "beta")
+    if beta == 0.0:
+        return None
+    weight: Any = None
+    if option(config, "use_bias_correction_kl"):
+        # VESPO's own ratio is a product over the sequence; its KL is weighted as with the other loss types.
+        weight = "ratio" if loss_type != "vespo" else f"{level}_ratio"
+    with _naming(config, "beta"):
+        return KL("k3", beta, weight=weight, clamp=None, as_written=True)
+
+
+def _aggregate(config: Any, loss_type: str) -> Any:
+    if loss_type in TOKEN_MEANS:
+        return TokenMean()
+    if loss_type == "luspo":
+        return LengthWeighted()
+    if loss_type == "dr_grpo":
+        with _naming(config, "loss_type", "max_completion_length"):
+            return SeqMeanTokenSumNorm(option(config, "max_completion_length"))
+    return SeqMeanTokenMean()

@@ -1,0 +1,99 @@
+"""Whether a loss of the user's own fits TRL's GRPOTrainer: what it reads is there, and no option of the config falls silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policyloss.compat.trl.config import BESIDE, spec_from_config
+from policyloss.compat.trl.options import is_set, option
+from policyloss.errors import SpecError
+from policyloss.presets import preset
+from policyloss.slots.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
+from policyloss.slots.kl import KL
+from policyloss.spec import LossSpec
+
+# The slots an option acts on: it is silent if a given loss has other parts in all of them.
+_SLOTS = {
+    "loss_type": ("trust", "aggregate"),
+    "importance_sampling_level": ("ratio",),
+    "use_bias_correction_kl": ("kl",),
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"), ("trust",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("trust",)),
+    "off_policy_mask_threshold": ("correction",),
+    "vllm_importance_sampling_mode": ("correction", "ratio"),
+    "vllm_importance_sampling_clip_max": ("correction", "ratio"),
+    "vllm_importance_sampling_clip_min": ("correction", "ratio"),
+}
+
+
+def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str | None = None) -> LossSpec | None:
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the config's own loss, checked too."""
+    own = spec_from_config(config, release=release, handled=BESIDE)
+    if policy_loss is None:
+        return None
+    spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
+    if not isinstance(spec, LossSpec):
+        raise SpecError(f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}.")
+    _check_options(spec, own, config)
+    _check_reference(spec, config)
+    _check_engine(spec, config)
+    _check_batching(spec, config)
+    return spec
+
+
+def _check_options(spec: LossSpec, own: LossSpec, config: Any) -> None:
+    silent = [
+        f"{name}={option(config, name)!r}"
+        for name, slots in _SLOTS.items()
+        if is_set(config, name) and all(getattr(spec, slot) != getattr(own, slot) for slot in slots)
+    ]
+    if silent:
+        raise SpecError(
+            f"policy_loss has parts of its own, so {', '.join(silent)} of the GRPOConfig would have no effect; leave them at their "
+            "defaults, or build the loss from the config: policy_loss=spec_from_config(args).replace(…)."
+        )
+    if spec.entropy_coef:
+        raise SpecError(
+            f"policy_loss.entropy_coef={spec.entropy_coef!r}: the trainer has an entropy bonus of its own; set "
+            f"GRPOConfig(entropy_coef={spec.entropy_coef!r}) and leave the loss's at 0."
+        )
+
+
+def _check_reference(spec: LossSpec, config: Any) -> None:
+    beta, reads = option(config, "beta"), "ref_logp" in spec.reads
+    coef = spec.kl.coef if isinstance(spec.kl, KL) else None
+    if reads and beta == 0.0:
+        raise SpecError(
+            f"policy_loss reads ref_logp, and TRL keeps a reference model only if beta is not 0; set beta={coef or 'coef'}."
+        )
+    if reads and coef is not None and coef != beta:
+        raise SpecError(f"policy_loss.kl.coef={coef!r} but GRPOConfig.beta={beta!r}; give both the same value.")
+    if not reads and beta != 0.0:
+        raise SpecError(f"beta={beta!r} would have no effect: policy_loss reads no ref_logp; set beta=0.0, or give it a kl part.")
+
+
+def _check_engine(spec: LossSpec, config: Any) -> None:
+    vllm = option(config, "use_vllm")
+    if vllm and option(config, "vllm_importance_sampling_correction") and "rollout_logp" not in spec.reads:
+        raise SpecError(
+            "vllm_importance_sampling_correction=True would have no effect: policy_loss has no part that reads rollout_logp. Add "
+            "correction=spec_from_config(args).correction, or set vllm_importance_sampling_correction=False."
+        )
+
+
+def _check_batching(spec: LossSpec, config: Any) -> None:
+    calls = option(config, "gradient_accumulation_steps")
+    several = calls > 1 or getattr(config, "world_size", 1) > 1
+    if "group_ids" in spec.reads:
+        raise SpecError(f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use another average.")
+    if spec.needs_statistics and several:
+        raise SpecError(
+            "policy_loss needs numbers of the whole step (rejected= other than 'keep', SelfNormalise, CovClip, CovKL), and the "
+            f"trainer sees one micro-batch at a time: gradient_accumulation_steps={calls!r} on "
+            f"{getattr(config, 'world_size', 1)} process(es); use 1 and 1, or another loss."
+        )
+    if isinstance(spec.aggregate, (LocalTokenMean, LocalSeqMeanTokenMean)) and calls > 1:
+        raise SpecError(
+            f"aggregate={spec.aggregate!r} does not know gradient_accumulation_steps={calls!r}, so the step's sum would be so many "
+            "times too large; use TokenMean or SeqMeanTokenMean, or loss_type='bnpo'."
+        )

@@ -1,0 +1,144 @@
+"""`explain_config`: what a GRPOConfig trains, which of its options decide that, and where it surprises people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
+from policyloss.compat.trl.options import DEFAULTS, is_set, option
+from policyloss.explain import explain
+
+_AVERAGES = {
+    "grpo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
+    "sapo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
+    "bnpo": "the sum over the valid tokens of each micro-batch, then the mean over micro-batches",
+    "dr_grpo": "the sum over rows times max_completion_length, in each micro-batch",
+    "luspo": "the sum of each row's tokens, mean over the rows of each micro-batch",
+    "dapo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
+    "cispo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
+    "vespo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
+}
+_SURROGATES = {
+    **dict.fromkeys(CLIPPED, "PPO's clip"),
+    "cispo": "a capped, stopped ratio times logp",
+    "sapo": "a sigmoid gate on the ratio",
+    "vespo": "a smooth, stopped weight of the sequence's ratio times logp",
+}
+
+
+def explain_config(config: Any, *, release: str | None = None) -> str:
+    """A page of plain text on the loss of a GRPOConfig: the options that decide it, those without effect, traps, then the loss.
+
+    config, release: as in `spec_from_config`. Options beside the policy term (an entropy bonus, a token filter) are described, not
+    refused.
+    """
+    spec = spec_from_config(config, release=release, handled=BESIDE)
+    sections = [
+        ("Options that decide it", [f"{_shown(config, *names)}: {text}" for names, text in _deciding(config)]),
+        ("Options beside the policy loss", [f"{_shown(config, *names)}: {text}" for names, text in _beside(config)]),
+        ("Options without effect", [f"{_shown(config, name)}: {why}" for name, why in _silent(config)]),
+        ("Traps of this config", list(_traps(config))),
+    ]
+    lists = ["\n".join([title, *(_item(line) for line in lines)]) for title, lines in sections if lines]
+    return "\n\n".join(["The loss of a TRL GRPOConfig", *lists, str(explain(spec))])
+
+
+def _item(line: str) -> str:
+    return textwrap.fill(line, 100, initial_indent="  - ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _shown(config: Any, *names: str) -> str:
+    """`epsilon=0.2 (default)`."""
+    return ", ".join(f"{name}={option(config, name)!r}{'' if is_set(config, name) else ' (default)'}" for name in names)
+
+
+def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
+    yield ("loss_type",), f"the surrogate, {_SURROGATES[loss_type]}; and the average: {_AVERAGES[loss_type]}"
+    if loss_type in CLIPPED:
+        yield ("epsilon", "epsilon_high"), "the band of the ratio, as distances from 1; epsilon_high=None means epsilon"
+        if option(config, "delta") is not None:
+            yield ("delta",), "the largest ratio, also where the advantage is negative"
+    elif loss_type == "cispo":
+        yield ("epsilon_high",), "the largest ratio itself, not a distance from 1; None means epsilon"
+    elif loss_type == "sapo":
+        yield ("sapo_temperature_pos", "sapo_temperature_neg"), "the temperatures of the gate, by the sign of the advantage"
+    else:
+        yield ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "the shape of the weight"
+    if loss_type != "vespo" or _weighted_kl(config):
+        what = "the weight of the KL" if loss_type == "vespo" else "the ratio"
+        whose = "each token's own" if level == "token" else "one per sequence, the geometric mean"
+        yield ("importance_sampling_level",), f"{what}: {whose}"
+    if option(config, "off_policy_mask_threshold") is not None:
+        against = "vLLM's log-probabilities" if option(config, "use_vllm") else "the old ones"
+        yield (
+            ("off_policy_mask_threshold",),
+            f"drops sequences with negative advantage that drifted further than this from {against}",
+        )
+    if option(config, "beta") != 0.0:
+        yield ("beta", "use_bias_correction_kl"), "the KL to the reference model, and whether it is multiplied by the ratio"
+    if _corrects(config):
+        names = tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_") and hasattr(config, n))
+        yield names, "the weight for vLLM's mismatch with the trainer, and its bounds"
+
+
+def _corrects(config: Any) -> bool:
+    return bool(option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction"))
+
+
+def _weighted_kl(config: Any) -> bool:
+    return bool(option(config, "beta") != 0.0 and option(config, "use_bias_correction_kl"))
+
+
+def _beside(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    if option(config, "top_entropy_quantile") < 1.0:
+        yield ("top_entropy_quantile",), "only this share of the tokens, those of highest entropy, keeps a policy term"
+    if option(config, "use_adaptive_entropy"):
+        yield ("entropy_coef", "use_adaptive_entropy"), "an entropy bonus whose coefficient follows a target"
+    elif option(config, "entropy_coef") != 0.0:
+        yield ("entropy_coef",), "an entropy bonus: the mean over the tokens of each micro-batch, whatever loss_type averages"
+
+
+def _silent(config: Any) -> Iterator[tuple[str, str]]:
+    loss_type, capped_by_epsilon = option(config, "loss_type"), option(config, "epsilon_high") is None
+    groups = {
+        "loss_type clips nothing with it": (loss_type in CLIPPED, ("delta",)),
+        "loss_type has no band of the ratio": (loss_type in (*CLIPPED, "cispo"), ("epsilon", "epsilon_high")),
+        "loss_type has no lower bound, and epsilon_high is set": (loss_type != "cispo" or capped_by_epsilon, ("epsilon",)),
+        "only loss_type='sapo' reads it": (loss_type == "sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
+        "only loss_type='vespo' reads it": (loss_type == "vespo", tuple(n for n in DEFAULTS if n.startswith("vespo_"))),
+        "beta is 0": (option(config, "beta") != 0.0, ("use_bias_correction_kl",)),
+        "vLLM's weights are not used": (_corrects(config), tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_"))),
+    }
+    for why, (acts, names) in groups.items():
+        yield from ((name, why) for name in names if not acts and is_set(config, name))
+
+
+def _traps(config: Any) -> Iterator[str]:
+    loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
+    if not is_set(config, "loss_type"):
+        yield "loss_type is 'dapo' unless it is set: a token mean over the step, not GRPO's mean of means."
+    if loss_type == "cispo" and option(config, "epsilon_high") is None:
+        yield (
+            f"epsilon_high=None caps every weight at epsilon={option(config, 'epsilon')!r}, far below 1, as the cap is a ratio; "
+            "ScaleRL uses epsilon_high=5.0."
+        )
+    if loss_type == "bnpo":
+        yield "bnpo divides by each micro-batch's own tokens: the gradient depends on per_device_train_batch_size."
+    if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        yield f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence by its length; GSPO is 'grpo'."
+    if level == "token" and loss_type == "luspo":
+        yield "LUSPO is a sequence-level loss: set importance_sampling_level='sequence'."
+    if level == "sequence" and loss_type == "vespo":
+        yield "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight only."
+    if _corrects(config) and not any(is_set(config, n) for n in DEFAULTS if n.startswith("vllm_importance_sampling_")):
+        yield (
+            "with use_vllm=True a correction is on by default: a sequence whose product of weights exceeds 3 is dropped whole "
+            "(sequence_mask), and the others are weighted by that product, which wanders far from 1 in long completions."
+        )
+    if _weighted_kl(config):
+        yield "the KL is multiplied by the ratio, with its gradient: beta means another pull than in releases before 1.10."
+    if loss_type in CLIPPED and option(config, "delta") is None:
+        yield "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative advantage weighs 1e13."

@@ -1,0 +1,73 @@
+"""The options of TRL's GRPOConfig that make its loss: their defaults, and what releases without one of them do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from policyloss.errors import SpecError
+
+# GRPOConfig of TRL 1.16.0.
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "max_completion_length": 512,
+    "off_policy_mask_threshold": None,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+}
+# What a release without the option does. Options that are not here are in every release and must be there.
+ABSENT: dict[str, Any] = {
+    "epsilon_high": None,
+    "delta": None,
+    "importance_sampling_level": "token",
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_clip_max": None,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "steps_per_generation": None,
+}
+
+
+def option(config: Any, name: str) -> Any:
+    """The value of a GRPOConfig's option; of one that its release does not have, what that release does."""
+    if hasattr(config, name):
+        return getattr(config, name)
+    if name in ABSENT:
+        return ABSENT[name]
+    raise SpecError(f"the config has no {name!r}; give TRL's GRPOConfig, or an object with its attributes.")
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether the option is there with another value than its default: the config's own if it is a dataclass, else `DEFAULTS`."""
+    if not hasattr(config, name):
+        return False
+    default = DEFAULTS[name]
+    if dataclasses.is_dataclass(config):
+        own = {field.name: field.default for field in dataclasses.fields(config)}
+        default = own.get(name, default)
+    return bool(getattr(config, name) != default)

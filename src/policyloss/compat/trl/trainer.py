@@ -1,0 +1,164 @@
+"""TRL's GRPOTrainer with the policy loss of this library. Imports TRL; made on first use of `policyloss.compat.trl.GRPOTrainer`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.compat.trl.batch import batch_loss, loss_mask
+from policyloss.compat.trl.config import BESIDE, spec_from_config, step_totals, totals_for
+from policyloss.compat.trl.custom import checked_loss
+from policyloss.errors import SpecError
+from policyloss.functional.terms import exchanged
+from policyloss.metrics import Metrics
+from policyloss.spec import LossSpec
+
+PREFIX = "policyloss/"
+# Metrics in which TRL describes the config's policy loss; with another loss they would describe what does not run.
+OF_THE_CONFIG = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
+
+
+@dataclass
+class _Watched:
+    """What TRL's loss computed on the way: the model's log-probabilities and entropies, and the tokens it keeps (None: all)."""
+
+    logp: Tensor = field(init=False)
+    entropy: Tensor = field(init=False)
+    keep: Tensor | None = None
+
+
+@cache
+def trainer_class() -> type[Any]:
+    """A subclass of the installed TRL's GRPOTrainer."""
+    try:
+        trl = import_module("trl")
+    except ModuleNotFoundError as error:
+        raise ImportError("policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install trl.") from error
+    parent: Any = trl.GRPOTrainer
+    release: str = trl.__version__
+    signature = inspect.signature(parent.__init__)
+
+    class GRPOTrainer(parent):  # type: ignore[misc]  # TRL has no types
+        """TRL's GRPOTrainer, its policy loss computed by policyloss; everything else is TRL's.
+
+        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes (`spec_from_config`), with the
+        numbers TRL has for it. TRL's generation, rewards, reference model, entropy bonus, router loss, evaluation and metrics stay
+        as they are; metrics of this library are logged beside them as "policyloss/…", exact over the micro-batches and processes of
+        an optimizer step. An option of the config that a given `policy_loss` would silence is an error.
+        """
+
+        def __init__(self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any) -> None:
+            config = signature.bind(self, *args, **kwargs).arguments.get("args")
+            if config is not None:  # before TRL loads models and starts engines
+                checked_loss(policy_loss, config, release)
+            if getattr(config, "use_liger_kernel", False) and hasattr(parent, "compute_liger_loss"):
+                raise SpecError("use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set it to False.")
+            self._watched: _Watched | None = None
+            self._window: list[Metrics] = []
+            self._evaluated: list[Metrics] = []
+            super().__init__(*args, **kwargs)
+            self.policy_loss = checked_loss(policy_loss, self.args, release)
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if self._watched is None:
+                return result
+            self._watched.logp, self._watched.entropy, *rest = result
+            return (self._watched.logp.detach(), self._watched.entropy, *rest)
+
+        def get_high_entropy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
+            mask: Tensor = super().get_high_entropy_mask(*args, **kwargs)
+            if self._watched is not None:
+                self._watched.keep = mask
+            return mask
+
+        @contextmanager
+        def _watching(self) -> Iterator[_Watched]:
+            """TRL's policy term gets log-probabilities without their gradient; they are kept, with it, for ours."""
+            self._watched = _Watched()
+            try:
+                yield self._watched
+            finally:
+                self._watched = None
+
+        def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+            with self._watching() as seen:
+                total: Tensor = super()._compute_loss(model, inputs)
+            spec = self.policy_loss or self._config_spec(inputs)
+            totals = self._totals(spec, inputs)
+            out = batch_loss(spec, seen.logp, inputs, totals=totals, entropy=seen.entropy, keep=seen.keep)
+            self._record(out.metrics)
+            if self.policy_loss is not None:
+                self._drop_metrics_of_the_config()
+            if not (getattr(self, "_entropy_bonus_enabled", False) or getattr(self, "aux_loss_enabled", False)):
+                return out.loss
+            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(seen, inputs), out.loss)
+
+        def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
+            engine = "sampling_per_token_logps" in inputs
+            return spec_from_config(self.args, release=release, handled=BESIDE, engine_logp=engine)
+
+        def _config_term(self, seen: _Watched, inputs: Mapping[str, Any]) -> Tensor:
+            """The policy term that TRL's total holds."""
+            totals = self._config_totals(inputs)
+            with torch.no_grad():
+                return batch_loss(self._config_spec(inputs), seen.logp, inputs, totals=totals, keep=seen.keep).loss
+
+        def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
+            if self.policy_loss is None:
+                return self._config_totals(inputs)
+            if spec.needs_statistics:
+                return "local"  # checked_loss made sure that a step is one call
+            calls, generated = self.current_gradient_accumulation_steps, self.args.steps_per_generation
+            if not self.model.training:
+                calls = generated = 1
+            ranks = self.accelerator.num_processes
+            return step_totals(loss_mask(inputs), inputs["num_items_in_batch"], calls=calls, generated=generated, ranks=ranks)
+
+        def _config_totals(self, inputs: Mapping[str, Any]) -> Any:
+            return totals_for(
+                self.args,
+                loss_mask(inputs),
+                inputs["num_items_in_batch"],
+                gradient_accumulation_steps=self.current_gradient_accumulation_steps,
+                num_processes=self.accelerator.num_processes,
+                training=self.model.training,
+                release=release,
+            )
+
+        def _record(self, metrics: Metrics) -> None:
+            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over its micro-batches and ranks."""
+            if not self.model.training:
+                self._evaluated.append(metrics.all_reduce())
+                return
+            self._window.append(metrics)
+            if self.accelerator.sync_gradients:
+                self._log_as("train", sum(self._window, Metrics()).all_reduce().compute())
+                self._window = []
+
+        def _log_as(self, mode: str, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                self._metrics[mode][f"{PREFIX}{name}"].append(value)
+
+        def _drop_metrics_of_the_config(self) -> None:
+            mode = "train" if self.model.training else "eval"
+            for name in [n for n in self._metrics[mode] if n.startswith(OF_THE_CONFIG)]:
+                del self._metrics[mode][name]
+
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if self._evaluated and not self.model.training:
+                values = sum(self._evaluated, Metrics()).compute()
+                values.pop("loss")  # a sum over batches; TRL's eval_loss is their mean
+                self._log_as("eval", values)
+                self._evaluated = []
+            super().log(logs, *args, **kwargs)
+
+    return GRPOTrainer

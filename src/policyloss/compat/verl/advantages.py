@@ -1,0 +1,353 @@
+"""verl's advantage estimators under their own names: arguments, defaults, `(advantages, returns)` and numbers as in verl.
+
+Tensors are `[B, T]`; `index` holds one label per row (a numpy array, a list or a tensor), and rows with equal labels are a group.
+`release` is whose meaning to keep where verl changed a number (None: the current release). Nothing given is modified.
+A row's score is the sum of all its token rewards, at masked tokens too, as in verl.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.advantages.estimators import passk_max_gap
+from policyloss.advantages.optimal_baseline import optimal_token_baseline
+from policyloss.advantages.plain import (
+    PlainGroups,
+    less_baseline,
+    over_tokens,
+    plain_gae,
+    plain_returns,
+    plain_whiten,
+    reward_to_go,
+    sequence_lengths,
+    sequence_scores,
+    weighted_sum,
+)
+from policyloss.compat.releases import at_least
+from policyloss.compat.verl.calls import read
+from policyloss.errors import InputError
+from policyloss.functional.masking import fill
+from policyloss.tokens import as_mask
+
+AdvantageResult = tuple[Tensor, Tensor]
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: Any,
+    lam: Any,
+    *,
+    release: str | None = None,
+) -> AdvantageResult:
+    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 time ran over masked tokens too."""
+    bridge = at_least(release, "0.5.0")
+    found = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
+    return plain_whiten(found.advantages, response_mask), found.returns
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> AdvantageResult:
+    """GRPO: the reward less its group's mean, over the group's deviation unless `norm_adv_by_std_in_grpo` is False."""
+    groups = _groups(sequence_scores(token_level_rewards), index)
+    return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+
+
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    *,
+    release: str | None = None,
+) -> AdvantageResult:
+    """GRPO with statistics in float32. Before 0.8.0 the variance came from the two moments, and was at least `epsilon`."""
+    scores = sequence_scores(token_level_rewards)
+    ids = group_numbers(index, scores)
+    if at_least(release, "0.8.0"):
+        groups = PlainGroups.indexed(scores, ids, dtype=torch.float32)
+    else:
+        groups = PlainGroups.indexed(scores, ids, dtype=torch.float32, variance="moments", floor=epsilon)
+    return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+
+
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    non_tensor_batch: Any = None,
+    batch: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """GDPO: each reward of `config.gdpo_reward_keys` normalised in its group, summed with `gdpo_reward_weights`, then whitened.
+
+    The rewards are read from `non_tensor_batch`, in float32. Without config, non_tensor_batch or batch, `token_level_rewards` are
+    the only reward. (verl looks up in `batch` where to put a reward, then sums it up again: it is not needed here.)
+    """
+    rewards, weights = [sequence_scores(token_level_rewards)], None
+    if config is not None and non_tensor_batch is not None and batch is not None:
+        rewards, weights = _reward_components(config, non_tensor_batch, token_level_rewards.device)
+    parts = [
+        over_tokens(_normalised(_groups(reward, index), epsilon, norm_adv_by_std_in_grpo), response_mask) for reward in rewards
+    ]
+    return _whitened(weighted_sum(parts, weights), response_mask)
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo` counts, not the argument."""
+    by_std = read(_given(config), "norm_adv_by_std_in_grpo", True)
+    scores = sequence_scores(token_level_rewards)
+    groups = _groups(scores, index)
+    ids = group_numbers(index, scores)
+    if 1 in Counter(ids.tolist()).values():
+        raise InputError("index has a group with one row; pass@k needs at least 2 samples per group to have a second best.")
+    margin = passk_max_gap(scores, ids, scale=None)
+    return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """REINFORCE++-baseline: the reward less its group's mean, whitened over the valid tokens."""
+    groups = _groups(sequence_scores(token_level_rewards), index)
+    return _whitened(over_tokens(groups.centered, response_mask), response_mask)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """RLOO: the reward less the mean of the group's other rows; a row alone keeps its reward."""
+    return _outcome(_groups(sequence_scores(token_level_rewards), index).left_out(), response_mask)
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """OPO: the reward less its group's mean weighted by length."""
+    groups = _groups(sequence_scores(token_level_rewards), index, sequence_lengths(response_mask))
+    return _outcome(groups.centered, response_mask)
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    *,
+    release: str | None = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """REINFORCE++: returns discounted by `config.gamma`, whitened over the valid tokens.
+
+    Before 0.9.0 a masked token cut the line: a turn got nothing from the turns after it.
+    """
+    gamma = read(_given(config), "gamma")
+    if gamma is None:
+        raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
+    holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
+    returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
+    return _whitened(returns, response_mask)[0], returns
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go itself."""
+    returns = reward_to_go(token_level_rewards, response_mask)
+    return less_baseline(returns, reward_baselines, response_mask), returns
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0. `alpha` is ignored, as in verl."""
+    return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
+
+
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """RLOO from the totals of the groups; a row alone gets 0."""
+    scores = sequence_scores(token_level_rewards)
+    return _outcome(PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask)
+
+
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """The optimal token baseline, column by column; returns are the reward-to-go."""
+    ids = group_numbers(index, token_level_rewards)
+    advantages = optimal_token_baseline(
+        token_level_rewards,
+        ids,
+        response_mask,
+        old_log_probs,
+        sum_pi_squared,
+        weights=rollout_is_weights,
+        zero_tail=handle_zero_tail,
+        bridge=False,
+        eps=epsilon,
+    )
+    return advantages, reward_to_go(token_level_rewards, response_mask)
+
+
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> AdvantageResult:
+    """The optimal token baseline by valid tokens, for rows of several turns; returns are the reward-to-go."""
+    ids = group_numbers(index, token_level_rewards)
+    advantages = optimal_token_baseline(
+        token_level_rewards,
+        ids,
+        response_mask,
+        old_log_probs,
+        sum_pi_squared,
+        weights=rollout_is_weights,
+        zero_tail=handle_zero_tail,
+        bridge=True,
+        eps=epsilon,
+    )
+    return advantages, reward_to_go(token_level_rewards, response_mask)
+
+
+def group_numbers(index: Any, rows: Tensor) -> Tensor:
+    """`index` as one integer per row of `rows`: labels of any kind (uids, numbers, tensors), equal labels the same number."""
+    try:
+        labels = index.tolist() if hasattr(index, "tolist") else list(index)
+        seen: dict[Any, int] = {}
+        numbers = [seen.setdefault(label, len(seen)) for label in labels]
+    except TypeError:
+        raise InputError(f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}.") from None
+    if len(numbers) != rows.shape[0]:
+        raise InputError(f"index has {len(numbers)} labels for {rows.shape[0]} rows; give one each.")
+    return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
+
+
+def _given(config: Any) -> Any:
+    if config is None:
+        raise InputError("config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes.")
+    return config
+
+
+def _groups(scores: Tensor, index: Any, weights: Tensor | None = None) -> PlainGroups:
+    return PlainGroups.stacked(scores, group_numbers(index, scores), weights)
+
+
+def _normalised(groups: PlainGroups, epsilon: float, by_std: bool) -> Tensor:
+    return groups.scaled(groups.centered, epsilon) if by_std else groups.centered
+
+
+def _outcome(advantage: Tensor, mask: Tensor) -> AdvantageResult:
+    """One advantage per row as verl's pair: the same tensor twice."""
+    tokens = over_tokens(advantage, mask)
+    return tokens, tokens
+
+
+def _whitened(x: Tensor, mask: Tensor) -> AdvantageResult:
+    tokens = fill(plain_whiten(x, mask), as_mask(mask, x))
+    return tokens, tokens
+
+
+def _reward_components(config: Any, non_tensor_batch: Any, device: torch.device) -> tuple[list[Tensor], list[float] | None]:
+    """The rewards named by `config.gdpo_reward_keys`, `[B]` each in float32, and their weights."""
+    keys = read(config, "gdpo_reward_keys")
+    if not keys:
+        raise InputError("config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in non_tensor_batch.")
+    missing = [key for key in keys if key not in non_tensor_batch]
+    if missing:
+        raise InputError(f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has {sorted(non_tensor_batch)}.")
+    weights = read(config, "gdpo_reward_weights")
+    columns = (non_tensor_batch[key] for key in keys)
+    numbers = [column.tolist() if hasattr(column, "tolist") else list(column) for column in columns]
+    return [torch.tensor(n, dtype=torch.float32, device=device) for n in numbers], None if weights is None else list(weights)
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {
+    "gae": compute_gae_advantage_return,
+    "grpo": compute_grpo_outcome_advantage,
+    "grpo_vectorized": compute_grpo_vectorized_outcome_advantage,
+    "gdpo": compute_gdpo_outcome_advantage,
+    "grpo_passk": compute_grpo_passk_outcome_advantage,
+    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "rloo": compute_rloo_outcome_advantage,
+    "opo": compute_opo_outcome_advantage,
+    "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
+    "remax": compute_remax_outcome_advantage,
+    "gpg": compute_gpg_outcome_advantage,
+    "rloo_vectorized": compute_rloo_vectorized_outcome_advantage,
+    "optimal_token_baseline": compute_optimal_token_baseline_advantage,
+    "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
+}
+
+__all__ = ["ADVANTAGE_ESTIMATORS", *sorted(f.__name__ for f in ADVANTAGE_ESTIMATORS.values())]

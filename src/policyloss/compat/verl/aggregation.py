@@ -1,0 +1,160 @@
+"""verl's words for averaging, and the functions it averages with: `agg_loss`, `compute_value_loss`, `kl_penalty`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.compat.guards import guard, share
+from policyloss.compat.releases import at_least
+from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.loss import aggregate_tokens
+from policyloss.metrics import Stat
+from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
+from policyloss.slots.kl import KL
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals
+from policyloss.value import value_loss
+
+# What verl adds to a count before it divides by it (see `guard` for when that acts).
+EPSILON = 1e-8
+AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+OLDEST = "0.4.1"
+
+
+class Aggregation(NamedTuple):
+    """A `loss_agg_mode` with its counts, as this library says it."""
+
+    part: Any
+    totals: Totals
+
+
+def aggregation(
+    loss_agg_mode: str,
+    mask: Tensor,
+    dp_size: int = 1,
+    batch_num_tokens: Any = None,
+    global_batch_size: Any = None,
+    loss_scale_factor: Any = None,
+    *,
+    release: str | None = None,
+) -> Aggregation:
+    """Translate `agg_loss`'s arguments: which aggregation, and the counts it divides by. `mask` is `[B, T]`.
+
+    release: whose meaning. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum over the scale, with neither a mean over rows nor
+    dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up to 0.5.0 rows without a valid token count as rows.
+    """
+    if loss_agg_mode not in AGG_MODES:
+        raise InputError(unknown_name("loss_agg_mode", loss_agg_mode, AGG_MODES))
+    if not at_least(release, OLDEST):
+        raise SpecError(f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here.")
+    scale = mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    if loss_agg_mode == "seq-mean-token-sum-norm" and not at_least(release, "0.7.1"):
+        return Aggregation(TokenSumNorm(scale), Totals.of_call(mask))
+    parts = {
+        "token-mean": TokenMean(),
+        "token-sum": TokenSum(),
+        "seq-mean-token-sum": SeqMeanTokenSum(),
+        "seq-mean-token-mean": SeqMeanTokenMean(guard(mask) if at_least(release, "0.6.0") else 0.0),
+        "seq-mean-token-sum-norm": SeqMeanTokenSumNorm(scale),
+    }
+    part = parts[loss_agg_mode]
+    needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
+    name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
+    if dp_size > 1 and given is None and at_least(release, "0.7.1"):
+        raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
+    counts = Totals.of_call(mask, dp_size, epsilon=0.0 if at_least(release, "0.7.0") else guard(mask))
+    if batch_num_tokens is not None:
+        counts = replace(counts, tokens=batch_num_tokens)
+    rows = global_batch_size if at_least(release, "0.6.0") else mask.shape[0]
+    return Aggregation(part, counts if rows is None else replace(counts, sequences=rows))
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+    *,
+    release: str | None = None,
+) -> Tensor:
+    """verl's `agg_loss`: a `[B, T]` loss to a scalar. Nothing valid gives 0 (verl from 0.7.0: NaN). See `aggregation`."""
+    part, totals = aggregation(
+        loss_agg_mode, loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
+    )
+    return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+    *,
+    release: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, the clipped value loss with its factor one half."""
+    part, totals = aggregation(
+        loss_agg_mode, response_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
+    )
+    out = value_loss(vpreds, returns, values, response_mask, cliprange_value, aggregate=part, totals=totals)
+    return out.loss, mean(out.metrics["clip_fraction"], response_mask)
+
+
+# verl's name for each estimator, and ours.
+KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
+
+
+def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
+    """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the value of the estimator."""
+    name = kl_penalty.removesuffix("+")
+    if name == "full":
+        raise NotImplementedError('kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.')
+    if name not in KL_ESTIMATORS:
+        raise NotImplementedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
+    estimator = KL_ESTIMATORS[name]
+    clamp, value_clamp = (20.0, 10.0) if estimator == "k3" else (None, None)
+    return KL(estimator, coef, grad="k2" if kl_penalty.endswith("+") else "value", clamp=clamp, value_clamp=value_clamp)
+
+
+def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
+    every = torch.ones_like(logprob, dtype=torch.bool)
+    return part(Tokens.of(logprob, torch.zeros_like(logprob, requires_grad=False), every, others={"ref_logp": ref_logprob}))
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms have the gradient of k2."""
+    return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
+    if kl_penalty.endswith("+"):
+        raise NotImplementedError(f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward.")
+    return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
+
+
+def mean(record: Any, mask: Tensor) -> Tensor:
+    """A share as verl averages it, its guard in the denominator: 0 where nothing is valid."""
+    assert isinstance(record, Stat)
+    return share(record.guarded(guard(mask)), mask)

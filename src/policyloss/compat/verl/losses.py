@@ -1,0 +1,365 @@
+"""verl's policy losses under their own names: each a spec, verl's counts, and the numbers verl reports.
+
+All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)` with `[B, T]` tensors and
+verl's `ActorConfig` (or anything with its attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl
+changed one (None: the current release).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.compat.guards import guard, share
+from policyloss.compat.releases import at_least
+from policyloss.compat.verl.aggregation import aggregation, mean
+from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, policy_options, read
+from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
+from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.functional.stats import outside_by_sign
+from policyloss.loss import policy_loss
+from policyloss.slots.aggregate import SeqMeanTokenMean
+from policyloss.slots.given import GivenWeight
+from policyloss.slots.local import LocalCovClip, LocalCovKL
+from policyloss.slots.ratio import SequenceRatio, TokenRatio
+from policyloss.slots.trust import (
+    Clip,
+    CovClip,
+    CovKL,
+    DetachedClip,
+    GeometricClip,
+    ProbabilityBand,
+    Quadratic,
+    SoftGate,
+    Unbounded,
+)
+from policyloss.spec import LossSpec
+from policyloss.totals import Totals
+
+LossResult = tuple[Tensor, dict[str, Any]]
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+    *,
+    log_clamp: float | None = 20.0,
+    release: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """verl's `compute_policy_loss`: PPO with dual clip, `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
+
+    log_clamp: the log-ratio is held within ±this (verl: 20; 10 in some published copies; None for none).
+    """
+    low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
+    if low is None or high is None:
+        raise InputError("cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=.")
+    check_dual(clip_ratio_c)
+    spec = LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=Clip(low, high, clip_ratio_c))
+    part, totals = aggregation(loss_agg_mode, response_mask, release=release)
+    out = policy_loss(spec.replace(aggregate=part), log_prob, old_log_prob, advantages, response_mask, totals=totals)
+    kl = drift(old_log_prob, log_prob, response_mask, log_clamp)
+    return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
+
+
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """PPO: `Clip(clip_ratio_low, clip_ratio_high, dual=clip_ratio_c)`."""
+    low, high = clip_range(config)
+    dual = check_dual(read(config, "clip_ratio_c", 3.0))
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(trust=Clip(low, high, dual)))
+    return out.loss, call.report(
+        clipped(out, response_mask), call.drift(20.0), mean(out.metrics["clip_fraction_dual"], response_mask)
+    )
+
+
+def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult:
+    low, high = clip_range(call.config)
+    out = call.loss(LossSpec(trust=ProbabilityBand(divergence, low, high, cap=read(call.config, "clip_ratio_c", 20.0))))
+    capped = mean(out.metrics["clip_fraction_dual"], call.response_mask)
+    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
+
+
+def compute_policy_loss_dppo_tv(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """DPPO with total variation: `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    return _probability_band(call, "tv")
+
+
+def compute_policy_loss_dppo_kl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """DPPO with the binary KL: `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    return _probability_band(call, "kl")
+
+
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always "seq-mean-token-mean"."""
+    mode = loss_agg_mode if at_least(release, "0.9.1") else "seq-mean-token-mean"
+    call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
+    ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
+    out = call.loss(LossSpec(ratio=ratio, trust=Clip(*clip_range(config))))
+    return out.loss, call.report(clipped(out, response_mask), call.drift(None), 0.0)
+
+
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever `loss_agg_mode` says."""
+    mode = "seq-mean-token-mean"
+    call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(trust=SoftGate(read(config, "tau_pos"), read(config, "tau_neg"))))
+    return out.loss, call.report(0.0, call.drift(20.0), 0.0)
+
+
+def compute_policy_loss_gpg(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """GPG: `-A·logp`, no ratio. verl reports nothing."""
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
+
+
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac` is the share dropped."""
+    low, high = clip_range(config)
+    options = policy_options(config)
+    fraction = either(read(options, "clip_cov_ratio"), 0.0002)
+    window = either(read(options, "clip_cov_lb"), 1.0), either(read(options, "clip_cov_ub"), 5.0)
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    trust = LocalCovClip(CovClip(low, high, fraction, *window), guard(response_mask))
+    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust))
+    return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], response_mask), call.drift(None))
+
+
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """KL-Cov over this micro-batch: `LocalCovKL`. `ppo_kl` is the mean of |log-ratio| here."""
+    options = policy_options(config)
+    part = CovKL(either(read(options, "kl_cov_ratio"), 0.0002), either(read(options, "ppo_kl_coef"), 1.0))
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=LocalCovKL(part)))
+    return out.loss, call.report(None, call.drift(None, "abs"))
+
+
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no other mode, no global counts.
+
+    `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
+    """
+    low, high = clip_range(config)
+    epsilon = guard(response_mask)
+    trust, aggregate = GeometricClip(low, high, epsilon), SeqMeanTokenMean(epsilon)
+    spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=aggregate)
+    if rollout_is_weights is not None:
+        spec = spec.replace(correction=GivenWeight(rollout_is_weights, "geomean", floor=1e-10, epsilon=epsilon))
+    rows = Totals(0, response_mask.shape[0])
+    out = policy_loss(spec, log_prob, old_log_prob, advantages, response_mask, totals=rows)
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    mask, log_ratio = call.valid, call.log_ratio
+    with torch.no_grad():
+        positive, negative = outside_by_sign(log_ratio, low, high, advantages, mask, epsilon)
+    return out.loss, call.report(share(positive, response_mask), call.drift(None), share(negative, response_mask))
+
+
+def compute_policy_loss_dro(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """DRO: `Quadratic(dro_beta)`."""
+    beta = read(policy_options(config), "dro_beta")
+    if beta is None or beta <= 0:
+        raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=Quadratic(beta)))
+    return out.loss, call.report(None, call.drift(None))
+
+
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the sign of the advantage."""
+    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(config))))
+    return out.loss, call.report(clipped(out, response_mask), call.drift(20.0), 0.0)
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """REINFORCE: `-w·A·logp`, the weights given. `ppo_kl` is the drift from the rollout policy."""
+    call = Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    out = call.loss(LossSpec(trust=Unbounded("logp")))
+    return out.loss, call.report(None, call.drift(None))
+
+
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    release: str | None = None,
+) -> LossResult:
+    """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the rejection and the loss.
+
+    `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce" the REINFORCE loss with them.
+    """
+    options = read(policy_options(config), "rollout_correction")
+    if options is None:
+        raise SpecError('policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.')
+    loss_type = read(options, "loss_type", "ppo_clip")
+    losses = {"ppo_clip": compute_policy_loss_vanilla, "reinforce": compute_policy_loss_reinforce}
+    if loss_type not in losses:
+        raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
+    older = () if at_least(release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    made, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        log_prob.detach(),
+        old_log_prob,
+        response_mask,
+        read(options, "rollout_is"),
+        read(options, "rollout_is_threshold", 2.0),
+        read(options, "rollout_is_batch_normalize", False),
+        read(options, "rollout_rs"),
+        read(options, "rollout_rs_threshold"),
+        **{name: read(options, name) for name in older},
+        release=release,
+    )
+    weights = made.batch["rollout_is_weights"] if made and loss_type == "reinforce" else None
+    loss, reported = losses[loss_type](old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights, release=release)
+    return loss, {**reported, **metrics}
+
+
+POLICY_LOSSES: dict[str, Callable[..., LossResult]] = {
+    "vanilla": compute_policy_loss_vanilla,
+    "dppo_tv": compute_policy_loss_dppo_tv,
+    "dppo_kl": compute_policy_loss_dppo_kl,
+    "gspo": compute_policy_loss_gspo,
+    "sapo": compute_policy_loss_sapo,
+    "gpg": compute_policy_loss_gpg,
+    "clip_cov": compute_policy_loss_clip_cov,
+    "kl_cov": compute_policy_loss_kl_cov,
+    "geo_mean": compute_policy_loss_geo_mean,
+    "dro": compute_policy_loss_dro,
+    "cispo": compute_policy_loss_cispo,
+    "bypass_mode": compute_policy_loss_bypass_mode,
+}

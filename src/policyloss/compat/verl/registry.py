@@ -1,0 +1,127 @@
+"""Hook into an installed verl: `actor.policy_loss.loss_mode="policyloss/<preset>"`.
+
+verl's workers are processes of their own, so the registration must run in each: name `policyloss.compat.verl.hook` in
+`actor_rollout_ref.model.external_lib`, and every worker imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from policyloss.compat.verl.aggregation import KL_ESTIMATORS
+from policyloss.compat.verl.calls import clipped, drift, either, read
+from policyloss.errors import SpecError
+from policyloss.loss import policy_loss
+from policyloss.presets import preset, presets
+from policyloss.slots.correction import OPSM
+from policyloss.slots.given import GivenWeight
+from policyloss.slots.kl import KL
+from policyloss.slots.local import OfThisCall
+from policyloss.slots.trust import CovClip, CovKL
+from policyloss.spec import LossSpec
+from policyloss.totals import Totals
+
+PREFIX = "policyloss/"
+VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
+    """Put every preset, and `specs` under their own names, into verl's registry as "policyloss/<name>"; returns those names.
+
+    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. verl hands a policy loss neither
+    reference nor rollout log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
+    too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting.
+    """
+    register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
+    named = {**{name: preset(name) for name in presets()}, **(specs or {})}
+    for name, spec in named.items():
+        if not isinstance(spec, LossSpec):
+            raise SpecError(f"register: {name!r} must be a LossSpec, got {type(spec).__name__}.")
+        register_policy_loss(f"{PREFIX}{name}")(as_verl_loss(name, spec))
+    return tuple(f"{PREFIX}{name}" for name in named)
+
+
+def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
+    """`spec` as a function of verl's registry."""
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        served = _served(name, spec, config, rollout_is_weights)
+        totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
+        out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
+        reported = {f"{PREFIX}{key}": value for key, value in out.metrics.compute().items()}
+        if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
+            reported["actor/pg_clipfrac"] = float(clipped(out, response_mask))
+        return out.loss, {**reported, "actor/ppo_kl": float(drift(old_log_prob, log_prob, response_mask, None))}
+
+    loss.__name__ = f"policyloss_{name}"
+    loss.__doc__ = f"policyloss: {name}."
+    return loss
+
+
+def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
+    """verl's `global_batch_info` as totals: what it counted over the whole step, and this call's own count where it did not."""
+    totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
+    for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
+        if info.get(theirs) is not None:
+            totals = replace(totals, **{ours: info[theirs]})
+        elif totals.dp_size > 1:
+            raise SpecError(f"global_batch_info has dp_size={totals.dp_size} but no {theirs}; verl must count the whole step.")
+    return totals
+
+
+def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> LossSpec:
+    """`spec` without the terms that verl itself adds; an error where verl would not add them."""
+    _check_kl(name, spec.kl, config)
+    _check_entropy(name, spec.entropy_coef, config)
+    spec = spec.replace(kl=None, entropy_coef=0.0)
+    if isinstance(spec.trust, (CovClip, CovKL)):
+        # verl calls a loss one micro-batch at a time and cannot measure the step first; its own losses do the same.
+        spec = spec.replace(trust=OfThisCall(spec.trust))
+    kept = tuple(part for part in spec.correction if isinstance(part, OPSM) and part.source == "old")
+    if kept != spec.correction:
+        if weights is None:
+            parts = ", ".join(type(part).__name__ for part in spec.correction)
+            raise SpecError(
+                f"policyloss/{name} corrects for the rollout engine ({parts}), but verl passes no rollout log-probabilities to a "
+                "policy loss; set algorithm.rollout_correction (rollout_is, rollout_rs), which makes the weights before it."
+            )
+        spec = spec.replace(correction=kept, rejected=spec.rejected if kept else "keep")
+    missing = [argument for argument in spec.reads if argument != "old_logp"]
+    if missing:
+        raise SpecError(f"policyloss/{name} reads {', '.join(missing)}, which verl does not pass to a policy loss.")
+    return spec if weights is None else spec.replace(correction=(*kept, GivenWeight(weights)))
+
+
+def _check_kl(name: str, kl: Any, config: Any) -> None:
+    """A KL term is verl's to add: check that it does, with the same estimator and coefficient."""
+    if kl is None:
+        return
+    wanted = [kind for kind, ours in KL_ESTIMATORS.items() if isinstance(kl, KL) and ours == kl.estimator]
+    if not wanted or kl.anchor != "ref":
+        raise SpecError(f"policyloss/{name} has a KL term that verl cannot add: {kl!r}.")
+    seen = (read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None))
+    if not seen[0] or seen[1].removesuffix("+") not in wanted or seen[2] != kl.coef:
+        raise SpecError(
+            f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
+            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {seen[0]}, {seen[1]!r}, {seen[2]}), or register "
+            f"a spec without it: register({{'mine': preset({name!r}).replace(kl=None)}})."
+        )
+
+
+def _check_entropy(name: str, coef: float, config: Any) -> None:
+    """An entropy bonus is verl's to add: check that it does."""
+    if coef and read(config, "entropy_coeff", 0.0) != coef:
+        raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")

@@ -1,0 +1,116 @@
+"""verl's words for the bounds of a rollout correction: "2.0", "0.5_2.0", "token_k1,seq_max_k3"."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from policyloss.compat.releases import at_least
+from policyloss.errors import SpecError, unknown_name
+from policyloss.functional.mismatch import in_nats, reciprocal_band
+
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = {
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+}
+TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
+
+
+class ThresholdTypeError(SpecError, TypeError):
+    """A threshold of a type that means nothing. verl raises a TypeError; every error of this library is a ValueError."""
+
+
+class Rule(NamedTuple):
+    """One rejection: kept are `low <= reduce(estimator) <= high`, in nats; a low of None does not bind."""
+
+    option: str
+    estimator: str
+    reduce: str
+    low: float | None
+    high: float
+
+
+def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
+    """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has one (IcePop, from 0.8.0)."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, str)):
+        raise ThresholdTypeError(
+            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0', got {threshold!r}."
+        )
+    if isinstance(threshold, str) and not at_least(release, "0.8.0"):
+        raise ThresholdTypeError(
+            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with release={release!r}."
+        )
+    low, high = _bounds("rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold)
+    if low is not None and low > high:
+        raise SpecError(f"rollout_is_threshold must have lower <= upper, got {threshold!r}.")
+    return low, high
+
+
+def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None) -> list[Rule]:
+    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. One threshold serves all, or there is one for each.
+
+    For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2 and k3 have one, on the estimate.
+    """
+    if not isinstance(rollout_rs, str):
+        raise SpecError(f"rollout_rs must be a string of comma-separated options, got {rollout_rs!r}.")
+    if rollout_rs_threshold is None:
+        raise SpecError(f"rollout_rs_threshold must be given with rollout_rs={rollout_rs!r}.")
+    options = list(dict.fromkeys(_parts(rollout_rs)))
+    if not options:
+        raise SpecError(f"rollout_rs={rollout_rs!r} names no option. Valid: {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}.")
+    for option in options:
+        if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
+            raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
+    if not isinstance(rollout_rs_threshold, (int, float, str)):
+        raise ThresholdTypeError(
+            f"rollout_rs_threshold must be a number or a string of one bound per option, got {rollout_rs_threshold!r}."
+        )
+    thresholds = _parts(str(rollout_rs_threshold))
+    if len(thresholds) not in (1, len(options)):
+        raise SpecError(
+            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the {len(options)} options of "
+            f"rollout_rs={rollout_rs!r}; give one for all, or one for each."
+        )
+    each = thresholds if len(thresholds) == len(options) else [thresholds[0] for _ in options]
+    return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
+
+
+def _rule(option: str, text: str, release: str | None) -> Rule:
+    """One option with its bound."""
+    level, estimator = option.rsplit("_", 1)
+    reduce = level.removeprefix("seq_")
+    low, high = _bounds(f"rollout_rs_threshold for {option}", text)
+    if estimator != "k1":
+        if low is not None:
+            raise SpecError(f"rollout_rs_threshold for {option} must be a single upper bound without '_', got {text!r}.")
+        return Rule(option, estimator, reduce, None, high)
+    low, high = reciprocal_band(high, low)
+    if low <= 0:
+        raise SpecError(f"rollout_rs_threshold for {option} must be a positive, finite number, got {text!r}.")
+    if low > high and at_least(release, "0.9.0"):
+        raise SpecError(f"rollout_rs_threshold for {option} must have lower <= upper, got {text!r}.")
+    return Rule(option, estimator, reduce, *in_nats(low, high))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
+    """(low, high) of a number, "high" or "low_high"; all positive. `called` is what an error names."""
+    words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError as error:
+        raise SpecError(f"{called} must be a number or two joined by '_', such as '0.5_2.0', got {threshold!r}.") from error
+    if any(number <= 0 for number in numbers):
+        raise SpecError(f"{called} must be positive, got {threshold!r}.")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
