@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format docs bench peers clean
+.PHONY: demo test lint format docs bench peers conformance record clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,13 @@ docs: $(STAMP)  ## write the generated pages (preset table, one page per preset,
 peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of them is installed or committed
 	$(BIN)/pip download --quiet --no-deps --only-binary :all: -d peers/wheels verl==0.9.1 openrlhf==0.11.2
 	for wheel in peers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel peers/src; done
+
+conformance: $(STAMP)  ## compare the drop-ins with verl, OpenRLHF, TRL and ColossalChat; builds one environment for each first
+	$(BIN)/python -m conformance
+	$(BIN)/python -m docs.generate
+
+record: $(STAMP)  ## write the frameworks' numbers and signatures that `make test` compares with
+	$(BIN)/python -m conformance record
 
 bench: $(STAMP)  ## time the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
 	$(BIN)/python -W ignore -m benchmarks.loss --device cpu

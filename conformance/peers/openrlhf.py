@@ -1,0 +1,306 @@
+"""OpenRLHF's losses and ours: `openrlhf.models.loss` and `openrlhf.models.utils`."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import product
+from typing import Any
+
+import torch
+
+from conformance.inputs import Batch
+from conformance.release import current
+from conformance.suite import GRADIENT, Defect, Function, Inputs, Options, Outputs
+from policyloss.compat import openrlhf as ours
+from policyloss.compat.releases import at_least
+
+CURRENT = ("0.11.2",)
+WITH_COUNTS = ("0.10.3", "0.10.4", "0.11.0", "0.11.1")  # the older correction arguments, the counts of the step in forward()
+WITHOUT_COUNTS = ("0.9.3", "0.9.4", "0.9.5", "0.9.6", "0.9.7", "0.9.8", "0.9.9", "0.9.10", "0.10.0", "0.10.1", "0.10.2")
+SCALAR = ("0.9.0",)  # the threshold is one number, and there is one type of correction
+UNBIASED = ("0.11.1", "0.11.2")
+NAMES = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
+COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+# The correction arguments: 0.11.2's, and those of earlier releases.
+GATES: list[Options] = [{}] + [
+    {"is_correction_level": level, "is_correction_mode": mode, "is_correction_gating": gating, "is_correction_threshold": threshold}
+    for level, mode, gating, threshold in (
+        ("token", "mask", "ratio", [0.5, 5.0]),
+        ("token", "mask", "ratio", [0.9, 1.1]),
+        ("token", "clip", "ratio", [0.5, 5.0]),
+        ("token", "clip", "ratio", [0.9, 1.1]),
+        ("seq", "mask", "ratio", [0.5, 5.0]),
+        ("seq", "mask", "ratio", [0.9, 1.1]),
+        ("token", "mask", "binary_kl", [0.0, 0.05]),
+        ("token", "mask", "binary_kl", [0.0, 0.002]),
+        ("seq", "mask", "binary_kl", [0.0, 0.05]),
+        ("seq", "mask", "binary_kl", [-1.0, 0.02]),
+        ("token", "mask", "tv", [0.0, 0.1]),
+        ("token", "mask", "tv", [0.0, 0.02]),
+        ("seq", "mask", "tv", [0.0, 0.1]),
+    )
+]
+VLLM: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
+    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": threshold, "vllm_is_correction_type": kind}
+    for kind, threshold in product(("tis", "icepop", "seq-mask-tis"), ([0.5, 5.0], [0.9, 1.1], [0.99, 1.01]))
+]
+SCALARS: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
+    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": cap} for cap in (0.9, 1.0, 2.0)
+]
+# What OpenRLHF refuses, and we do too.
+WRONG: list[Options] = [
+    {"is_correction_level": "sequence"},
+    {"is_correction_level": "seq", "is_correction_mode": "clip"},
+    {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_gating": "tv"},
+    {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": [0.5, 5.0]},
+    {"policy_loss_type": "grpo"},
+    {"dual_clip": 1.0},
+]
+
+
+def _options(corrections: list[Options], counts: tuple[bool, ...]) -> list[Options]:
+    """Every combination of the loss's own options and a correction; then the masks of other dtypes, or none."""
+    sizes = ([0.2, 0.2], [0.1, 0.28])
+    found: list[Options] = []
+    for kind, dual, token_level, counted, (low, high), words in product(
+        ("ppo", "gspo"), (None, 1.3, 3.0), (True, False), counts, sizes, corrections
+    ):
+        if kind == "gspo" and words not in corrections[:3]:
+            continue  # GSPO asks only whether there is a correction
+        sizing = {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": dual}
+        found.append({"init": {**sizing, "token_level_loss": token_level, "policy_loss_type": kind, **words}, "counts": counted})
+    for token_level, counted, mask, words in product((True, False), counts, ("bool", "int64", None), corrections):
+        found.append({"init": {"token_level_loss": token_level, **words}, "counts": counted, "mask": mask})
+    return found
+
+
+def _mask(batch: Batch, options: Options) -> torch.Tensor | None:
+    dtype = options.get("mask", "as the rest")
+    if dtype is None:
+        return None
+    return batch.mask.to({"bool": torch.bool, "int64": torch.int64}.get(dtype, batch.dtype))
+
+
+def _counts(batch: Batch, options: Options) -> Inputs:
+    """Counts of a step that this batch is a part of."""
+    if not options.get("counts"):
+        return {}
+    return {"dp_size": 3, "batch_num_tokens": 2.5 * float(batch.mask.sum()) + 7, "global_batch_size": 2 * batch.mask.shape[0] + 1}
+
+
+def _policy_inputs(batch: Batch, options: Options) -> Inputs:
+    return {
+        "log_probs": batch.logp,
+        "old_log_probs": batch.old_logp,
+        "advantages": batch.advantages,
+        "action_mask": _mask(batch, options),
+        "rollout_log_probs": batch.rollout_logp,
+        **_counts(batch, options),
+    }
+
+
+def _theirs(name: str) -> Any:
+    module = "utils" if name == "compute_approx_kl" else "loss"
+    return getattr(importlib.import_module(f"openrlhf.models.{module}"), name)
+
+
+def _their_words(init: Options) -> Options:
+    """0.9.3 has another name for one of the corrections."""
+    if init.get("vllm_is_correction_type") == "seq-mask-tis" and not at_least(current(), "0.9.4"):
+        return {**init, "vllm_is_correction_type": "mis"}
+    return init
+
+
+def _named(values: tuple[Any, ...]) -> Outputs:
+    return dict(zip(NAMES, values, strict=False)) | {"values": len(values)}
+
+
+def _their_policy_loss(inputs: Inputs, options: Options) -> Outputs:
+    return _named(_theirs("PolicyLoss")(**_their_words(options["init"]))(**inputs))
+
+
+def _our_policy_loss(inputs: Inputs, options: Options) -> Outputs:
+    return _named(ours.PolicyLoss(**options["init"], release=current())(**inputs))
+
+
+def _installed_policy_loss(inputs: Inputs, options: Options) -> Outputs:
+    """What OpenRLHF itself makes after `install()`."""
+    ours.install(current())
+    try:
+        loss = importlib.import_module("openrlhf.models").PolicyLoss(**_their_words(options["init"]))
+        assert isinstance(loss, ours.PolicyLoss), "openrlhf.models.PolicyLoss is ours now"
+        return _named(loss(**inputs))
+    finally:
+        ours.uninstall()
+
+
+NOTHING = "nothing valid: 0 / 0 is NaN"
+EMPTY_ROW = "up to 0.10.2 a sample without a valid token makes the mean over samples NaN"
+
+
+def _policy_defects(options: Options, inputs: Inputs) -> list[Defect]:
+    mask, init = inputs["action_mask"], options["init"]
+    if mask is None or init in WRONG:
+        return []
+    by_sample = not init.get("token_level_loss", True) or init.get("policy_loss_type") == "gspo"
+    found = []
+    if not mask.any():
+        shares = [name for name in NAMES[1:] if not (name == "is_filter_ratio" and init.get("is_correction_level") == "seq")]
+        outputs = shares if options.get("counts") else ["loss", GRADIENT, *shares]
+        found.append(Defect(NOTHING, "a loss of 0 with a zero gradient; means of nothing are 0", tuple(outputs)))
+    elif by_sample and not at_least(current(), "0.10.3") and not mask.any(-1).all():
+        found.append(Defect(EMPTY_ROW, "such a sample is left out of the mean, as OpenRLHF does from 0.10.3", ("loss", GRADIENT)))
+    return found
+
+
+def _value_inputs(batch: Batch, options: Options) -> Inputs:
+    values = {"values": batch.values, "old_values": batch.old_values, "returns": batch.returns}
+    return {**values, "action_mask": _mask(batch, options), **_counts(batch, options)}
+
+
+def _their_value_loss(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": _theirs("ValueLoss")(**options["init"])(**inputs)}
+
+
+def _our_value_loss(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": ours.ValueLoss(**options["init"], release=current())(**inputs)}
+
+
+def _loss_defects(options: Options, inputs: Inputs) -> list[Defect]:
+    """For what gives the loss alone."""
+    named = {"action_mask": inputs.get("action_mask", inputs.get("loss_mask"))}
+    whole = {"init": options.get("init", options), "counts": options.get("counts")}
+    return [d for d in _policy_defects(whole, named) if d.outputs is not None and "loss" in d.outputs]
+
+
+def _value_options(counts: tuple[bool, ...]) -> list[Options]:
+    return [
+        {"init": {"clip_eps": clip, "token_level_loss": token_level}, "counts": counted, "mask": mask}
+        for clip, token_level, counted, mask in product(
+            (None, 0.1, 0.5), (True, False), counts, ("as the rest", "bool", "int64", None)
+        )
+    ]
+
+
+def _aggregate_inputs(batch: Batch, options: Options) -> Inputs:
+    return {"loss": batch.logp, "loss_mask": _mask(batch, options), **_counts(batch, options)}
+
+
+def _their_aggregate(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": _theirs("aggregate_loss")(**inputs, token_level_loss=options["token_level_loss"])}
+
+
+def _our_aggregate(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": ours.aggregate_loss(**inputs, token_level_loss=options["token_level_loss"])}
+
+
+def _kl_inputs(batch: Batch, options: Options) -> Inputs:
+    inputs = {"log_probs": batch.logp, "log_probs_base": batch.ref_logp}
+    return {**inputs, "log_probs_old": batch.old_logp} if options.get("old") else inputs
+
+
+def _kl_words(options: Options) -> Options:
+    return {name: value for name, value in options.items() if name != "old"}
+
+
+def _their_kl(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": _theirs("compute_approx_kl")(**inputs, **_kl_words(options))}
+
+
+def _our_kl(inputs: Inputs, options: Options) -> Outputs:
+    return {"loss": ours.compute_approx_kl(**inputs, **_kl_words(options))}
+
+
+CANCELS = "k3 is exp(d) − 1 − d in float32 whatever comes in, which cancels: off by 1e-7"
+ROUNDED = "adds w·k2 to the value and takes it off again, in float32: the value is rounded to the size of w·k2"
+
+
+def _kl_defects(options: Options, inputs: Inputs) -> list[Defect]:
+    """float64 in, float32 inside: their rounding shows where ours is another. In float32 it shows only beside a large w·k2."""
+    wide = inputs["log_probs"].dtype == torch.float64
+    if options["kl_estimator"] not in ("k1", "k2", "k3"):
+        return []
+    if options.get("unbiased_gradient"):
+        d = inputs["log_probs"] - inputs["log_probs_base"]
+        w = (inputs["log_probs"] - inputs["log_probs_old"]).exp().clamp(max=10) if options.get("old") else torch.ones(())
+        if wide or (w * d**2 / 2).max() > 8:
+            return [Defect(ROUNDED, "the estimator's value as it is", ("loss",))]
+    if wide and options["kl_estimator"] == "k3":
+        return [Defect(CANCELS, "expm1(d) − d, in float32", ("loss", GRADIENT))]
+    return []
+
+
+def _policy(name: str, options: list[Options], releases: tuple[str, ...], **changes: Any) -> Function:
+    fields: dict[str, Any] = {"ours": _our_policy_loss, "theirs": _their_policy_loss, "differentiate": ("log_probs",)}
+    fields |= {"defect": _policy_defects, "releases": releases, **changes}
+    return Function(name, options, _policy_inputs, **fields)
+
+
+def _few(corrections: list[Options]) -> list[Options]:
+    return [
+        {"init": {"policy_loss_type": kind, "token_level_loss": token_level, **words}, "counts": False}
+        for kind, token_level, words in product(("ppo", "gspo"), (True, False), corrections)
+    ]
+
+
+_WRONG: list[Options] = [{"init": init, "counts": False} for init in WRONG]
+_INSTALLED: dict[str, Any] = {"ours": _installed_policy_loss, "kinds": ("ragged", "empty_rows", "extreme")}
+ESTIMATORS: list[Options] = [{"kl_estimator": name} for name in ("k1", "k2", "k3", "k4")]
+
+FUNCTIONS = [
+    _policy("PolicyLoss", _options(GATES, (False, True)) + _WRONG, CURRENT),
+    _policy("PolicyLoss", _options(VLLM, (False, True)), WITH_COUNTS),
+    _policy("PolicyLoss", _options(VLLM, (False,)), WITHOUT_COUNTS),
+    _policy("PolicyLoss", _options(SCALARS, (False,)), SCALAR),
+    _policy("install(): openrlhf.models.PolicyLoss", _few(SCALARS), SCALAR, **_INSTALLED),
+    _policy("install(): openrlhf.models.PolicyLoss", _few(GATES), CURRENT, **_INSTALLED),
+    _policy("install(): openrlhf.models.PolicyLoss", _few(VLLM), (*WITHOUT_COUNTS, *WITH_COUNTS), **_INSTALLED),
+    *(
+        Function(
+            "ValueLoss",
+            _value_options(counts),
+            _value_inputs,
+            _our_value_loss,
+            _their_value_loss,
+            differentiate=("values",),
+            releases=releases,
+            defect=_loss_defects,
+        )
+        for counts, releases in (((False, True), (*WITH_COUNTS, *CURRENT)), ((False,), (*SCALAR, *WITHOUT_COUNTS)))
+    ),
+    Function(
+        "aggregate_loss",
+        [
+            {"token_level_loss": token_level, "counts": counted, "mask": mask}
+            for token_level, counted, mask in product((True, False), (False, True), ("as the rest", "bool", "int64", None))
+        ],
+        _aggregate_inputs,
+        _our_aggregate,
+        _their_aggregate,
+        differentiate=("loss",),
+        releases=(*WITH_COUNTS, *CURRENT),
+        defect=_loss_defects,
+    ),
+    Function(
+        "compute_approx_kl",
+        ESTIMATORS,
+        _kl_inputs,
+        _our_kl,
+        _their_kl,
+        differentiate=("log_probs",),
+        seeds=4,
+        defect=_kl_defects,
+    ),
+    Function(
+        "compute_approx_kl(unbiased_gradient=True)",
+        [{**words, "unbiased_gradient": True, "old": old} for words, old in product(ESTIMATORS, (False, True))],
+        _kl_inputs,
+        _our_kl,
+        _their_kl,
+        differentiate=("log_probs",),
+        seeds=2,
+        releases=UNBIASED,
+        defect=_kl_defects,
+    ),
+]

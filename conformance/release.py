@@ -1,0 +1,17 @@
+"""Which release of a framework this process compares with."""
+
+from __future__ import annotations
+
+_current: list[str] = []
+
+
+def set_current(version: str) -> None:
+    """Say which release is under test, before any comparison runs (or is replayed)."""
+    _current[:] = [version]
+
+
+def current() -> str:
+    """The release under test, such as "0.9.1"."""
+    if not _current:
+        raise RuntimeError("no release was set; call conformance.release.set_current first.")
+    return _current[0]
