@@ -1,4 +1,4 @@
-"""Writes the generated pages: one per preset, their index, the metrics page, and the preset table in the README.
+"""Writes the generated pages: one per preset, their index, metrics, names, conformance, and the preset table in the README.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -7,9 +7,12 @@ python -m docs.generate --check  exit 1 if any is out of date (a test does the s
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
+
+from docs.conformance_page import conformance_page
+from docs.markdown import GENERATED, fenced, join, linked, table
+from docs.names_page import names_page
 
 import policyloss as pl
 from policyloss.explain import Explanation, shortened
@@ -19,8 +22,8 @@ from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "conformance/results/conformance.json"
 BEGIN, END = "<!-- presets:begin -->", "<!-- presets:end -->"
-GENERATED = "<!-- Made by `python -m docs.generate`; edit the data it is made from instead. -->"
 VALUE_FORMULAS = {
     "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
     "tokens": "valid tokens",
@@ -38,6 +41,8 @@ def pages() -> dict[str, str]:
     made = {f"docs/presets/{name}.md": preset_page(pl.explain(name)) for name in PRESETS}
     made["docs/presets/README.md"] = index_page()
     made["docs/metrics.md"] = metrics_page()
+    made["docs/names.md"] = names_page()
+    made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     readme = ROOT / "README.md"
     if readme.is_file() and (text := readme.read_text(encoding="utf-8")).strip():
         made["README.md"] = with_table(text)
@@ -136,7 +141,7 @@ def zero_section(e: Explanation) -> str:
         also = "also" if e.zero.alone else "exactly"
         shared = f"The gradient is shared over the {e.zero.group}: {also} none where every token of it meets one of"
         parts += [shared, _conditions(e.zero.together)]
-    return join(*parts, e.still_moved_by).rstrip()
+    return join(*parts, e.still_moved_by)
 
 
 def _conditions(conditions: tuple[tuple[str, str], ...]) -> str:
@@ -181,28 +186,6 @@ def _relative(other: Preset, difference: Difference) -> str:
     for change in difference.changes:
         lines.append(f"- **{change.slot}**: `{change.a}` → `{change.b}`")
     return "\n".join([*lines, *(f"- {note}" for note in difference.notes)])
-
-
-def linked(text: str) -> str:
-    """Markdown links for arXiv numbers and DOIs."""
-    text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    return re.sub(r"doi (10\.\S+)", r"[doi \1](https://doi.org/\1)", text)
-
-
-def table(heading: list[str], rows: list[list[str]]) -> str:
-    """A GitHub table; pipes inside cells are escaped."""
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def fenced(text: str, language: str) -> str:
-    """A fenced block. Formulas are marked as text, lest a formatter of Python rewrite them."""
-    return f"```{language}\n{text}\n```"
-
-
-def join(*blocks: str) -> str:
-    """Blocks with an empty line between them; empty blocks are left out."""
-    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def stale() -> list[str]:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from policyloss.errors import PolicyLossError
@@ -48,6 +49,21 @@ def explain_command(args: argparse.Namespace) -> str:
     return _json(explanation.to_dict()) if args.json else str(explanation)
 
 
+def explain_trl_command(args: argparse.Namespace) -> str:
+    """What a TRL GRPOConfig trains."""
+    from policyloss.compat.trl import explain_config, spec_from_config
+    from policyloss.compat.trl.config import BESIDE
+    from policyloss.compat.trl.options import DEFAULTS
+
+    given = _read_json(args.config)
+    if not isinstance(given, dict):
+        raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
+    config = SimpleNamespace(**{**DEFAULTS, **given})
+    if args.json:
+        return _json(spec_from_config(config, handled=BESIDE).to_dict())
+    return explain_config(config)
+
+
 def diff_command(args: argparse.Namespace) -> str:
     """How two losses differ."""
     from policyloss.explaining.difference import diff
@@ -60,6 +76,12 @@ _LOSS = "the name of a preset, or the path of a JSON file that holds LossSpec.to
 COMMANDS = (
     Command("presets", "list the named losses", presets_command),
     Command("explain", "say what a loss is: formula, numbers, zero gradients, names, traps", explain_command, ("loss", _LOSS)),
+    Command(
+        "explain-trl",
+        "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
+        explain_trl_command,
+        ("config", "the path of a JSON file with the config's options; one that is not there has TRL's default"),
+    ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
 )
 
@@ -72,16 +94,20 @@ def read_loss(name: str) -> Any:
     path = Path(name)
     if name in PRESETS or not (path.suffix == ".json" or path.is_file()):
         return name
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise PolicyLossError(f"{name} is not JSON: {error}.") from None
+    data = _read_json(name)
     try:
         return LossSpec.from_dict(data)
     except PolicyLossError as error:
         raise PolicyLossError(f"{name}: {error}") from None
+
+
+def _read_json(name: str) -> Any:
+    try:
+        return json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ terms), not the way the code computes them. Every name means a number per valid 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,8 +107,21 @@ def raw_log_ratio(part: Any) -> str:
     if isinstance(part, ratio.SequenceRatio):
         return f"seq_mean({difference})" if part.grad == "sequence" else f"sg(seq_mean({difference})) + logp - sg(logp)"
     if isinstance(part, ratio.SequenceProduct):
-        return f"seq_sum({difference})"
+        return f"seq_sum({held(difference, *clamp_bounds(part.token_clamp))}{_log_rollout_weight(part)})"
     return f"run_mean({difference})" if isinstance(part, ratio.SegmentRatio) else difference
+
+
+def _log_rollout_weight(part: ratio.SequenceProduct) -> str:
+    """What a product over the sequence adds for the engine that sampled; "" if nothing."""
+    if part.rollout is None:
+        return ""
+    weight, low, high = "exp(old_logp - rollout_logp)", part.rollout_low or None, part.rollout_high
+    if part.rollout == "truncate":
+        bounded = held(weight, low, high)
+    else:
+        inside = _within(weight, low, None if math.isinf(high) else high)
+        bounded = f"where({inside}, {weight}, 0)" if inside else weight
+    return f" + {held(f'log({bounded})', *ratio.ROLLOUT_LOG_BOUNDS)}"
 
 
 def formula(spec: LossSpec) -> Formula:
@@ -180,6 +194,8 @@ def _verdict(part: Any) -> tuple[Pairs, str | None, str | None]:
     if isinstance(part, correction.SequenceMask):
         weight = {"token": _weight_at("token", part.log_clamp), "sequence": "w", None: None}[part.weight]
         return [("w", _weight_at(part.level, part.log_clamp))], weight, _within("w", part.low, part.high)
+    if isinstance(part, correction.DivergenceMask):
+        return _divergence_mask(part)
     if isinstance(part, correction.Reject):
         each = {"k1": "-log_weight", "k2": "0.5 * log_weight ** 2", "k3": "exp(log_weight) - 1 - log_weight"}[part.estimator]
         estimate = each if part.reduce == "token" else f"seq_{part.reduce}({each})"
@@ -192,6 +208,15 @@ def _verdict(part: Any) -> tuple[Pairs, str | None, str | None]:
         drift = f"seq_mean({ANCHORS[part.source]} - logp)"
         return [("drift", drift)], None, f"~((advantages < 0) & (drift > {number(part.delta)}))"
     return [("said", f"{callable_name(part)}(tokens)")], "said.weight", "said.keep"
+
+
+def _divergence_mask(part: correction.DivergenceMask) -> tuple[Pairs, str | None, str | None]:
+    floor = number(part.floor)
+    before = [(name, f"clip(exp({logp}), {floor}, 1 - {floor})") for name, logp in (("p", "rollout_logp"), ("q", "old_logp"))]
+    each = "abs(p - q)" if part.divergence == "tv" else "p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))"
+    before.append(("apart", each if part.level == "token" else f"seq_mean({each})"))
+    weight = None if part.weight is None else _weight_at("token", part.log_clamp)
+    return before, weight, _within("apart", part.low, part.high)
 
 
 def _correction_lines(spec: LossSpec) -> list[Line]:
@@ -244,9 +269,17 @@ def _kl_lines(spec: LossSpec) -> list[Line]:
         lines += [Line("pull", f"0.5 * ({anchor} - logp) ** 2"), Line("kl", "sg(kl - pull) + pull")]
     elif part.grad == "score":
         lines.append(Line("kl", "kl * exp(logp - sg(logp))"))
-    if part.weight == "ratio":
-        lines.append(Line("kl", "kl * ratio"))
+    if part.weight is not None:
+        lines.append(Line("kl", f"kl * {_kl_weight(part, spec)}"))
     return lines
+
+
+def _kl_weight(part: kl.KL, spec: LossSpec) -> str:
+    if part.weight == "ratio":
+        return "ratio"
+    difference = f"logp - {ANCHORS[getattr(spec.ratio, 'anchor', 'old')]}"
+    log_ratio = difference if part.weight == "token_ratio" else f"seq_mean({difference})"
+    return f"exp({held(log_ratio, *clamp_bounds(part.clamp))})"
 
 
 def _loss_lines(spec: LossSpec) -> list[Line]:
@@ -266,6 +299,8 @@ def _aggregated(part: Any, x: str) -> str:
     if isinstance(part, (aggregate.SeqMeanTokenSumNorm, aggregate.TokenSumNorm)):
         horizon = number(part.horizon)
         return f"sum({x}) / (B * {horizon})" if isinstance(part, aggregate.SeqMeanTokenSumNorm) else f"sum({x}) / {horizon}"
+    if isinstance(part, aggregate.SeqMeanTokenMean) and part.epsilon:
+        return f"sum({x} / (L + {number(part.epsilon)})) / B"
     plain = {
         aggregate.TokenMean: f"sum({x}) / N",
         aggregate.SeqMeanTokenMean: f"sum({x} / L) / B",

@@ -12,7 +12,7 @@ from policyloss.spec import LossSpec
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.
-_GUARDS = ("log_clamp", "clamp", "value_clamp")
+_GUARDS = ("log_clamp", "clamp", "value_clamp", "floor")
 _PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
 
 

@@ -184,6 +184,12 @@ TRAPS = (
     ),
     Trap(
         "correction",
+        "DivergenceMask",
+        "OpenRLHF reads a single threshold as [0, threshold]: rounding puts the binary KL of two nearly equal probabilities a hair "
+        "below 0 at times, and such a token is dropped. Here there is no lower bound unless you give one.",
+    ),
+    Trap(
+        "correction",
         "keep rejects",
         'A rejected token still counts in the denominator (rejected="keep"), as in TRL, slime and AReaL: rejecting many '
         "shrinks the step. verl's decoupled mode and ms-swift's OPSM shrink the denominator instead.",

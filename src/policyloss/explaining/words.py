@@ -59,6 +59,8 @@ def _ratio(p: Any) -> str:
         tail = "" if p.grad == "sequence" else ", each token with its own gradient"
         return f"the geometric mean over the sequence of the probability ratios {to}{tail}"
     if isinstance(p, ratio.SequenceProduct):
+        if p.rollout is not None:
+            to = f"to rollout_logp, through old_logp with weights {_interval(p.rollout_low, p.rollout_high)}"
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
     if isinstance(p, ratio.SegmentRatio):
         return f"the geometric mean over each turn (unbroken run of the mask) of the probability ratios {to}"
@@ -153,6 +155,8 @@ def _correction(p: Any) -> str:
         weight = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
         test = f"its {_LEVELS[p.level].split(' ')[1]} weight is {_interval(p.low, p.high)}"
         return f"a sequence is rejected unless {test}; else {weight[p.weight]}"
+    if isinstance(p, correction.DivergenceMask):
+        return _divergence_mask(p)
     if isinstance(p, correction.Reject):
         over = {"token": "of the token", "sum": "summed over the sequence", "mean": "averaged over the sequence"}
         bounds = [f"at least {_g(p.low)}"] if p.low is not None else []
@@ -170,11 +174,31 @@ def _correction(p: Any) -> str:
     return _own(p)
 
 
+_KL_WEIGHTS = {
+    "ratio": "the ratio",
+    "token_ratio": "the token's own ratio",
+    "sequence_ratio": "the geometric mean of the sequence's ratios",
+}
+
+
+def _divergence_mask(p: correction.DivergenceMask) -> str:
+    measure = (
+        "binary KL of its probability, rollout to old," if p.divergence == "kl" else "change of its probability, rollout to old,"
+    )
+    what, test = (
+        ("a token", f"the {measure}") if p.level == "token" else ("a sequence", f"the mean over its tokens of the {measure}")
+    )
+    bounds = [f"at least {_g(p.low)}"] if p.low is not None else []
+    bounds.append(f"at most {_g(p.high)}{' nats' if p.divergence == 'kl' else ''}")
+    weight = "it is weighted by exp(old_logp - rollout_logp)" if p.weight else "it counts fully"
+    return f"{what} is rejected unless {test} is {' and '.join(bounds)}; else {weight}"
+
+
 def _kl(p: Any) -> str:
     if not isinstance(p, kl.KL):
         return _own(p)
     gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[p.grad]
-    weight = ", times the ratio" if p.weight == "ratio" else ""
+    weight = "" if p.weight is None else f", times {_KL_WEIGHTS[p.weight]}"
     return f"plus {_g(p.coef)} times {p.estimator}, an estimate of KL(current, {p.anchor}){weight}{gradient}"
 
 

@@ -68,7 +68,7 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
         return ZeroGradient((*gone, *conditions), together)
     if group is None:
         return ZeroGradient((*gone, *rejected, *conditions))
-    return ZeroGradient(gone, (*rejected, *conditions), group)
+    return ZeroGradient((*gone, *_beyond_token_clamp(spec.ratio)), (*rejected, *conditions), group)
 
 
 def _group(spec: LossSpec) -> str | None:
@@ -94,6 +94,14 @@ def _beyond_clamp(part: Any) -> Condition | None:
     if high is not None and high != math.inf:
         tests.append(f"({x} > {number(high)})")
     return Condition(" | ".join(tests), "the log-ratio is beyond its clamp") if tests else None
+
+
+def _beyond_token_clamp(part: Any) -> tuple[Condition, ...]:
+    """The token's own log-ratio lies beyond the clamp it has inside a product over the sequence."""
+    limit = getattr(part, "token_clamp", None)
+    if limit is None or math.isinf(limit) or part.anchor == "current":
+        return ()
+    return (Condition(f"abs(logp - {ANCHORS[part.anchor]}) > {number(limit)}", "its own log-ratio is beyond token_clamp"),)
 
 
 def _of_trust(spec: LossSpec) -> tuple[Condition, ...]:
@@ -163,4 +171,5 @@ def _quadratic(spec: LossSpec, group: str | None, rejected: tuple[Condition, ...
     every = "seq_all" if group == "sequence" else "run_all"
     own = "(advantages == 0) | ~keep" if rejected else "advantages == 0"
     pull = f"{every}(({still}) | ~keep)" if rejected else f"({still})"
-    return ZeroGradient((*gone, Condition(f"({own}) & {pull}", "nothing to learn from, and no pull to the anchor")))
+    pull = " | ".join([pull, *(f"({c.expression})" for c in _beyond_token_clamp(spec.ratio))])
+    return ZeroGradient((*gone, Condition(f"({own}) & ({pull})", "nothing to learn from, and no pull to the anchor")))

@@ -1,0 +1,107 @@
+"""Writes docs/conformance.md from what the last `make conformance` measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from docs.markdown import GENERATED, fenced, join, table
+
+Result = dict[str, Any]  # one framework at one release, as `conformance.one` writes it
+CALLED = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "colossalai": "ColossalChat"}
+HEADING = ["function", "cases", "both refuse", "float64", "its gradient", "float32", "its gradient", "defects"]
+
+
+def conformance_page(results: Path) -> str:
+    """The page; before the first run it only says how to make one."""
+    about = (
+        "`make conformance` builds one environment per framework from pinned packages and calls every drop-in and the function it "
+        "stands in for with the same random inputs: ragged, full and empty masks, holes, log-ratios up to ±30, float32 and "
+        "float64, every combination of options. Compared are the loss, every other value returned, and the gradient. A difference "
+        "is relative to max(1, |value|); it may be 1e-12 in float64 and 1e-6 in float32, and the run fails if one is larger."
+    )
+    if not results.is_file():
+        return join("# Conformance", GENERATED, about, "No run has been written down yet.")
+    written = json.loads(results.read_text(encoding="utf-8"))
+    measured: list[Result] = written["results"]
+    return join(
+        "# Conformance",
+        GENERATED,
+        about,
+        "The worst differences of the last run:",
+        summary(measured),
+        "## What the frameworks do wrong",
+        "Cases in which a framework's own answer is wrong or undefined are declared beforehand, with the reason; they are counted "
+        "here, not compared. A declared defect that never shows fails the run.",
+        defects(measured),
+        *programs(written.get("programs", [])),
+        "## Function by function",
+        "*cases*: compared. *both refuse*: both sides raise an error. The other columns are the worst difference in the values and "
+        "in the gradient. *defects*: cases with a declared defect.",
+        *(section(result) for result in measured),
+    )
+
+
+def summary(results: list[Result]) -> str:
+    """One row for each framework and release."""
+    rows = [[CALLED.get(r["peer"], r["peer"]), r["release"], str(len(r["functions"])), *_row(r["functions"])] for r in results]
+    return table(["framework", "release", "functions", *HEADING[1:]], rows)
+
+
+def section(result: Result) -> str:
+    """All functions of one framework at one release."""
+    rows = [[f"`{f['name']}`", *_row([f])] for f in result["functions"]]
+    versions = ", ".join(f"{name} {version}" for name, version in result["environment"].items())
+    title = f"### {CALLED.get(result['peer'], result['peer'])} {result['release']}"
+    failed = sum(f["failed"] for f in result["functions"]) + len(result.get("signatures", ()))
+    return join(title, f"With {versions}.", table(HEADING, rows), f"**{failed} failures.**" if failed else "")
+
+
+def defects(results: Iterable[Result]) -> str:
+    """Each defect once: what is wrong, what the drop-in does instead, and where it was seen."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for result in results:
+        for function in result["functions"]:
+            for reason, tally in function["defects"].items():
+                entry = found.setdefault((result["peer"], reason, tally["instead"]), {"seen": 0, "functions": {}, "releases": {}})
+                entry["seen"] += tally["seen"]
+                entry["functions"][f"`{function['name']}`"] = entry["releases"][result["release"]] = True
+    rows = [
+        [CALLED.get(peer, peer), ", ".join(entry["releases"]), reason, instead, ", ".join(entry["functions"]), str(entry["seen"])]
+        for (peer, reason, instead), entry in found.items()
+    ]
+    return (
+        table(["framework", "releases", "what is wrong", "the drop-in instead", "where", "cases seen"], rows) if rows else "None."
+    )
+
+
+def programs(ran: list[dict[str, Any]]) -> list[str]:
+    """What is compared by running it, with what each program printed."""
+    if not ran:
+        return []
+    about = "Whole trainings, and the code on these pages, run with the installed packages."
+    shown = [
+        f"`python -m {one['name']}`: {'**failed**' if one['status'] else 'passed'}\n\n{fenced(one['output'].strip(), 'text')}"
+        for one in ran
+    ]
+    return ["## Programs", about, *shown]
+
+
+def _row(functions: list[dict[str, Any]]) -> list[str]:
+    """The numbers of some functions together."""
+
+    def total(key: str) -> int:
+        return sum(f[key] for f in functions)
+
+    declared = sum(tally["declared"] for f in functions for tally in f["defects"].values())
+    worst = [_worst(functions, dtype, gradient) for dtype in ("float64", "float32") for gradient in (False, True)]
+    return [str(total("cases")), str(total("both_refuse") or ""), *worst, str(declared or "")]
+
+
+def _worst(functions: list[dict[str, Any]], dtype: str, gradient: bool) -> str:
+    numbers = [float(x) for f in functions for name, x in f["worst"][dtype].items() if name.startswith("gradient") is gradient]
+    if not numbers:
+        return ""
+    return "0" if max(numbers) == 0 else f"{max(numbers):.1e}"
