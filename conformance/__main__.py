@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _all(arguments: argparse.Namespace) -> int:
     peers = driver.chosen(arguments.peer)
+    if arguments.release and len(peers) != 1:
+        sys.exit("--release is of one framework: give --peer once.")
     results = driver.run_everything(peers, ["run", "--seed", str(arguments.seed)], arguments.release)
     programs = driver.run_programs(peers)
     # The committed results are those of a whole run with the default seed.

@@ -70,8 +70,8 @@ def run_child(peer: Peer, release: str, path: Path | None, arguments: list[str],
         command = [str(interpreter(peer)), "-m", "conformance", *arguments, *which]
         board.update(name, "starts")
         environment = child_environment(peer, release, path)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as child:
+        stdout, stderr = subprocess.PIPE, subprocess.STDOUT
+        with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=stderr) as child:
             for line in child.stdout or ():
                 if line.startswith(PROGRESS):
                     _, done, total = line.split()

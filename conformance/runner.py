@@ -15,6 +15,7 @@ from conformance.suite import GRADIENT, Defect, Function, Inputs, Outputs
 # What our side raises on purpose. Anything else is a bug, even where the framework raises too.
 DELIBERATE = (ValueError, NotImplementedError, AssertionError)
 KEPT_FAILURES = 20
+ENOUGH = 10  # declared cases in which a defect must show, whatever the seed
 
 
 @dataclass
@@ -66,7 +67,7 @@ def run_function(function: Function, shift: int = 0, every: int = 1, tick: Calla
         differentiated |= set(function.differentiate) & set(inputs)
         judge(score, function, case, inputs)
         tick(done)
-    close(score, function, differentiated)
+    close(score, function, differentiated, whole=shift == 0 and every == 1)
     return score
 
 
@@ -89,14 +90,17 @@ def judge(score: Score, function: Function, case: Case, inputs: Inputs) -> None:
         _both_ran(score, case, ours, theirs, defects)
 
 
-def close(score: Score, function: Function, differentiated: Iterable[str]) -> None:
-    """What can only be said when every case has run: unused names, nothing compared, defects that never showed."""
+def close(score: Score, function: Function, differentiated: Iterable[str], whole: bool = True) -> None:
+    """What can only be said when every case has run: unused names, nothing compared, defects that never showed.
+
+    whole: every case of the default seed ran. Otherwise a rare defect may by chance not show in a few declared cases.
+    """
     if unused := set(function.differentiate) - set(differentiated):
         score.fail(f"no case has the input {', '.join(sorted(unused))} to differentiate in")
     if score.compared == 0:
         score.fail("no case was compared")
     for reason, tally in score.defects.items():
-        if tally.seen == 0:
+        if tally.seen == 0 and (whole or tally.declared >= ENOUGH):
             score.fail("stale defect: their numbers equal ours in every declared case", reason=reason, declared=tally.declared)
 
 

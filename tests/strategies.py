@@ -11,6 +11,7 @@ from cases import REJECTED, swapped
 
 EPS = st.sampled_from([0.0, 3e-4, 0.05, 0.2, 0.28, 1.0, float("inf")])
 LOG_CLAMP = st.sampled_from([20.0, 10.0, 0.5, (None, 20.0), (-18.0, 0.7)])
+EPSILON = st.sampled_from([0.0, 1e-8, 0.5])
 LEVEL = st.sampled_from(["token", "geomean", "product"])
 
 
@@ -27,6 +28,14 @@ RATIOS = st.one_of(
         log_clamp=LOG_CLAMP,
     ),
     st.builds(pl.SequenceProduct, anchor=st.sampled_from(["old", "rollout"]), log_clamp=LOG_CLAMP),
+    st.builds(
+        pl.SequenceProduct,
+        log_clamp=LOG_CLAMP,
+        token_clamp=st.sampled_from([None, 20.0, 0.5]),
+        rollout=st.sampled_from(["truncate", "mask"]),
+        rollout_low=_numbers(0, 0.9375),
+        rollout_high=_numbers(1.0625, 5),
+    ),
     st.builds(pl.SegmentRatio, anchor=st.sampled_from(["old", "rollout"]), log_clamp=LOG_CLAMP),
 )
 TRUSTS = st.one_of(
@@ -43,7 +52,7 @@ TRUSTS = st.one_of(
         st.sampled_from(["score", "ratio"]),
         _numbers(0.5, 20),
     ),
-    st.builds(pl.GeometricClip, EPS, EPS),
+    st.builds(pl.GeometricClip, EPS, EPS, EPSILON),
     st.builds(pl.GammaWeight, _numbers(0, 3), _numbers(0.5, 3), _numbers(0, 3), _numbers(0.5, 3)),
     st.builds(
         pl.CovClip,
@@ -90,10 +99,11 @@ KLS = st.builds(
     st.sampled_from(["k1", "k2", "k3", "abs"]),
     _numbers(0, 1),
     st.sampled_from(["value", "k2", "score"]),
-    st.sampled_from([None, "ratio"]),
+    st.sampled_from([None, "ratio", "token_ratio", "sequence_ratio"]),
     st.sampled_from([20.0, 0.5, None]),
     st.sampled_from([None, 10.0, 0.0625]),
     st.sampled_from(["ref", "old", "rollout"]),
+    st.booleans(),
 )
 HORIZON = st.integers(1, 5000)
 # The two that divide by the call's own counts are left out: they depend on the cut by design.
@@ -101,6 +111,7 @@ AGGREGATES = st.one_of(
     st.sampled_from(
         [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.TokenSum(), pl.PromptMean(), pl.LengthWeighted()]
     ),
+    st.builds(pl.SeqMeanTokenMean, EPSILON),
     st.builds(pl.SeqMeanTokenSumNorm, HORIZON),
     st.builds(pl.TokenSumNorm, HORIZON),
 )

@@ -55,6 +55,8 @@ def test_explain_trl_reads_a_grpo_config(tmp_path: Path, capsys: pytest.CaptureF
     assert spec.trust == pl.DetachedClip(0.0, 5.0)
     path.write_text(json.dumps({"loss_type": "cispoo"}))
     assert "did you mean 'cispo'?" in complaint(capsys, "explain-trl", str(path))
+    path.write_text(json.dumps({"epsilon_hgih": 0.28}))
+    assert "'epsilon_hgih'; did you mean 'epsilon_high'?" in complaint(capsys, "explain-trl", str(path))
     path.write_text("[1]")
     assert "one JSON object" in complaint(capsys, "explain-trl", str(path))
     assert "No such file" in complaint(capsys, "explain-trl", str(tmp_path / "none.json"))

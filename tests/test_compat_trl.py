@@ -467,3 +467,9 @@ def test_explain_takes_a_config() -> None:
     made = grpo_config(loss_type="grpo", importance_sampling_level="sequence")
     assert pl.explain(made).spec == spec_from_config(made)
     assert str(pl.explain(made)) == str(pl.explain(spec_from_config(made)))
+
+
+@pytest.mark.parametrize("name", ["tis", "importance_sampling", "decoupled_ppo"])
+def test_a_loss_on_the_engines_log_probabilities_needs_vllm(name: str) -> None:
+    with pytest.raises(pl.SpecError, match=r"rollout_logp.*use_vllm=True"):
+        checked_loss(name, grpo_config())

@@ -226,9 +226,11 @@ def test_the_hook_registers_when_it_is_imported(fake_verl: dict[str, Any]) -> No
     assert "policyloss/gspo" in hook.NAMES
 
 
-def registered(fake_verl: dict[str, Any], name: str, weights: Tensor | None = None, **changes: Any) -> Tensor:
+def registered(
+    fake_verl: dict[str, Any], name: str, weights: Tensor | None = None, mode: str = "token-mean", **changes: Any
+) -> Tensor:
     verl.register()
-    loss, _ = fake_verl[f"policyloss/{name}"](OLD, NEW, A, MASK, "token-mean", config(**changes), weights)
+    loss, _ = fake_verl[f"policyloss/{name}"](OLD, NEW, A, MASK, mode, config(**changes), weights)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -248,7 +250,12 @@ def test_a_preset_with_kl_leaves_it_to_verl_or_says_what_to_set(fake_verl: dict[
         registered(fake_verl, "grpo")
     with pytest.raises(pl.SpecError, match=r"0\.04.*0\.001"):
         registered(fake_verl, "grpo", use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.001)
-    loss = registered(fake_verl, "grpo", use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.04)
+    kl = {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.04}
+    with pytest.raises(pl.SpecError, match=r"SeqMeanTokenMean.*'token-mean'; set actor\.loss_agg_mode=seq-mean-token-mean"):
+        registered(fake_verl, "grpo", **kl)
+    with pytest.raises(pl.SpecError, match="kl_loss_type=k3,"):  # "k3+" has another gradient
+        registered(fake_verl, "grpo", mode="seq-mean-token-mean", **{**kl, "kl_loss_type": "k3+"})
+    loss = registered(fake_verl, "grpo", mode="seq-mean-token-mean", **kl)
     expected = pl.policy_loss(pl.preset("grpo").replace(kl=None), NEW, OLD, A, MASK).loss
     assert float(loss) == pytest.approx(float(expected), rel=1e-14)
 
@@ -270,3 +277,75 @@ def test_a_correction_is_verls_to_make(fake_verl: dict[str, Any]) -> None:
 def test_ranks_without_counts_are_refused(fake_verl: dict[str, Any]) -> None:
     with pytest.raises(pl.SpecError, match="batch_num_tokens"):
         registered(fake_verl, "dapo", global_batch_info={"dp_size": 4})
+
+
+@pytest.mark.parametrize(
+    "kl", [pl.KL("k3", 0.04, weight="ratio"), pl.KL("k3", 0.04, grad="score"), pl.KL("k2", 0.04, anchor="old")]
+)
+def test_a_kl_that_verl_does_not_have_is_refused(fake_verl: dict[str, Any], kl: pl.KL) -> None:
+    verl.register({"own": pl.LossSpec(kl=kl)})
+    settings = config(use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.04)
+    with pytest.raises(pl.SpecError, match="verl cannot add"):
+        fake_verl["policyloss/own"](OLD, NEW, A, MASK, "token-mean", settings, None)
+
+
+def test_only_means_are_reported_as_verl_averages_them(fake_verl: dict[str, Any]) -> None:
+    verl.register()
+    _, metrics = fake_verl["policyloss/dapo"](OLD, NEW, A, MASK, "token-mean", config(), None)
+    assert "policyloss/clip_fraction" in metrics
+    assert not {"policyloss/loss", "policyloss/tokens", "policyloss/ratio_max"} & set(metrics)
+
+
+def test_the_gradient_at_the_ends_of_a_clipped_value_is_verls() -> None:
+    # v = v₀ + clip exactly, R = 0: both errors are equal, so each gets half; verl's max(min(…)) passes half of the clipped one's.
+    v = torch.tensor([[1.5]], dtype=F64, requires_grad=True)
+    loss, _ = verl.compute_value_loss(v, torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=F64), torch.ones(1, 1), 0.5)
+    loss.backward()
+    assert v.grad.item() == pytest.approx(1.5 * (0.5 + 0.25))
+
+
+class NumpyLike:
+    """A number that is no Python number, as numpy's scalars are."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+
+def test_numbers_of_any_kind() -> None:
+    plain = verl.agg_loss(A, MASK, "token-mean", dp_size=4, batch_num_tokens=30)
+    for kind in (NumpyLike, torch.tensor, float):
+        assert float(verl.agg_loss(A, MASK, "token-mean", dp_size=kind(4), batch_num_tokens=kind(30))) == float(plain)
+        horizon = verl.agg_loss(A, MASK, "seq-mean-token-sum-norm", dp_size=kind(4), global_batch_size=8, loss_scale_factor=kind(7))
+        assert float(horizon) == pytest.approx(4 * (1 - 1 - 2) / 8 / 7, rel=1e-15)
+        clipped = verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=kind(0.25), clip_ratio_c=kind(3))
+        assert float(clipped[0]) == float(verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=0.25)[0])
+
+
+def test_kl_penalty_takes_any_shape() -> None:
+    d = torch.tensor([0.5, -1.0, 0.25, 2.0], dtype=F64)
+    for shape in ((4,), (2, 2), (2, 1, 2), ()):
+        x = d[: max(1, math.prod(shape))].reshape(shape)
+        torch.testing.assert_close(verl.kl_penalty(x, torch.zeros_like(x), "k2"), 0.5 * x**2)
+
+
+def test_sapo_holds_its_temperatures_as_the_advantages() -> None:
+    loss, _ = verl.compute_policy_loss_sapo(OLD, NEW, A.to(torch.bfloat16), MASK, config=config())
+    tau = torch.tensor(1.05, dtype=torch.bfloat16).item()
+    spec = pl.LossSpec(trust=pl.SoftGate(1.0, tau), aggregate=pl.SeqMeanTokenMean())
+    assert float(loss) == pytest.approx(float(pl.policy_loss(spec, NEW, OLD, A, MASK).loss), rel=1e-14)
+
+
+def test_a_hook_without_its_framework_says_so() -> None:
+    with pytest.raises(ImportError, match=r"verl is not installed here.*policyloss\.compat\.verl work without it"):
+        verl.install()
+    with pytest.raises(ImportError, match="openrlhf is not installed here"):
+        pl.compat.openrlhf.install()

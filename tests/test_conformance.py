@@ -208,6 +208,9 @@ def test_several_defects_may_concern_one_case():
 def test_a_defect_that_never_shows_is_stale():
     score = run_function(replace(TOY, defect=declared(Defect("wrong on an empty mask", "right"))))
     assert [failure["what"][:12] for failure in score.failures] == ["stale defect"]
+    function = replace(TOY, defect=declared(Defect("wrong on an empty mask", "right")))
+    assert run_function(function, shift=1).failures == []  # 4 declared cases: by chance, with another seed
+    assert whats(run_function(replace(function, seeds=3), shift=1)) == whats(score)
 
 
 def test_ours_must_be_finite_and_run_where_a_defect_is_declared():
@@ -447,6 +450,17 @@ def test_ours_may_only_add_keywords_that_are_named():
     assert signatures.drift("pair", theirs, ours) == ["pair: theirs (x, y=2); ours (x, y=2, z=None)"]
     assert signatures.drift("pair", theirs, signatures.parameters(lambda x, y=2, z=None: x), ("z",)) != []
     assert signatures.drift("pair", None, ours) == ["pair: only we have it"]
+
+
+def test_returns_that_one_side_never_showed_count_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(signatures, "our_calls", lambda peer: {"toy:mean_square": (mean_square, ()), "toy:pair": (pair, ())})
+    described = {"callables": {"toy:mean_square": {"returns": ["dict"]}, "toy:pair": {"returns": ["2 values"]}}}
+    assert signatures.check_returns("toy", described, [TOY]) == ["toy:pair: theirs returns 2 values, ours nothing"]
+    assert signatures.check_returns("toy", described, [TOY], seen_only=True) == []
+    described["callables"]["toy:mean_square"]["returns"] = ["2 values"]
+    assert signatures.check_returns("toy", described, [TOY], seen_only=True) == [
+        "toy:mean_square: theirs returns 2 values, ours dict"
+    ]
 
 
 def test_recorded_values_come_back_exactly():

@@ -206,6 +206,9 @@ def _agg_defect(options: Options, inputs: Inputs) -> Defect | None:
 
 
 def _value_inputs(batch: Batch, options: Options) -> Inputs:
+    if options.get("grid"):  # values that often lie exactly at the ends of the clip
+        values, old, returns = ((8 * x).round() / 8 for x in (batch.values, batch.old_values, batch.returns))
+        return {"vpreds": values, "returns": returns, "values": old, "response_mask": mask_of(batch, options)}
     return {"vpreds": batch.values, "returns": batch.returns, "values": batch.old_values, "response_mask": mask_of(batch, options)}
 
 
@@ -270,7 +273,8 @@ FUNCTIONS: list[Function] = [
         options=[
             {"cliprange_value": clip, "loss_agg_mode": mode, "info": info, "mask": kind}
             for clip, mode, info, kind in product((0.2, 0.5), AGG_MODES, BATCH_INFO, (None, "bool"))
-        ],
+        ]
+        + [{"cliprange_value": 0.5, "loss_agg_mode": mode, "info": {}, "grid": True} for mode in AGG_MODES],
         inputs=_value_inputs,
         ours=lambda i, o: _value(ours.compute_value_loss, i, o, release=current()),
         theirs=lambda i, o: _value(core().compute_value_loss, i, o),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,10 @@ def explain_trl_command(args: argparse.Namespace) -> str:
     given = _read_json(args.config)
     if not isinstance(given, dict):
         raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
+    for name in given:
+        meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
+        if meant:
+            raise PolicyLossError(f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?")
     config = SimpleNamespace(**{**DEFAULTS, **given})
     if args.json:
         return _json(spec_from_config(config, handled=BESIDE).to_dict())

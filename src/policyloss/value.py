@@ -31,6 +31,11 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
     return inner * (size - 0.5 * inner)
 
 
+def held(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
+    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½ ("half")."""
+    return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
+
+
 def value_loss(
     values: Tensor,
     returns: Tensor,
@@ -40,6 +45,7 @@ def value_loss(
     kind: Literal["mse", "huber"] = "mse",
     *,
     huber_delta: float = 10.0,
+    boundary: Literal["pass", "half"] = "pass",
     aggregate: Any = None,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
@@ -50,8 +56,9 @@ def value_loss(
 
     values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]` with `cu_seqlens`.
     clip: how far a value may move from `old_values` before the move stops paying; None for no clipping (`old_values` may then be
-    None). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of the aggregations, `TokenMean()` by
-    default. totals, cp_group, group_ids: as in `policy_loss`.
+    None). boundary: the slope of the clamp exactly at its ends, "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl;
+    half-precision values meet the ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
+    the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|), `clip_fraction` (share of tokens where the
     clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`.
     """
@@ -59,6 +66,8 @@ def value_loss(
         raise InputError(unknown_name("value loss kind", kind, ("mse", "huber")))
     if clip is not None and not clip > 0:
         raise InputError(f"clip must be > 0, or None for no clipping, got {clip!r}.")
+    if boundary not in ("pass", "half"):
+        raise InputError(unknown_name("value loss boundary", boundary, ("pass", "half")))
     if not huber_delta > 0:
         raise InputError(f"huber_delta must be > 0, got {huber_delta!r}.")
     if clip is not None and old_values is None:
@@ -86,7 +95,7 @@ def value_loss(
     binds: Tensor | None = None
     if clip is not None:
         old = fill(t.read("old_values"), t.mask, t.dtype)
-        clipped = f(value.clamp(old - clip, old + clip) - target)
+        clipped = f(held(value, old - clip, old + clip, boundary) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)

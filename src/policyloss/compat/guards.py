@@ -1,6 +1,8 @@
-"""The 1e-8 that frameworks add to a count before they divide by it, as it acts."""
+"""Numbers as frameworks take and give them: the 1e-8 that guards a count, the dtype of a share, counts of any kind."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,3 +20,8 @@ def guard(mask: Tensor) -> float:
 def share(x: Tensor, mask: Tensor) -> Tensor:
     """A share of tokens in the dtype a framework gives it: flags are float32, so it is float64 only if the mask is."""
     return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)
+
+
+def number(x: Any) -> Any:
+    """A count that may be a tensor (kept), a Python number, or a numpy scalar (made a Python number)."""
+    return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()

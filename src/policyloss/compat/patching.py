@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
+
+
+def installed_version(package: str) -> str:
+    """The release of an installed framework, or an error that says what can be done without it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"{package} is not installed here, so there is nothing to hook into; the functions of policyloss.compat.{package} work "
+            "without it."
+        ) from None
 
 
 def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from policyloss.compat.openrlhf.losses import PolicyLoss, ValueLoss, aggregate_loss, compute_approx_kl
 from policyloss.compat.openrlhf.words import check_release
-from policyloss.compat.patching import swap
+from policyloss.compat.patching import installed_version, swap
 from policyloss.compat.releases import at_least
 from policyloss.errors import SpecError
 
@@ -20,7 +20,7 @@ def install(release: str | None = None) -> str:
     Replaced are PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl. release: its version, if its metadata is not there
     to tell. A second call changes nothing; `uninstall` undoes it.
     """
-    version = release or metadata.version("openrlhf")
+    version = release or installed_version("openrlhf")
     check_release(version)
     if at_least(version, "0.9.1") and not at_least(version, "0.9.3"):
         raise SpecError(f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or a later release.")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from policyloss.compat.guards import number
 from policyloss.compat.openrlhf.words import (
     CURRENT,
     VLLM_TYPES,
@@ -304,7 +305,7 @@ def _totals(
 ) -> Totals | Literal["local"]:
     """The counts of the step; without the one that matters, the call is the whole batch and dp_size is not used."""
     count = batch_num_tokens if token_level else global_batch_size
-    return "local" if count is None else Totals(count, count, dp_size=dp_size)
+    return "local" if count is None else Totals(number(count), number(count), dp_size=int(dp_size))
 
 
 def _stat(record: Record) -> Stat:

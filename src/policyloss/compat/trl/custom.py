@@ -74,6 +74,11 @@ def _check_reference(spec: LossSpec, config: Any) -> None:
 
 def _check_engine(spec: LossSpec, config: Any) -> None:
     vllm = option(config, "use_vllm")
+    if not vllm and "rollout_logp" in spec.reads:
+        raise SpecError(
+            "policy_loss reads rollout_logp, the inference engine's log-probabilities, and TRL has none without vLLM: set "
+            "use_vllm=True, or take a loss without a rollout correction."
+        )
     if vllm and option(config, "vllm_importance_sampling_correction") and "rollout_logp" not in spec.reads:
         raise SpecError(
             "vllm_importance_sampling_correction=True would have no effect: policy_loss has no part that reads rollout_logp. Add "

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard, share
+from policyloss.compat.guards import guard, number, share
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
@@ -51,26 +51,28 @@ def aggregation(
         raise InputError(unknown_name("loss_agg_mode", loss_agg_mode, AGG_MODES))
     if not at_least(release, OLDEST):
         raise SpecError(f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here.")
-    scale = mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
-    if loss_agg_mode == "seq-mean-token-sum-norm" and not at_least(release, "0.7.1"):
-        return Aggregation(TokenSumNorm(scale), Totals.of_call(mask))
-    parts = {
-        "token-mean": TokenMean(),
-        "token-sum": TokenSum(),
-        "seq-mean-token-sum": SeqMeanTokenSum(),
-        "seq-mean-token-mean": SeqMeanTokenMean(guard(mask) if at_least(release, "0.6.0") else 0.0),
-        "seq-mean-token-sum-norm": SeqMeanTokenSumNorm(scale),
-    }
-    part = parts[loss_agg_mode]
+    dp_size = int(dp_size)
+    part = _part(loss_agg_mode, mask, loss_scale_factor, release)
+    if isinstance(part, TokenSumNorm):
+        return Aggregation(part, Totals.of_call(mask))
     needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
     name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and given is None and at_least(release, "0.7.1"):
         raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
     counts = Totals.of_call(mask, dp_size, epsilon=0.0 if at_least(release, "0.7.0") else guard(mask))
     if batch_num_tokens is not None:
-        counts = replace(counts, tokens=batch_num_tokens)
-    rows = global_batch_size if at_least(release, "0.6.0") else mask.shape[0]
+        counts = replace(counts, tokens=number(batch_num_tokens))
+    rows = number(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
     return Aggregation(part, counts if rows is None else replace(counts, sequences=rows))
+
+
+def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str | None) -> Any:
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        scale = mask.shape[-1] if loss_scale_factor is None else float(loss_scale_factor)
+        return SeqMeanTokenSumNorm(scale) if at_least(release, "0.7.1") else TokenSumNorm(scale)
+    if loss_agg_mode == "seq-mean-token-mean":
+        return SeqMeanTokenMean(guard(mask) if at_least(release, "0.6.0") else 0.0)
+    return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
 
 
 def agg_loss(
@@ -109,7 +111,8 @@ def compute_value_loss(
     part, totals = aggregation(
         loss_agg_mode, response_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
     )
-    out = value_loss(vpreds, returns, values, response_mask, cliprange_value, aggregate=part, totals=totals)
+    clip = float(cliprange_value)
+    out = value_loss(vpreds, returns, values, response_mask, clip, boundary="half", aggregate=part, totals=totals)
     return out.loss, mean(out.metrics["clip_fraction"], response_mask)
 
 
@@ -138,8 +141,10 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
 
 
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
-    every = torch.ones_like(logprob, dtype=torch.bool)
-    return part(Tokens.of(logprob, torch.zeros_like(logprob, requires_grad=False), every, others={"ref_logp": ref_logprob}))
+    x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))  # verl takes any shape
+    every = torch.ones_like(x, dtype=torch.bool)
+    tokens = Tokens.of(x, torch.zeros_like(x, requires_grad=False), every, others={"ref_logp": ref})
+    return part(tokens).reshape(logprob.shape)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:

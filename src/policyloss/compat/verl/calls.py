@@ -51,14 +51,15 @@ def clip_range(config: Any) -> tuple[float, float]:
     low, high = either(read(config, "clip_ratio_low"), both), either(read(config, "clip_ratio_high"), both)
     if low is None or high is None:
         raise InputError("config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high.")
-    return low, high
+    return float(low), float(high)
 
 
 def check_dual(clip_ratio_c: float) -> float:
     """verl's dual clip is always on, and must lie above 1."""
-    if not clip_ratio_c > 1:
+    dual = float(clip_ratio_c)
+    if not dual > 1:
         raise SpecError(f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}.")
-    return clip_ratio_c
+    return dual
 
 
 def drift(old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estimator: str = "k1") -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
-from policyloss.compat.patching import swap
+from policyloss.compat.patching import installed_version, swap
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
 from policyloss.compat.verl.aggregation import OLDEST
@@ -26,7 +26,7 @@ def install(release: str | None = None) -> tuple[str, ...]:
     installed release (or of `release`, if its metadata is not there to tell). What that release does not have is left alone.
     A second call changes nothing; `uninstall` undoes it. verl's workers are processes of their own: call it in each.
     """
-    version = release or metadata.version("verl")
+    version = release or installed_version("verl")
     if not at_least(version, OLDEST):
         raise SpecError(f"verl {version} is older than {OLDEST}, the oldest whose meanings are kept here.")
     if not _replaced:

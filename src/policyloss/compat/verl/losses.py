@@ -63,8 +63,8 @@ def compute_policy_loss(
     low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
     if low is None or high is None:
         raise InputError("cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=.")
-    check_dual(clip_ratio_c)
-    spec = LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=Clip(low, high, clip_ratio_c))
+    trust = Clip(float(low), float(high), check_dual(clip_ratio_c))
+    spec = LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=trust)
     part, totals = aggregation(loss_agg_mode, response_mask, release=release)
     out = policy_loss(spec.replace(aggregate=part), log_prob, old_log_prob, advantages, response_mask, totals=totals)
     kl = drift(old_log_prob, log_prob, response_mask, log_clamp)
@@ -164,7 +164,9 @@ def compute_policy_loss_sapo(
     """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever `loss_agg_mode` says."""
     mode = "seq-mean-token-mean"
     call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
-    out = call.loss(LossSpec(trust=SoftGate(read(config, "tau_pos"), read(config, "tau_neg"))))
+    # verl holds them in the dtype of the advantages.
+    taus = (float(torch.as_tensor(read(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
+    out = call.loss(LossSpec(trust=SoftGate(*taus)))
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
 

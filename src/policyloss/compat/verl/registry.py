@@ -17,7 +17,9 @@ from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.calls import clipped, drift, either, read
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
+from policyloss.metrics import Metrics, Stat
 from policyloss.presets import preset, presets
+from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
 from policyloss.slots.correction import OPSM
 from policyloss.slots.given import GivenWeight
 from policyloss.slots.kl import KL
@@ -33,8 +35,9 @@ VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
     """Put every preset, and `specs` under their own names, into verl's registry as "policyloss/<name>"; returns those names.
 
-    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. verl hands a policy loss neither
-    reference nor rollout log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
+    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. Means are reported as "policyloss/…",
+    which verl averages over micro-batches, as it does its own. verl hands a policy loss neither reference nor rollout
+    log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
     too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting.
     """
     register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
@@ -59,9 +62,12 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         served = _served(name, spec, config, rollout_is_weights)
+        _check_average(name, spec, loss_agg_mode)
         totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
-        reported = {f"{PREFIX}{key}": value for key, value in out.metrics.compute().items()}
+        # verl averages what a loss reports over micro-batches: right for means, wrong for counts, sums and extremes.
+        means = Metrics({key: record for key, record in out.metrics.items() if isinstance(record, Stat)})
+        reported = {f"{PREFIX}{key}": value for key, value in means.compute().items()}
         if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
             reported["actor/pg_clipfrac"] = float(clipped(out, response_mask))
         return out.loss, {**reported, "actor/ppo_kl": float(drift(old_log_prob, log_prob, response_mask, None))}
@@ -101,7 +107,10 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
         spec = spec.replace(correction=kept, rejected=spec.rejected if kept else "keep")
     missing = [argument for argument in spec.reads if argument != "old_logp"]
     if missing:
-        raise SpecError(f"policyloss/{name} reads {', '.join(missing)}, which verl does not pass to a policy loss.")
+        raise SpecError(
+            f"policyloss/{name} reads {', '.join(missing)}, which verl does not pass to a policy loss; register a spec that reads "
+            f"old_logp alone, such as preset({name!r}).replace(…)."
+        )
     return spec if weights is None else spec.replace(correction=(*kept, GivenWeight(weights)))
 
 
@@ -109,11 +118,12 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
     """A KL term is verl's to add: check that it does, with the same estimator and coefficient."""
     if kl is None:
         return
-    wanted = [kind for kind, ours in KL_ESTIMATORS.items() if isinstance(kl, KL) and ours == kl.estimator]
-    if not wanted or kl.anchor != "ref":
-        raise SpecError(f"policyloss/{name} has a KL term that verl cannot add: {kl!r}.")
+    if not isinstance(kl, KL) or kl.anchor != "ref" or kl.weight is not None or kl.grad == "score":
+        raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
+    plus = "+" if kl.grad == "k2" else ""
+    wanted = [f"{kind}{plus}" for kind, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
     seen = (read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None))
-    if not seen[0] or seen[1].removesuffix("+") not in wanted or seen[2] != kl.coef:
+    if not seen[0] or seen[1] not in wanted or seen[2] != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
             f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {seen[0]}, {seen[1]!r}, {seen[2]}), or register "
@@ -125,3 +135,24 @@ def _check_entropy(name: str, coef: float, config: Any) -> None:
     """An entropy bonus is verl's to add: check that it does."""
     if coef and read(config, "entropy_coeff", 0.0) != coef:
         raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")
+
+
+# verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
+_MODES = {
+    TokenMean: "token-mean",
+    TokenSum: "token-sum",
+    SeqMeanTokenSum: "seq-mean-token-sum",
+    SeqMeanTokenMean: "seq-mean-token-mean",
+    SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
+}
+
+
+def _check_average(name: str, spec: LossSpec, seen: str) -> None:
+    """What verl adds must be averaged as the loss is: check that verl's mode is the spec's."""
+    mode = _MODES.get(type(spec.aggregate))
+    if (spec.kl is not None or spec.entropy_coef) and seen != mode:
+        fix = f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
+        raise SpecError(
+            f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL and entropy it adds by "
+            f"actor.loss_agg_mode={seen!r}; {fix}."
+        )
