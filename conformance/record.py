@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance import release
-from conformance.cases import Case, Side, cases, run_side
+from conformance.cases import Case, Side, cases, count, run_side
 from conformance.compare import TOLERANCE, compare
 from conformance.environments import ROOT, Peer
 from conformance.inputs import draw
@@ -28,7 +28,7 @@ RECORDED = ROOT / "tests" / "recorded"
 SIGNATURES = RECORDED / "signatures.json"
 TOKENS = 12  # rows × width of a recorded batch, at most
 CANDIDATES = 300  # cases of one function among which the recorded ones are chosen
-MOST = 8  # cases of one function at the pinned release
+MOST, MOST_OF_MANY = 8, 24  # cases of one function at the pinned release; of one with thousands of cases
 MOST_ELSEWHERE = 2  # at another release: only cases whose numbers are not those of the pinned release
 RAISES = "raises"
 
@@ -45,7 +45,8 @@ def record(function: Function, pinned: str, peer: str = "") -> list[Record]:
     if version != pinned:
         candidates = [case for case in candidates if _differs(function, case, pinned)]
     made = []
-    for case in spread(candidates, MOST if version == pinned else MOST_ELSEWHERE):
+    most = MOST_ELSEWHERE if version != pinned else MOST_OF_MANY if count(function) > 2000 else MOST
+    for case in spread(candidates, most):
         made.append(_record_case(function, case) | {"release": version})
     return made
 

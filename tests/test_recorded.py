@@ -13,6 +13,7 @@ from conformance import forms, release, signatures
 from conformance.environments import PEERS
 from conformance.peers import functions
 from conformance.record import RECORDED, needs_framework, recorded_signatures, replay
+from conformance.runner import run_function
 
 TOLERANCE = 1e-12
 
@@ -167,6 +168,15 @@ def test_a_new_argument_of_openrlhf_fails():
         forms.constructor_problems({"clip_eps_low": 0.3}, "0.11.2")[0]
         == "PolicyLoss without arguments: clip_eps_low is 0.2, not 0.3"
     )
+
+
+@pytest.mark.parametrize("function", entries("colossalai"), ids=lambda function: function.name)
+def test_colossalchat_is_compared_whole(function):
+    """Its package is on no index, so all there is of it is recorded, and all of it is compared here."""
+    release.set_current(PEERS["colossalai"].release)
+    score = run_function(function)
+    assert score.failures == []
+    assert score.compared >= 12
 
 
 def perturbed(case, factor):
