@@ -22,6 +22,7 @@ from policyloss.compat.openrlhf.words import (
 )
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.functional.correction import divergence
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
 from policyloss.functional.ratio import capped
@@ -267,7 +268,9 @@ def compute_approx_kl(
         raise SpecError(unknown_name("kl_estimator", kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
-    value = bound(estimate(bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d, kl_estimator), KL_CLAMP)
+    # Its k3 is written eᵈ − 1 − d; in float32 the order of the terms shows.
+    raw = divergence(bound(d, (None, KL_CLAMP)), "k3", as_written=True) if kl_estimator == "k3" else estimate(d, kl_estimator)
+    value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
     weight = None if old is None else capped(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
