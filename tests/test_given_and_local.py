@@ -12,7 +12,7 @@ from cases import make_batch
 from policyloss.functional.stats import masked_mean, outside_by_sign
 from policyloss.metrics import Stat, Sum, together
 from policyloss.slots.given import GivenKL, GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL, OfThisCall
+from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
 
 BATCH = make_batch(seed=5, rows=6, width=9)
 X = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -214,3 +214,9 @@ def test_shares_outside_by_the_sign_of_the_advantage() -> None:
     a = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]], dtype=torch.float64)
     positive, negative = outside_by_sign(d, 0.2, 0.3, a, torch.ones_like(d, dtype=torch.bool))
     assert (float(positive), float(negative)) == (2 / 6, 1 / 6)
+
+
+def test_one_advantage_per_sequence_is_gmpo() -> None:
+    part, mean = pl.GeometricClip(0.2, 0.3, epsilon=0.5), pl.SeqMeanTokenMean(epsilon=0.5)
+    one = pl.LossSpec(trust=MeanAdvantageGeometricClip(part), aggregate=pl.SeqMeanTokenMean())
+    same(one, pl.LossSpec(trust=part, aggregate=mean))

@@ -137,9 +137,22 @@ def geometric_clipped(
     `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
     epsilon is added to the sequence's length.
     """
+    return -advantages * geometric_ratio(log_ratio, advantages, eps_low, eps_high, lengths, sequences, epsilon)
+
+
+def geometric_ratio(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    lengths: Tensor,
+    sequences: Sequences,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """GMPO's ratio, `exp(mean_t c_t)` of each token's sequence (see `geometric_clipped`)."""
     sign = advantages.sign()
     c = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-    return -advantages * sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
+    return sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
 
 
 def gamma_weighted(

@@ -11,7 +11,7 @@ import torch
 
 from policyloss.functional import trust
 from policyloss.functional.stats import masked_mean
-from policyloss.slots.trust import CovClip, CovKL, Surrogate
+from policyloss.slots.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
 
@@ -49,6 +49,22 @@ class LocalCovClip:
             dropped[tuple(chosen.unbind(1))] = True
         s = clip.surrogate(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
+
+
+@dataclass(frozen=True)
+class MeanAdvantageGeometricClip:
+    """GMPO with one advantage per sequence, the mean of its tokens': `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
+
+    Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its rounding is verl's.
+    """
+
+    part: GeometricClip
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        clip = self.part
+        ratio = trust.geometric_ratio(t.log_ratio, t.advantages, clip.eps_low, clip.eps_high, t.lengths, t.sequences, clip.epsilon)
+        mean = t.sequences.sum(t.advantages) / (t.lengths + clip.epsilon).clamp(min=clip.epsilon or 1)
+        return Surrogate(-t.sequences.expand(mean) * ratio)
 
 
 @dataclass(frozen=True)

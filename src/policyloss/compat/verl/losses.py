@@ -23,7 +23,7 @@ from policyloss.functional.stats import outside_by_sign
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.slots.given import GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL
+from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
     Clip,
@@ -244,8 +244,8 @@ def compute_policy_loss_geo_mean(
     """
     low, high = clip_range(config)
     epsilon = guard(response_mask)
-    trust, aggregate = GeometricClip(low, high, epsilon), SeqMeanTokenMean(epsilon)
-    spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=aggregate)
+    trust = MeanAdvantageGeometricClip(GeometricClip(low, high, epsilon))
+    spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=SeqMeanTokenMean())
     if rollout_is_weights is not None:
         spec = spec.replace(correction=GivenWeight(rollout_is_weights, "geomean", floor=1e-10, epsilon=epsilon))
     rows = Totals(0, response_mask.shape[0])
