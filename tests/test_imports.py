@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "policy_metrics": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
     "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "policy_metrics"},
     "value": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss"},
+    "head": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss", "head"},
     **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
 }
 
@@ -76,6 +78,11 @@ def own(names: set[str]) -> set[str]:
     return {n for n in names if n.split(".")[0] == "policyloss"}
 
 
+def holds_kernels(module: str) -> bool:
+    """Whether a module holds Triton kernels, which its name says."""
+    return module.endswith(("kernel", "kernels"))
+
+
 @pytest.mark.parametrize("module", [m for m in FILES if part_of(m) in MAY_IMPORT])
 def test_imports_point_one_way(module: str) -> None:
     allowed = MAY_IMPORT[part_of(module)]
@@ -95,8 +102,20 @@ def test_there_is_no_cycle() -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_the_core_needs_torch_only(module: str) -> None:
-    foreign = {n.split(".")[0] for n in imports_of(module)} - {"torch", "policyloss", "__future__"} - set(sys.stdlib_module_names)
+    allowed = {"torch", "policyloss", "__future__", *(["triton"] if holds_kernels(module) else [])} | set(sys.stdlib_module_names)
+    foreign = {n.split(".")[0] for n in imports_of(module)} - allowed
     assert not foreign, f"{module} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_imports_a_module_of_kernels(module: str) -> None:
+    """They are asked for by name when a tensor on a GPU is met: Triton is neither needed nor imported before."""
+    assert not [n for n in own(imports_of(module)) if holds_kernels(n)]
+
+
+def test_the_kernels_are_where_the_rule_says() -> None:
+    """Triton is imported by the modules that are named for kernels, by each of them, and by no other."""
+    assert {m for m in FILES if "triton" in {n.split(".")[0] for n in imports_of(m)}} == {m for m in FILES if holds_kernels(m)}
 
 
 def test_the_package_file_only_names_things() -> None:
@@ -174,6 +193,8 @@ def test_every_public_function_underneath_is_documented() -> None:
     undocumented = []
     for module in FILES:
         if module.endswith(("__main__", "compat.verl.hook")):  # to import these is to run them
+            continue
+        if holds_kernels(module) and find_spec("triton") is None:
             continue
         loaded = importlib.import_module(module.removesuffix(".__init__"))
         for name, thing in vars(loaded).items():

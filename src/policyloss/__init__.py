@@ -11,6 +11,11 @@ from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check import check_loss
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
+from policyloss.head.inputs import LogProbs
+from policyloss.head.linear import linear_logprobs
+from policyloss.head.logits import logprobs
+from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
+from policyloss.head.plans import Plan
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics, Stat
 from policyloss.presets import preset, presets
@@ -74,13 +79,16 @@ __all__ = [
     "GammaWeight",
     "GeometricClip",
     "GroupTokens",
+    "HeadOutput",
     "InputError",
     "LengthWeighted",
     "LocalSeqMeanTokenMean",
     "LocalTokenMean",
+    "LogProbs",
     "LossOutput",
     "LossSpec",
     "Metrics",
+    "Plan",
     "PolicyLossError",
     "ProbabilityBand",
     "PromptMean",
@@ -115,9 +123,13 @@ __all__ = [
     "compat",
     "diff",
     "explain",
+    "explain_plan",
     "functional",
     "gae",
     "group_advantages",
+    "linear_logprobs",
+    "linear_policy_loss",
+    "logprobs",
     "measure",
     "policy_loss",
     "preset",

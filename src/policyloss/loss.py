@@ -62,13 +62,13 @@ def policy_loss(
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch.
     cp_group: the process group over which each sequence's tokens are spread (context parallel).
     """
-    _check_spec(spec)
+    check_spec(spec)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
 
     def run(logp: Tensor) -> _Parts:
-        return _pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
+        return pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
 
     plain = cu_seqlens is None and cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
     if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
@@ -91,37 +91,50 @@ class _Parts(NamedTuple):
     metrics: Metrics
 
 
-def _check_spec(spec: Any) -> None:
+def check_spec(spec: Any) -> None:
+    """Raise unless `spec` is a LossSpec."""
     if not isinstance(spec, LossSpec):
         raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
 
 
-def _pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
+def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
     """The slots in order, on one call's tokens."""
     whole = t
     t, corrected = corrected_tokens(spec, t, given)
     set_ratio(spec, t)
     t.totals = local_totals(t) if given is None else given
 
-    surrogate = spec.trust(t)
-    if not isinstance(surrogate, Surrogate):
-        surrogate = Surrogate(surrogate)
-    token_loss = _per_token("trust", surrogate.loss, t)
-    if corrected.weight is not None:
-        token_loss = token_loss * corrected.weight
-    kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
-    if kl is not None:
-        token_loss = token_loss + (spec.kl.coef * kl if isinstance(spec.kl, (KL, GivenKL)) else kl)
-    if spec.entropy_coef:
-        token_loss = token_loss - spec.entropy_coef * t.entropy
-
-    token_loss = fill(token_loss, t.mask)
+    surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
     total, scale = weighted_total(token_loss, spec.aggregate(t))
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t.ratio, surrogate = None, surrogate._replace(loss=total)
     with torch.no_grad():
         metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale)
     return _Parts(total, scale, metrics)
+
+
+class TokenLosses(NamedTuple):
+    """The trust region's verdict, the KL penalty before its coefficient (None without one), and each token's loss, 0 if masked."""
+
+    surrogate: Surrogate
+    kl: Tensor | None
+    loss: Tensor
+
+
+def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosses:
+    """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging. weight: the corrections'."""
+    surrogate = spec.trust(t)
+    if not isinstance(surrogate, Surrogate):
+        surrogate = Surrogate(surrogate)
+    loss = _per_token("trust", surrogate.loss, t)
+    if weight is not None:
+        loss = loss * weight
+    kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
+    if kl is not None:
+        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, (KL, GivenKL)) else kl)
+    if spec.entropy_coef:
+        loss = loss - spec.entropy_coef * t.entropy
+    return TokenLosses(surrogate, kl, fill(loss, t.mask))
 
 
 def aggregate_tokens(
@@ -207,7 +220,7 @@ def measure(
     "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
-    _check_spec(spec)
+    check_spec(spec)
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}

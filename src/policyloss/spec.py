@@ -124,6 +124,25 @@ class LossSpec:
         """The batch-wide numbers that the parts of this loss read."""
         return tuple(name for part in (self.trust, *self.correction) for name in getattr(part, "statistics_names", ()))
 
+    @property
+    def reach(self) -> Literal["token", "sequence", "batch"]:
+        """Whose log-probabilities the gradient of one token depends on, once batch-wide numbers are known (see `measure`).
+
+        "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be assumed of a user's callable that
+        has no attribute `reach`, and of a rejection by `logp` that changes denominators.
+        """
+        by_logp = [c for c in self.correction if getattr(c, "reads_logp", True)]
+        parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
+        reaches = {getattr(part, "reach", "batch") for part in parts}
+        if "batch" in reaches or (by_logp and self.rejected != "keep"):
+            return "batch"
+        return "sequence" if "sequence" in reaches else "token"
+
+    @property
+    def follows_advantage(self) -> bool:
+        """Whether a token without advantage has no loss: no KL, no entropy bonus, and a trust region that is a multiple of A."""
+        return self.kl is None and not self.entropy_coef and getattr(self.trust, "follows_advantage", False)
+
     def replace(self, **slots: Any) -> LossSpec:
         """The same loss with other parts in the named slots."""
         for name in slots:

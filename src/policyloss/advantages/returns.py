@@ -6,7 +6,10 @@ valid tokens of a sequence only, as if the others (tool output, padding) were cu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
-from policyloss.functional.segments import Sequences
+from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.tokens import as_mask
 
 
@@ -25,7 +28,6 @@ class GAE(NamedTuple):
     returns: Tensor
 
 
-@torch.no_grad()
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -49,12 +51,15 @@ def gae(
     """
     _check_fraction("gamma", gamma)
     _check_fraction("lam", lam)
-    layout, mask = _layout("values", values, mask, cu_seqlens)
-    dtype = compute_dtype(rewards, values)
-    value = fill(values, mask, dtype)
-    reward = token_rewards(rewards, mask, layout, dtype)
-    returns = _lambda_returns(reward, value, mask, gamma, lam, layout, last_values)
-    return GAE(returns - value, returns)
+    if _runs_as_kernel(rewards, values, mask, last_values):
+        return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
+    with torch.no_grad():
+        layout, mask = _layout("values", values, mask, cu_seqlens)
+        dtype = compute_dtype(rewards, values)
+        value = fill(values, mask, dtype)
+        reward = token_rewards(rewards, mask, layout, dtype)
+        returns = _lambda_returns(reward, value, mask, gamma, lam, layout, last_values)
+        return GAE(returns - value, returns)
 
 
 @torch.no_grad()
@@ -71,13 +76,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, cu_
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
     """Rewards as one number per token, 0 at masked ones; one per sequence (`[S]`, `[S, 1]`) goes to the last valid token."""
+    _check_rewards(rewards, layout)
     if tuple(rewards.shape) == layout.shape:
         return fill(rewards, mask, dtype)
-    if tuple(rewards.shape) not in ((layout.count,), (layout.count, 1)):
-        raise InputError(
-            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
-            f"per sequence ({layout.count},)."
-        )
     n = mask.numel()
     position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(layout.shape)
     last = layout.max(torch.where(mask, position, -1))
@@ -124,10 +125,49 @@ def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
     return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
 
 
+def _runs_as_kernel(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None) -> bool:
+    """Whether the one-launch kernel takes these: floating-point tensors on a GPU, with Triton to compile it."""
+    for x in (rewards, values) if last_values is None else (rewards, values, last_values):
+        if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
+            return False
+    return isinstance(mask, Tensor) and mask.is_cuda and not torch.compiler.is_compiling() and _kernel() is not None
+
+
+@cache
+def _kernel() -> Any:
+    return import_module("policyloss.functional.gae_kernel") if find_spec("triton") is not None else None
+
+
+def _gae_by_kernel(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, cu_seqlens: Tensor | None, last_values: Tensor | None
+) -> GAE:
+    """`gae` in one launch. The checks are those of the other path, less what they would compute: microseconds count here."""
+    if cu_seqlens is None or values.dim() != 1:
+        layout = Sequences.of(values, cu_seqlens)
+    else:
+        check_cu_seqlens(cu_seqlens, values.shape[0])
+        layout = Sequences(tuple(values.shape), cu_seqlens.to(values.device))
+    if mask.shape != values.shape:
+        mask = as_mask(mask, values)
+    _check_rewards(rewards, layout)
+    # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs more.
+    last = None if last_values is None else _per_sequence(last_values.detach(), layout)
+    rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
+    return GAE(*_kernel().gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
+
+
 def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Sequences, Tensor]:
     if not isinstance(tokens, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(tokens).__name__}.")
     return Sequences.of(tokens, cu_seqlens), as_mask(mask, tokens)
+
+
+def _check_rewards(rewards: Tensor, layout: Sequences) -> None:
+    if tuple(rewards.shape) not in (layout.shape, (layout.count,), (layout.count, 1)):
+        raise InputError(
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
+            f"per sequence ({layout.count},)."
+        )
 
 
 def _per_sequence(last_values: Tensor, layout: Sequences) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from policyloss.functional.accelerators import kernels
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -24,4 +27,51 @@ class _KnownGradient(torch.autograd.Function):
 def with_known_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
     """`value` (0-dim), which depends on `x` with the given `gradient` (shaped like `x`)."""
     out: Tensor = _KnownGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]], *inputs: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.again = gradients, again
+        ctx.dtypes = [x.dtype for x in inputs]
+        ctx.save_for_backward(*inputs)
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors  # an error if an input was changed since, or if this graph was freed
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = ctx.again()
+        scaled = (_scaled(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return None, None, None, *scaled
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · factor` in `dtype`: in place, or rounded in the same pass, so that a gradient kept in float32 is never held twice."""
+    if x.dtype == dtype and factor.device.type == "cpu" and factor == 1:
+        return x
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    narrow = x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64
+    kernel = kernels("policyloss.functional.scale_kernel") if narrow else None
+    if kernel is not None:
+        kernel.scaled(x, factor, out)
+    else:
+        torch.mul(x, factor, out=out)
+    return out
+
+
+def with_known_gradients(
+    value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+) -> Tensor:
+    """`value` (0-dim), which depends on each of `inputs` with the gradient of the same place, of its shape and any float type.
+
+    The gradients are given away: the backward scales them in place. `again` makes them anew, for a second backward through a
+    retained graph.
+    """
+    out: Tensor = _KnownGradients.apply(value, gradients, again, *inputs)  # type: ignore[no-untyped-call]
     return out

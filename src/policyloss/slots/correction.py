@@ -40,6 +40,7 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 class Truncate:
     """TIS: the weight is `clamp(w, low, high)`. Nothing is rejected."""
 
+    reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
     high: float
     low: float = 0.0
@@ -62,6 +63,7 @@ class Truncate:
 class Band:
     """IcePop: the weight is `w` where `low <= w <= high`; elsewhere the token is rejected."""
 
+    reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
     low: float
     high: float
@@ -87,6 +89,7 @@ class SequenceMask:
     weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio (TRL); None: 1, mask only.
     """
 
+    reads_logp: ClassVar[bool] = False
     low: float
     high: float
     level: Literal["geomean", "product"] = "geomean"
@@ -126,6 +129,7 @@ class DivergenceMask:
     keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask only.
     """
 
+    reads_logp: ClassVar[bool] = False
     divergence: Literal["kl", "tv"]
     high: float
     low: float | None = None
@@ -169,6 +173,7 @@ class Reject:
     the bounds are on the estimate itself, in nats.
     """
 
+    reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     estimator: Literal["k1", "k2", "k3"]
     reduce: Literal["token", "sum", "mean", "max"] = "token"
@@ -194,6 +199,7 @@ class Reject:
 class Veto:
     """Reject a whole sequence if any of its tokens has a weight below `low` or above `high`: one impossible token spoils it."""
 
+    reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     low: float | None = 1e-4
     high: float | None = None
@@ -221,6 +227,8 @@ class OPSM:
     source: whose log-probabilities the drift is measured from, "old" or "rollout".
     """
 
+    reads_logp: ClassVar[bool] = True
+    reach: ClassVar[str] = "sequence"
     weighs: ClassVar[bool] = False
     delta: float
     source: Literal["old", "rollout"] = "old"
@@ -243,6 +251,7 @@ class SelfNormalise:
     weight 0; otherwise it has left the mask, and the mean is over the survivors.
     """
 
+    reads_logp: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
     over: Literal["tokens", "sequences"] = "tokens"
 

@@ -52,6 +52,11 @@ class KL:
         if not isinstance(self.as_written, bool):
             raise SpecError(f"KL.as_written must be True or False, got {self.as_written!r}.")
 
+    @property
+    def reach(self) -> str:
+        """Whose numbers a token's penalty depends on: its own, or those of its sequence (see `LossSpec.reach`)."""
+        return "sequence" if self.weight == "sequence_ratio" else "token"
+
     def __call__(self, t: Tokens) -> Tensor:
         """The per-token penalty before `coef`, token-shaped."""
         raw = -t.log_ratio_to(self.anchor)

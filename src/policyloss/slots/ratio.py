@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class TokenRatio:
     high); None is no clamp.
     """
 
+    reach: ClassVar[str] = "token"
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 
@@ -49,6 +50,7 @@ class SequenceRatio:
     its own gradient (GSPO-token). Equal when the advantage is constant within a sequence and each token counts 1/length.
     """
 
+    reach: ClassVar[str] = "sequence"
     grad: Literal["sequence", "token"] = "sequence"
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
@@ -75,6 +77,7 @@ class SequenceProduct:
     within [log 1e-8, 20]. None leaves it out.
     """
 
+    reach: ClassVar[str] = "sequence"
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
     token_clamp: float | None = None
@@ -118,6 +121,7 @@ class SequenceProduct:
 class SegmentRatio:
     """GSPO's ratio within each contiguous run of the mask (a turn of a dialogue): `exp(mean over the run)`."""
 
+    reach: ClassVar[str] = "sequence"
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 

@@ -1,4 +1,8 @@
-"""The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`."""
+"""The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
+
+reach: whose numbers the slope of a token's loss depends on beside batch-wide ones (see `LossSpec.reach`). follows_advantage:
+whether the loss is the advantage times something, so that it vanishes with it.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,8 @@ class Clip:
     eps_low, eps_high: distances from 1 (math.inf: no bound). dual: None for off, else > 1 (Ye et al. use 3).
     """
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     eps_low: float
     eps_high: float
     dual: float | None = None
@@ -83,6 +89,8 @@ def _clipped(t: Tokens, eps_low: float, eps_high: float, dual: float | None = No
 class TwoSidedClip:
     """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`. delta: the largest ratio, for either sign of A."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     delta: float
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -113,6 +121,8 @@ class DetachedClip:
     PPO would clip; "zero" drops every token outside the band.
     """
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     ratio_min: float
     ratio_max: float
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
@@ -140,6 +150,8 @@ class DetachedClip:
 class SoftGate:
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
@@ -160,6 +172,8 @@ class ProbabilityBand:
     form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
     """
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     divergence: Literal["tv", "kl"]
     low: float
     high: float
@@ -195,6 +209,8 @@ class GeometricClip:
     to the sequence's length in the mean (0 is the mean; verl adds 1e-8).
     """
 
+    reach: ClassVar[str] = "sequence"
+    follows_advantage: ClassVar[bool] = True
     eps_low: float
     eps_high: float
     epsilon: float = 0.0
@@ -214,6 +230,8 @@ class GeometricClip:
 class GammaWeight:
     """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A. Meant for `SequenceProduct`."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     k_positive: float = 2.0
     lambda_positive: float = 3.0
     k_negative: float = 3.0
@@ -234,6 +252,8 @@ class GammaWeight:
 class Quadratic:
     """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = False
     beta: float
 
     def __post_init__(self) -> None:
@@ -247,6 +267,8 @@ class Quadratic:
 class TaperedNegative:
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     ratio_max: float = 1.0
 
     def __post_init__(self) -> None:
@@ -262,6 +284,8 @@ class TaperedNegative:
 class Unbounded:
     """No limit. form="ratio": `-A·r` (importance sampling); form="logp": `-A·logp` (REINFORCE, GPG; reads no ratio)."""
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     form: Literal["ratio", "logp"] = "ratio"
 
     def __post_init__(self) -> None:
@@ -280,6 +304,8 @@ class CovClip:
     with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
     """
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
     statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "draw_threshold")
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -335,6 +361,8 @@ class CovKL:
     that depends on the token's own numbers only (tokens with the same numbers fall together).
     """
 
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold", "draw_threshold")
     fraction: float = 2e-4
     coef: float = 1.0

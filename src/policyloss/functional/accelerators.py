@@ -1,0 +1,14 @@
+"""Where Triton kernels are found: they are imported when first needed, and not at all where Triton is not installed."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+@cache
+def kernels(module: str) -> Any:
+    """The module of kernels of this name, or None without Triton."""
+    return import_module(module) if find_spec("triton") is not None else None

@@ -1,0 +1,177 @@
+"""Generalised advantage estimation as one Triton launch, for padded rows and packs; the reference is `advantages/returns.py`.
+
+Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. One program owns one sequence.
+"""
+
+# Triton has no types, and constants of a kernel are written in capitals.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
+# ruff: noqa: N803
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from struct import pack, unpack
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tokens of a sequence that a program takes at once: all of a short one; a longer one is walked from its end.
+SHORTEST_BLOCK, LONGEST_BLOCK = 256, 8192
+TOKENS_PER_THREAD = 8
+
+
+@triton.jit
+def _then(decay_after, x_after, decay, x):
+    """Two steps of `y → x + decay·y` as one: first the step of the later tokens, then this one."""
+    return decay * decay_after, x + decay * x_after
+
+
+@triton.jit
+def _tokens(rewards_ptr, values_ptr, mask_ptr, at, inside, DTYPE: tl.constexpr, PER_TOKEN: tl.constexpr):
+    """Reward (0 if there is one per sequence), value and validity of the tokens `at`; 0 where they are masked or not `inside`."""
+    valid = tl.load(mask_ptr + at, mask=inside, other=0) != 0
+    value = tl.where(valid, tl.load(values_ptr + at, mask=inside, other=0.0).to(DTYPE), 0.0)
+    reward = tl.zeros_like(value)
+    if PER_TOKEN:
+        reward = tl.where(valid, tl.load(rewards_ptr + at, mask=inside, other=0.0).to(DTYPE), 0.0)
+    return reward, value, valid
+
+
+@triton.jit
+def _gae_kernel(
+    rewards_ptr,
+    values_ptr,
+    mask_ptr,
+    offsets_ptr,
+    last_ptr,
+    advantages_ptr,
+    returns_ptr,
+    length,
+    gamma_high,
+    gamma_low,
+    lam_high,
+    lam_low,
+    PACKED: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`, `returns = A + V`, for one sequence.
+
+    What is scanned is `z_t = (1−λ)·V_t + λ·(r_t + γ·z_{t+1})` at valid tokens and `z_t = z_{t+1}` at masked ones; then
+    `returns_t = r_t + γ·z_{t+1}`. The scan runs over the token *after* each token, so that it yields z_{t+1} in the place of t.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = returns_ptr.dtype.element_ty
+    if PACKED:
+        begin = tl.load(offsets_ptr + sequence).to(tl.int64)
+        end = tl.load(offsets_ptr + sequence + 1).to(tl.int64)
+    else:
+        begin = sequence * length
+        end = begin + length
+    # A number of the host arrives as float32: two of them hold a float64.
+    gamma = tl.full([], gamma_high, dtype) + tl.full([], gamma_low, dtype)
+    lam = tl.full([], lam_high, dtype) + tl.full([], lam_low, dtype)
+    after = tl.zeros([], dtype)
+    if HAS_LAST:
+        after = tl.load(last_ptr + sequence).to(dtype)
+    once = tl.zeros([], dtype)
+    if not PER_TOKEN:
+        once = tl.load(rewards_ptr + sequence).to(dtype)
+    within = tl.arange(0, BLOCK)
+    blocks = ((end - begin + BLOCK - 1) // BLOCK).to(tl.int32)
+    carried = after
+    poison = after * 0
+    last_valid = begin - 1
+    for i in range(blocks):
+        at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
+        reward, value, valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at, at < end, dtype, PER_TOKEN)
+        next_reward, next_value, next_valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at + 1, at + 1 < end, dtype, PER_TOKEN)
+        if not PER_TOKEN:
+            # From the end, the first block with a valid token holds the last one; in the blocks before it nothing is larger.
+            last_valid = tl.maximum(last_valid, tl.max(tl.where(valid, at, begin - 1), axis=0))
+            reward = tl.where(valid & (at == last_valid), once, 0.0)
+            next_reward = tl.where(next_valid & (at + 1 == last_valid), once, 0.0)
+        x = tl.where(next_valid, next_value + lam * (next_reward - next_value), 0.0)
+        decay = tl.where(next_valid, gamma * lam, tl.full([], 1.0, dtype))
+        decay_to_end, from_here = tl.associative_scan((decay, x), 0, _then, reverse=True)
+        following = from_here + decay_to_end * carried
+        total = reward + gamma * following
+        tl.store(returns_ptr + at, tl.where(valid, total, 0.0), mask=at < end)
+        tl.store(advantages_ptr + at, tl.where(valid, total - value, 0.0), mask=at < end)
+        carried = tl.sum(tl.where(within == 0, following, 0.0), axis=0)
+        poison += tl.sum(reward * 0 + value * 0, axis=0)
+    if poison != poison:
+        # One NaN or inf: the whole sequence is NaN, so that no part of it looks sound.
+        tl.debug_barrier()
+        for i in range(blocks):
+            at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
+            valid = tl.load(mask_ptr + at, mask=at < end, other=0) != 0
+            tl.store(returns_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+            tl.store(advantages_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    cu_seqlens: Tensor | None,
+    last_values: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    _block: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, token-shaped, in `dtype` (float32 or float64). The arguments are those of `policyloss.gae`, checked.
+
+    values, mask (any type; not 0 is valid): token-shaped. rewards: token-shaped or one per sequence. last_values: `[S]` or None.
+    """
+    rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
+    advantages, returns = torch.empty_like(values, dtype=dtype), torch.empty_like(values, dtype=dtype)
+    sequences, length = values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
+    if not sequences or not length:
+        return advantages, returns
+    # How long the sequences of a pack are is known on the device only; most are shorter than twice the mean.
+    typical = length if cu_seqlens is None else 2 * length // max(sequences, 1)
+    block = _block or min(max(_power_of_2(typical), SHORTEST_BLOCK), LONGEST_BLOCK)
+    with _on_device_of(values):
+        _gae_kernel[(sequences,)](
+            rewards,
+            values,
+            mask,
+            cu_seqlens,
+            None if last_values is None else last_values.contiguous(),
+            advantages,
+            returns,
+            length,
+            *_in_two(float(gamma)),
+            *_in_two(float(lam)),
+            PACKED=cu_seqlens is not None,
+            PER_TOKEN=rewards.shape == values.shape,
+            HAS_LAST=last_values is not None,
+            BLOCK=block,
+            num_warps=max(1, min(32, block // (32 * TOKENS_PER_THREAD))),
+        )
+    return advantages, returns
+
+
+def _power_of_2(n: int) -> int:
+    """The least that is not below n. (Triton's own takes longer than all else here.)"""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """A kernel is launched on the current device: change it if it is another than x's."""
+    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _in_two(x: float) -> tuple[float, float]:
+    """`x` as a sum of two numbers that are exact in float32."""
+    high: float = unpack("f", pack("f", x))[0]
+    return high, x - high

@@ -1,0 +1,32 @@
+"""A Triton kernel for `out = x * factor`, where the factor is one number on the device and `out` may be of a narrower type.
+
+torch's own product reads such a factor anew for every element, and takes three times as long.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
+# ruff: noqa: N803
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 8
+
+
+@triton.jit
+def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """`out = x * factor` of one block."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=at < n, eviction_policy="evict_first")
+    tl.store(out_ptr + at, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write `x * factor` to `out`. x, out: contiguous, of one size, no wider than float32; factor: 0-dim."""
+    n = x.numel()
+    if n:
+        with torch.cuda.device(x.device):
+            _scaled_kernel[(triton.cdiv(n, BLOCK),)](x, factor, out, n, BLOCK=BLOCK, num_warps=WARPS)

@@ -1,0 +1,1 @@
+"""From hidden states or logits to log-probabilities, entropy and the loss, without keeping the logits."""

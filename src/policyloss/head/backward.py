@@ -1,0 +1,174 @@
+"""The head's backward when the derivatives of all rows are known: by columns of the vocabulary, or from kept probabilities.
+
+`dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`, `dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.head.inputs import Head, Index, Rows, half_scale, windows
+from policyloss.head.products import Room, add_product, product, scaled_product
+from policyloss.head.rows import Scaling, Statistics, row_gradient, target_gradient
+
+
+class Wanted(NamedTuple):
+    """The types of the gradients that are asked for; None where none is."""
+
+    hidden: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> Wanted:
+        """Of those that require it, if gradients are recorded at all."""
+        on = torch.is_grad_enabled()
+        return cls(*(x.dtype if on and x is not None and x.requires_grad else None for x in tensors))
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a backward at all."""
+        return any(x is not None for x in self)
+
+
+class Gradients(NamedTuple):
+    """Of the rows that were given `[R, D]`, the weight `[V, D]` and the bias `[V]`; None where not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def gradients_by_columns(
+    head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, columns: int, wanted: Wanted
+) -> Gradients:
+    """Make the logits again, some vocabulary entries of all rows at a time.
+
+    So each entry's gradient is one product, with no sum of it to keep: least memory. Only `dhidden` is summed, in float32.
+    """
+    x, w = rows.hidden, head.weight
+    scale = half_scale(x.dtype, dlogp, dentropy)
+    dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
+    room = head.room(x.shape[0], columns)
+    dhidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype)
+    dweight = None if wanted.weight is None else torch.empty_like(w, dtype=wanted.weight)
+    dbias = None if wanted.bias is None else w.new_empty(w.shape[0], dtype=wanted.bias)
+    for c in windows(w.shape[0], columns):
+        z = room.logits(x.shape[0], c.stop - c.start)
+        product(x, w[c].t(), z)
+        part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
+        dz = part.dlogits(z, room, s, dlogp, dentropy)
+        if dhidden is not None:
+            add_product(dhidden, dz, w[c], 1 / scale)
+        if dweight is not None:
+            scaled_product(dz.t(), x, dweight[c], 1 / scale)
+        if dbias is not None:
+            dbias[c] = column_sum(dz, head.dtype, scale)
+    if dhidden is not None:
+        dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
+    return Gradients(dhidden, dweight, dbias)
+
+
+def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """`Σ_rows dz / scale`. `[R, V]` → `[V]`."""
+    return dz.sum(0, dtype=dtype).div_(scale)
+
+
+class Sums:
+    """The gradients of windows that come one after the other: hidden row by row, weight and bias summed in float32."""
+
+    def __init__(self, head: Head, wanted: Wanted) -> None:
+        self.head = head
+        x, w = head.hidden, head.weight
+        # Rounded at the end if ranks are still to be added up, or if float16 could not hold what the loss will be scaled by.
+        wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
+        self.hidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
+        self.weight = None if wanted.weight is None else torch.empty_like(w, dtype=head.dtype)
+        self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
+        self.empty = True
+
+    def add(self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> None:
+        """One window: its logits z become their gradient, then enter the sums."""
+        scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
+        dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
+        if self.hidden is not None and isinstance(at, slice):
+            scaled_product(dz, self.head.weight, self.hidden[at], 1 / scale)
+        elif self.hidden is not None:
+            part = torch.empty_like(rows.hidden, dtype=self.hidden.dtype)
+            scaled_product(dz, self.head.weight, part, 1 / scale)
+            self.hidden[at] = part
+        if self.weight is not None and self.empty:
+            scaled_product(dz.t(), rows.hidden, self.weight, 1 / scale)
+        elif self.weight is not None:
+            add_product(self.weight, dz.t(), rows.hidden, 1 / scale)
+        if self.bias is not None:
+            self.bias += column_sum(dz, self.head.dtype, scale)
+        self.empty = False
+
+    def finished(self) -> Gradients:
+        """All windows together."""
+        if self.empty and self.weight is not None:
+            self.weight.zero_()
+        return Gradients(None if self.hidden is None else self.head.vocabulary.summed(self.hidden), self.weight, self.bias)
+
+
+def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> None:
+    """Write `p / temperature`, the gradient of −logp away from the target, to `out` in its type.
+
+    Rounded probabilities are as good as a rounded gradient; rounded logits would not be (an error of 0.1 in a logit is 10 % of p).
+    """
+    nowhere, one = torch.full_like(rows.ids, -1), torch.ones_like(s.lse)
+    row_gradient(z, out, nowhere, s, -one, None, rows.scaling)
+
+
+def gradients_from_stash(
+    head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, stash: Tensor, wanted: Wanted
+) -> Gradients:
+    """Three matmuls in all: the probabilities of the forward, `stash` `[R, V]`, become the gradient of the logits in place."""
+    x, w = rows.hidden, head.weight
+    scale = half_scale(x.dtype, dlogp, dentropy)
+    dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
+    for b in windows(stash.shape[0], 256):
+        h, dh = (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
+        _probabilities_to_gradient(stash[b], rows.ids[b], s.logp[b], h, dlogp[b], dh, _inverse_temperature(rows.scaling, b, s))
+    dhidden = dweight = dbias = None
+    if wanted.hidden is not None:
+        dhidden = torch.empty_like(x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype)
+        scaled_product(stash, w, dhidden, 1 / scale)
+        dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
+    if wanted.weight is not None:
+        dweight = torch.empty_like(w, dtype=wanted.weight)
+        scaled_product(stash.t(), x, dweight, 1 / scale)
+    if wanted.bias is not None:
+        dbias = column_sum(stash, head.dtype, scale).to(wanted.bias)
+    return Gradients(dhidden, dweight, dbias)
+
+
+def _inverse_temperature(scaling: Scaling, rows: slice, s: Statistics) -> Tensor:
+    t = scaling.inverse_temperature
+    return t[rows] if isinstance(t, Tensor) else torch.full_like(s.lse[rows], t)
+
+
+def _probabilities_to_gradient(
+    q: Tensor,
+    ids: Tensor,
+    logp: Tensor,
+    entropy: Tensor | None,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    inverse_temperature: Tensor,
+) -> None:
+    """q = p/temperature → dz, in place; the target's own entry from its exact log-probability."""
+    here = (ids >= 0) & (ids < q.shape[1])
+    target = target_gradient(logp, entropy, dlogp, dentropy)
+    if entropy is None or dentropy is None:
+        q.mul_(-dlogp.unsqueeze(-1))
+    else:
+        log_p = (q.to(logp.dtype) / inverse_temperature.unsqueeze(-1)).log_().clamp_(min=-1e4)
+        q.mul_(log_p.add_(entropy.unsqueeze(-1)).mul_(-dentropy.unsqueeze(-1)).sub_(dlogp.unsqueeze(-1)))
+    column = torch.where(here, ids, 0).unsqueeze(-1)
+    exact = (target * inverse_temperature).to(q.dtype).unsqueeze(-1)
+    q.scatter_(1, column, torch.where(here.unsqueeze(-1), exact, q.gather(1, column)))

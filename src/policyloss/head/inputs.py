@@ -1,0 +1,237 @@
+"""The head's arguments: checked, flattened to rows, and cut into windows.
+
+Legend: N tokens (rows of hidden), D hidden size, V vocabulary entries of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.products import Room, mixed, product
+from policyloss.head.rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.vocabulary import Vocabulary
+from policyloss.tokens import as_mask
+
+Index = Tensor | slice
+
+
+class LogProbs(NamedTuple):
+    """What the head knows of each token: `logp` of its id and the `entropy` of the distribution it was drawn from."""
+
+    logp: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
+
+    hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a number or `[N]`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    inverse_temperature: float | Tensor
+    softcap: float | None
+    vocabulary: Vocabulary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and statistics: float32, or float64 if the hidden states are."""
+        return compute_dtype(self.hidden)
+
+    def scaling(self, index: Index) -> Scaling:
+        """What is done to the logits of these rows."""
+        t = self.inverse_temperature
+        return Scaling(t[index] if isinstance(t, Tensor) else t, self.softcap, self.bias)
+
+    def room(self, rows: int, columns: int | None = None) -> Room:
+        """Memory for the logits of so many rows."""
+        return Room(rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype)
+
+    def rows(self, index: Index) -> Rows:
+        """These rows, gathered."""
+        first = self.vocabulary.first
+        ids = self.ids[index]
+        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index))
+
+    def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
+        """The logits of `rows`, in `room`, and their statistics."""
+        z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
+        product(rows.hidden, self.weight.t(), z)
+        here = (rows.ids >= 0) & (rows.ids < z.shape[1]) if self.vocabulary.group is not None else rows.ids
+        return z, finished(self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+
+
+class Rows(NamedTuple):
+    """Some rows of a head: hidden `[R, D]`, ids `[R]` counted from this rank's first entry, and what is done to their logits."""
+
+    hidden: Tensor
+    ids: Tensor
+    scaling: Scaling
+
+    def dlogits(self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+        """The gradient of the logits z, in the type of hidden, written where z was."""
+        out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
+        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
+        return out
+
+
+def windows(n: int, rows: int) -> list[slice]:
+    """n rows in as few windows of at most `rows` as there must be, all of about one size."""
+    count = -(-n // rows)
+    step = -(-n // count) if count else 1
+    step = min(rows, -(-step // 128) * 128) if step > 128 else step
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+
+def operand_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The type autocast would multiply in, or None outside of autocast."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is multiplied, without gradient: hidden as `[N, D]`, both in autocast's type, and in float32 where a device cannot
+    multiply half precision into float32 by itself (a CPU).
+    """
+    x, w, b = hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), None if bias is None else bias.detach()
+    cast = operand_dtype(hidden)
+    if cast is not None:
+        x, w = x.to(cast), w.to(cast)
+    if not mixed(x):
+        x, w = x.to(compute_dtype(x)), w.to(compute_dtype(w))
+    return x, w, b
+
+
+def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
+    """A power of two that brings derivatives near 1, for float16: 1/N of a mean would vanish below its smallest number.
+
+    1 for other types. Reads a number back to the host.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    top = max((float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0)
+    return 2.0 ** -math.frexp(top)[1] if 0 < top < math.inf else 1.0
+
+
+def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
+    """Raise unless `ids` are integers, one per token of `of`, where it lies."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(f"ids must be a tensor of token ids (integers), got {_kind(ids)}.")
+    if tuple(ids.shape) != tokens:
+        raise InputError(f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token.")
+    if ids.device != device:
+        raise InputError(f"ids is on {ids.device} and {of} on {device}; they must be on one device.")
+
+
+def _outside(ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
+    outside = (ids < 0) | (ids >= size)
+    return outside if valid is None else outside & valid
+
+
+def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
+    unusable = ~((rate > 0) & rate.isfinite())
+    return unusable if valid is None else unusable & valid
+
+
+def strays(head: Head, valid: Tensor | None) -> Tensor:
+    """How many ids at valid positions are no entry of the vocabulary, and how many temperatures there are not positive. `[2]`."""
+    ids, rate = _outside(head.ids, valid, head.vocabulary.size).sum(), head.inverse_temperature
+    return torch.stack([ids, _unusable(rate, valid).sum() if isinstance(rate, Tensor) else torch.zeros_like(ids)])
+
+
+def refuse_strays(counts: list[int], head: Head, valid: Tensor | None) -> None:
+    """Raise if `counts`, the numbers of `strays`, are not both 0."""
+    if counts[0]:
+        size, place = head.vocabulary.size, int(_outside(head.ids, valid, head.vocabulary.size).to(torch.uint8).argmax())
+        raise InputError(
+            f"ids holds {int(head.ids[place])} at position {place} (counted over all tokens), but the vocabulary has {size} "
+            f"entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
+        )
+    if counts[1] and isinstance(head.inverse_temperature, Tensor):
+        place = int(_unusable(head.inverse_temperature, valid).to(torch.uint8).argmax())
+        raise InputError(
+            f"temperature holds {float(1 / head.inverse_temperature[place])} at position {place} (counted over all tokens); it "
+            "must be a positive number wherever mask is True."
+        )
+
+
+def later(x: Tensor) -> Callable[[], list[int]]:
+    """The numbers in `x`, sent to the host now and read when asked: so the device can be given work before the host waits."""
+    if x.device.type != "cuda":
+        return x.tolist
+    copy = x.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def read() -> list[int]:
+        arrived.synchronize()
+        numbers: list[int] = copy.tolist()
+        return numbers
+
+    return read
+
+
+def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`mask` as bool, flat; None if there is none."""
+    return None if mask is None else as_mask(mask, tokens).reshape(-1)
+
+
+def inverse_temperature(temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype) -> float | Tensor:
+    """`1 / temperature`: a number, or one per token in `dtype`, flat. The values of a tensor are checked by `strays`."""
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        raise InputError("temperature requires grad, but no gradient goes through it; pass temperature.detach().")
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        if tuple(temperature.shape) != tokens:
+            raise InputError(f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}.")
+        return 1 / temperature.reshape(-1).to(dtype)
+    value = float(temperature)
+    if not (value > 0 and math.isfinite(value)):
+        raise InputError(f"temperature must be a positive number, got {value}.")
+    return 1 / value
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise unless `softcap` is None or a bound."""
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+        raise InputError(f"softcap must be None or a positive number (logits are held within ±softcap), got {softcap!r}.")
+
+
+def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
+    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together."""
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise InputError(f"{name} must be a floating-point tensor, got {_kind(x)}.")
+        if hasattr(x, "full_tensor"):
+            raise InputError(f"{name} is a DTensor; pass {name}.full_tensor(), through which the gradient reaches its shards.")
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise InputError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
+            "the same D (the weight of torch.nn.Linear(D, V) as it is)."
+        )
+    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],)):
+        seen = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen}.")
+    if hidden.device != weight.device:
+        raise InputError(f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device.")
+    if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
+        raise InputError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's type, or call under torch.autocast."
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

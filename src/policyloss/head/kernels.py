@@ -1,0 +1,353 @@
+"""Triton kernels for rows of logits: `row_partials` and `row_gradient` of `rows.py`, each one launch with one program per row.
+
+Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A program walks its row in tiles. Full tiles are read
+without a mask; what is left at the end is one masked tile. Nothing is added across programs and nothing is tuned at run time, so
+the same input gives the same bits. Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU. Temperatures
+are positive.
+"""
+
+# Triton has no types, and constants of a kernel are written in capitals.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
+# ruff: noqa: N803
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from policyloss.head.rows import Partials, Scaling
+
+# Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit. Plain constants measured on an
+# H200, not an autotuner's choice.
+FORWARD = {4: (16384, 8), 2: (4096, 4)}
+BACKWARD = {4: (2048, 4), 2: (8192, 16)}
+# Bytes that a thread reads at once; a tile of the forward is laid out so that each thread keeps its own columns.
+VECTOR_BYTES = 16
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# 2^x is 0 in float32 below this, so a shifted logit that is clamped here is finite, and its product with 2^x is still 0.
+NOTHING: tl.constexpr = tl.constexpr(-1000.0)
+
+
+@triton.jit
+def _capped(z, bias, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """`softcap * tanh((z + bias) / softcap)` in float32; each part only if there is one."""
+    u = z.to(tl.float32)
+    if HAS_BIAS:
+        u += bias.to(tl.float32)
+    if HAS_SOFTCAP:
+        u = softcap - 2 * softcap / (1 + tl.exp2(u * (2 * LOG2_E / softcap)))
+    return u
+
+
+@triton.jit
+def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.constexpr):
+    """The running reference, sum and moment of each column of lanes, with the tile `u` `[K, L]` taken in; in powers of two.
+
+    `top` is `max(u)·scale` as rounded, and everything is measured from that very number, so its rounding costs nothing.
+    """
+    new_top = tl.maximum(top, tl.max(u, axis=0) * scale)
+    # A column that has met only −inf keeps 0 as its reference: −inf − (−inf) is NaN.
+    reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shift = u * scale - reference[None, :]
+    e = tl.exp2(shift)
+    back = top - reference
+    decay = tl.exp2(back)
+    if ENTROPY:
+        moment = (moment + total * tl.maximum(back, NOTHING)) * decay
+        moment += tl.sum(e * (tl.maximum(shift, NOTHING) if GUARDED else shift), axis=0)
+    total = total * decay + tl.sum(e, axis=0)
+    return new_top, total, moment
+
+
+@triton.jit
+def _walk(
+    z_row,
+    bias_ptr,
+    softcap,
+    scale,
+    V,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    GUARDED: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+):
+    """One pass over a row: its reference, sum and moment, in powers of two. GUARDED: logits may be −inf."""
+    within = tl.arange(0, K)[:, None] * L + tl.arange(0, L)[None, :]
+    top = tl.full([L], float("-inf"), tl.float32)
+    total = tl.zeros([L], tl.float32)
+    moment = tl.zeros([L], tl.float32)
+    full = V // (K * L) * (K * L)
+    for start in range(0, full, K * L):
+        column = start + within
+        z = tl.load(z_row + column, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+        u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
+        top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, GUARDED)
+    if full < V:
+        column = full + within
+        z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
+        # The bound of a softcap is finite, so what lies past the row is taken out after it.
+        u = tl.where(column < V, _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP), float("-inf"))
+        top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, True)
+    row_top = tl.max(top, axis=0)
+    back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
+    decay = tl.exp2(back)
+    row_moment = 0.0
+    if ENTROPY:
+        row_moment = tl.sum((moment + total * tl.maximum(back, NOTHING)) * decay, axis=0)
+    return row_top, tl.sum(total * decay, axis=0), row_moment
+
+
+@triton.jit
+def _partials_kernel(
+    z_ptr,
+    ids_ptr,
+    inverse_temperature,
+    bias_ptr,
+    softcap,
+    out_ptr,
+    z_stride,
+    R,
+    V,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+):
+    """`s = scaled(z); m = s.amax(-1); e = (s - m).exp(); m, e.sum(-1), (e * (s - m)).sum(-1), s[id] - m` of one row.
+
+    A tile is `[K, L]`, with L the entries that all threads of the program read in one go: the K entries of a column belong to one
+    thread, which keeps a reference, a sum and a moment of its own. Threads meet once, at the end of the row.
+    """
+    row = tl.program_id(0)
+    z_row = z_ptr + row.to(tl.int64) * z_stride
+    rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
+    scale = rate * LOG2_E
+    row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L)
+    if ENTROPY:  # noqa: SIM102 (known when compiled, unlike the next)
+        # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row again, with a guard per entry.
+        if (row_moment != row_moment) & (row_total == row_total):
+            row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, True, K, L)
+    y = tl.load(ids_ptr + row)
+    here = (y >= 0) & (y < V)
+    z_y = tl.load(z_row + y, mask=here, other=0.0)
+    bias_y = tl.load(bias_ptr + y, mask=here, other=0.0) if HAS_BIAS else z_y
+    # A maximum may drop a NaN, a sum does not.
+    tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
+    tl.store(out_ptr + R + row, row_total)
+    shift_y = _capped(z_y, bias_y, softcap, HAS_BIAS, HAS_SOFTCAP) * scale - tl.where(row_top == float("-inf"), 0.0, row_top)
+    tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
+    if ENTROPY:
+        tl.store(out_ptr + 3 * R + row, row_moment * LN_2)
+
+
+@triton.jit
+def _tile_gradient(
+    u,
+    softcap,
+    scale,
+    lse2,
+    base,
+    bend,
+    target,
+    column,
+    start,
+    y,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope; `u` are logits after the cap."""
+    log2_p = u * scale - lse2
+    p = tl.exp2(log2_p)
+    d = p * (base + bend * tl.maximum(log2_p, NOTHING)) if ENTROPY else p * base
+    # One tile of the row holds y; the others need not compare.
+    if (y >= start) & (y < start + BLOCK):
+        d = tl.where(column == y, target, d)
+    if HAS_SOFTCAP:
+        bent = u / softcap
+        d *= 1 - bent * bent
+    return d
+
+
+@triton.jit
+def _gradient_kernel(
+    z_ptr,
+    out_ptr,
+    ids_ptr,
+    lse_ptr,
+    entropy_ptr,
+    dlogp_ptr,
+    dentropy_ptr,
+    target_ptr,
+    inverse_temperature,
+    bias_ptr,
+    softcap,
+    z_stride,
+    out_stride,
+    V,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    NARROWING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`dz = (dlogp * (onehot(id) - p) - dentropy * p * (p.log() + entropy)) * (1 - (u / softcap)**2) / temperature` of one row.
+
+    NARROWING: out lies over z in a smaller type, row on row. What a tile writes then covers bytes of this tile and of those before
+    it, so it is enough that no thread writes a tile before every thread has read it.
+    """
+    row = tl.program_id(0)
+    z_row = z_ptr + row.to(tl.int64) * z_stride
+    out_row = out_ptr + row.to(tl.int64) * out_stride
+    within = tl.arange(0, BLOCK)
+    full = V // BLOCK * BLOCK
+    g = tl.load(dlogp_ptr + row).to(tl.float32)
+    h = tl.load(dentropy_ptr + row).to(tl.float32) if ENTROPY else 0.0
+    if (g == 0) & (h == 0):
+        zeros = tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(0, full, BLOCK):
+            tl.store(out_row + start + within, zeros)
+        if full < V:
+            tl.store(out_row + full + within, zeros, mask=full + within < V)
+    else:
+        y = tl.load(ids_ptr + row)
+        rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
+        lse2 = tl.load(lse_ptr + row) * LOG2_E
+        scale = rate * LOG2_E
+        target = rate * tl.load(target_ptr + row)
+        base = -rate * g
+        bend = 0.0
+        if ENTROPY:
+            base = -rate * (g + h * tl.load(entropy_ptr + row))
+            bend = -rate * h * LN_2
+        for start in range(0, full, BLOCK):
+            column = start + within
+            z = tl.load(z_row + column, eviction_policy="evict_first")
+            bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
+            d = _tile_gradient(u, softcap, scale, lse2, base, bend, target, column, start, y, HAS_SOFTCAP, ENTROPY, BLOCK)
+            if NARROWING:
+                tl.debug_barrier()
+            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
+        if full < V:
+            column = full + within
+            z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+            bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
+            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
+            d = _tile_gradient(u, softcap, scale, lse2, base, bend, target, column, full, y, HAS_SOFTCAP, ENTROPY, BLOCK)
+            if NARROWING:
+                tl.debug_barrier()
+            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
+
+
+def row_partials(
+    z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, *, _block: int | None = None, _warps: int | None = None
+) -> Partials:
+    """`rows.row_partials` in one read of z. `[R, V]` (last dimension contiguous), `[R]` → four `[R]` in float32."""
+    rows, vocabulary = z.shape
+    out = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=z.device)
+    if rows:
+        block, warps = _shape(FORWARD, z, _block, _warps)
+        lanes = min(block, VECTOR_BYTES // z.element_size() * 32 * warps)
+        rate, per_row = _rate(scaling)
+        with _device(z):
+            _partials_kernel[(rows,)](
+                z,
+                ids.contiguous(),
+                rate,
+                scaling.bias,
+                1.0 if scaling.softcap is None else float(scaling.softcap),
+                out,
+                z.stride(0),
+                rows,
+                vocabulary,
+                PER_ROW=per_row,
+                HAS_BIAS=scaling.bias is not None,
+                HAS_SOFTCAP=scaling.softcap is not None,
+                ENTROPY=entropy,
+                K=block // lanes,
+                L=lanes,
+                num_warps=warps,
+            )
+    top, total, target, *moment = out.unbind()
+    return Partials(top, total, moment[0] if entropy else None, target)
+
+
+def row_gradient(
+    z: Tensor,
+    out: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    entropy_value: Tensor | None,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    target: Tensor,
+    scaling: Scaling,
+    *,
+    _block: int | None = None,
+    _warps: int | None = None,
+) -> None:
+    """`rows.row_gradient` in one read of z and one write of `out`; both `[R, V]`, last dimension contiguous.
+
+    target: `[R]`, the entry of each row's id, before the temperature. `out` may be `z` itself, or a narrower type over the same
+    memory, each row starting at the byte where its row of z starts.
+    """
+    rows, vocabulary = z.shape
+    with_entropy = entropy_value is not None and dentropy is not None
+    rate, per_row = _rate(scaling)
+    if not rows:
+        return
+    block, warps = _shape(BACKWARD, z, _block, _warps)
+    with _device(z):
+        _gradient_kernel[(rows,)](
+            z,
+            out,
+            ids.contiguous(),
+            lse.contiguous(),
+            entropy_value.contiguous() if with_entropy and entropy_value is not None else None,
+            dlogp.contiguous(),
+            dentropy.contiguous() if with_entropy and dentropy is not None else None,
+            target.contiguous(),
+            rate,
+            scaling.bias,
+            1.0 if scaling.softcap is None else float(scaling.softcap),
+            z.stride(0),
+            out.stride(0),
+            vocabulary,
+            PER_ROW=per_row,
+            HAS_BIAS=scaling.bias is not None,
+            HAS_SOFTCAP=scaling.softcap is not None,
+            ENTROPY=with_entropy,
+            NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+def _shape(table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None) -> tuple[int, int]:
+    """Entries and warps of a program for logits like z, unless told."""
+    entries, threads = table[z.element_size()]
+    return entries if block is None else block, threads if warps is None else warps
+
+
+def _rate(scaling: Scaling) -> tuple[Tensor | float, bool]:
+    """The inverse temperature as the kernels take it, and whether there is one per row."""
+    t = scaling.inverse_temperature
+    return (t.contiguous(), True) if isinstance(t, Tensor) else (float(t), False)
+
+
+def _device(z: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it that of `z`."""
+    return torch.cuda.device(z.device) if z.device.type == "cuda" else nullcontext()

@@ -1,0 +1,127 @@
+"""`logprobs`: log-probabilities and entropies from logits that already exist. One read forward, one pass back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.inputs import (
+    Head,
+    LogProbs,
+    check_ids,
+    check_mask,
+    check_softcap,
+    inverse_temperature,
+    later,
+    refuse_strays,
+    strays,
+)
+from policyloss.head.rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.vocabulary import Vocabulary
+
+
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    *,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    overwrite_logits: bool = False,
+) -> Tensor | LogProbs:
+    """Log-probability of each token under `softmax(logits / temperature)`, and its entropy if asked.
+
+    `log_softmax(logits.float() / temperature, -1).gather(-1, ids)` with float32 statistics, reading the logits once. The gradient
+    reaches the logits, through the log-probabilities and through the entropy.
+
+    logits: `[..., V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`. mask: False where there is no token:
+    logp, entropy and gradient are 0 there, whatever logits and ids hold. softcap: logits are `softcap·tanh(logits/softcap)` before
+    the temperature. overwrite_logits: the backward writes the gradient into the memory of the logits; do not use them after it.
+    → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
+    """
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
+        seen = f"shape {tuple(logits.shape)} and dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen}.")
+    if hasattr(logits, "full_tensor"):
+        raise InputError("logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=.")
+    if overwrite_logits and any(step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise InputError("overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous().")
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    tokens = tuple(logits.shape[:-1])
+    check_ids(ids, tokens, "logits", logits.device)
+    check_softcap(softcap)
+    valid = check_mask(mask, ids)
+    rate = inverse_temperature(temperature, tokens, compute_dtype(logits))
+    # The rest of a head, which a check of the values reads.
+    head = Head(logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1]))
+    stray = later(strays(head, valid))
+    outputs = _Logprobs.apply(logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits)  # type: ignore[no-untyped-call]
+    refuse_strays(stray(), head, valid)
+    logp: Tensor = outputs[0].view(tokens)
+    return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logp, spread, lse = (torch.zeros(ids.shape[0], device=logits.device, dtype=compute_dtype(logits)) for _ in range(3))
+        for z, at in _matrices(logits):
+            s = finished(row_partials(z, ids[at], _of_rows(scaling, at), entropy))
+            logp[at], lse[at] = s.logp, s.lse
+            if s.entropy is not None:
+                spread[at] = s.entropy
+        if valid is not None:
+            logp, spread = (torch.where(valid, x, 0) for x in (logp, spread))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
+        ctx.scaling, ctx.overwrite = scaling, overwrite
+        return logp, spread if entropy else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, ids, valid, logp, lse, spread = ctx.saved_tensors
+        dlogp, dentropy = grads
+        dlogp = torch.zeros_like(lse) if dlogp is None else dlogp
+        if valid is not None:
+            dlogp = torch.where(valid, dlogp, 0)
+            dentropy = None if dentropy is None else torch.where(valid, dentropy, 0)
+        out = logits if ctx.overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for (z, at), (dz, _) in zip(_matrices(logits), _matrices(out), strict=True):
+            s = Statistics(logp[at], spread[at], lse[at])
+            row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], _of_rows(ctx.scaling, at))
+        if ctx.overwrite:
+            # A kernel's writes are not seen by autograd; whoever else kept the logits for a backward must hear of them.
+            torch.autograd.graph.increment_version(logits)
+        return out, None, None, None, None, None
+
+
+def _of_rows(scaling: Scaling, at: slice) -> Scaling:
+    t = scaling.inverse_temperature
+    return scaling._replace(inverse_temperature=t[at]) if isinstance(t, Tensor) else scaling
+
+
+def _matrices(x: Tensor, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
+    """`x` `[..., V]` as matrices `[R, V]` that share its memory, each with its place among all rows.
+
+    One matrix where the layout allows it; a slice like `logits[:, :-1]` is one per leading index, never a copy.
+    """
+    if x.dim() == 2:
+        yield x, slice(first, first + x.shape[0])
+        return
+    try:
+        yield from _matrices(x.view(-1, x.shape[-1]), first)
+    except RuntimeError:  # no single stride leads from row to row
+        for part in x.unbind():
+            yield from _matrices(part, first)
+            first += math.prod(part.shape[:-1])

@@ -1,0 +1,295 @@
+"""`linear_policy_loss`: head and loss together. Where a token's gradient is known early, it is used early: one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.known import with_known_gradients
+from policyloss.head.backward import Gradients, Sums, Wanted
+from policyloss.head.batch import Batch, Window, batch_of, sequence_windows, token_windows
+from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays
+from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
+from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.loss import LossOutput, check_spec, policy_loss
+from policyloss.slots.given import GivenWeight
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals, resolve
+
+
+@dataclass(frozen=True)
+class HeadOutput(LossOutput):
+    """`loss` and `metrics` as of `policy_loss`; `logp` and `entropy` of each token, detached, 0 where not computed."""
+
+    logp: Tensor
+    entropy: Tensor
+
+
+def linear_policy_loss(
+    spec: LossSpec,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logp: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    rollout_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    totals: Totals | Literal["local"] | None = None,
+    cp_group: Any = None,
+    vocab_group: Any = None,
+    plan: str | Plan = "auto",
+    skip_zero_advantage: bool = False,
+) -> HeadOutput:
+    """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without holding all logits.
+
+    `policy_loss(spec, *linear_logprobs(hidden, weight, ids, …, entropy=True), old_logp, advantages, mask, …)`
+
+    hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or `[N]`, the tokens whose
+    log-probability counts; the hidden state in the same place is the one that predicts it. Other arguments as in `policy_loss` and
+    `linear_logprobs`.
+    plan: "auto" takes the gradient in the same pass as the value where the loss allows it ("one_pass"), else "recompute" or
+    "stash"; `explain_plan` says which and why. Masked tokens are not computed. Tokens that cannot have a gradient (advantage 0 and
+    no KL or entropy term) have a forward for the metrics' sake, and no backward; skip_zero_advantage leaves them out altogether,
+    and the metrics are then over the tokens that were computed.
+    """
+    call = _Call(
+        spec,
+        hidden,
+        weight,
+        ids,
+        old_logp,
+        advantages,
+        mask,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        rollout_logp=rollout_logp,
+        ref_logp=ref_logp,
+        cu_seqlens=cu_seqlens,
+        group_ids=group_ids,
+        totals=totals,
+        cp_group=cp_group,
+        vocab_group=vocab_group,
+        plan=plan,
+        skip_zero_advantage=skip_zero_advantage,
+    )
+    decided = call.decide()
+    if decided.batch is None or decided.plan.name in ("recompute", "stash"):
+        return call.composed(decided.plan)
+    return call.windowed(decided, decided.batch)
+
+
+def explain_plan(
+    spec: LossSpec | None,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logp: Tensor | None = None,
+    advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    **arguments: Any,
+) -> Plan:
+    """The plan that `linear_policy_loss` takes with these very arguments, and why; nothing is computed.
+
+    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not needed.
+    """
+    if spec is None:
+        return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
+    if advantages is None or mask is None:
+        raise InputError("explain_plan of a loss needs advantages and mask, which say which rows matter.")
+    return _Call(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+
+
+def _plan_of_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    plan: str | Plan = "auto",
+    softcap: float | None = None,
+    vocab_group: Any = None,
+) -> Plan:
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    return logprob_plan(head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan)
+
+
+class _Decided(NamedTuple):
+    """What a call does. batch: None if windows cannot know the gradient."""
+
+    head: Head
+    batch: Batch | None
+    work: Work
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one `linear_policy_loss`."""
+
+    spec: LossSpec
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    old_logp: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    rollout_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    group_ids: Tensor | None = None
+    totals: Totals | Literal["local"] | None = None
+    cp_group: Any = None
+    vocab_group: Any = None
+    plan: str | Plan = "auto"
+    skip_zero_advantage: bool = False
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Where sequences are."""
+        return {"cu_seqlens": self.cu_seqlens, "group_ids": self.group_ids, "cp_group": self.cp_group}
+
+    @property
+    def others(self) -> dict[str, Tensor | None]:
+        """The other policies' log-probabilities."""
+        return {"old_logp": self.old_logp, "rollout_logp": self.rollout_logp, "ref_logp": self.ref_logp}
+
+    def decide(self) -> _Decided:
+        """Check the arguments, find the rows that matter, choose the plan."""
+        check_spec(self.spec)
+        head = head_of(self.hidden, self.weight, self.ids, self.bias, self.temperature, self.softcap, self.vocab_group)
+        given = resolve(self.totals)
+        stand_in = torch.zeros(self.ids.shape, dtype=head.dtype, device=self.hidden.device)
+        t = Tokens.of(stand_in, self.advantages, self.mask, others=self.others, **self.layout)
+        valid = t.mask.reshape(-1)
+        reach, why = self._reach(given)
+        batch = None if reach == "batch" else batch_of(self.spec, t, given)
+        rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
+        longest = t.lengths.max().long() if t.lengths.numel() else rows.sum()
+        computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
+        wanted = Wanted.of(self.hidden, self.weight, self.bias)
+        work = Work(
+            tokens=valid.shape[0],
+            computed=with_gradient if self.skip_zero_advantage else computed,
+            with_gradient=with_gradient,
+            hidden_gradient=wanted.hidden is not None,
+            weight_gradient=wanted.weight is not None or wanted.bias is not None,
+            longest=most,
+        )
+        return _Decided(head, batch, work, loss_plan(head, work, self.plan, reach, why))
+
+    def _reach(self, given: Totals | None) -> tuple[str, str]:
+        """The loss's reach in this call, and what makes it "batch"."""
+        spec = self.spec
+        if spec.reach == "batch":
+            return "batch", "a part of it may look at any token (a callable says how far it looks by its attribute `reach`)"
+        if getattr(spec.trust, "statistics_names", ()) and given is None:
+            return "batch", "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)"
+        if spec.reach == "sequence" and self.cp_group is not None:
+            return "batch", "a sequence's tokens lie on several ranks"
+        return spec.reach, ""
+
+    def composed(self, plan: Plan) -> HeadOutput:
+        """The loss on log-probabilities that carry the gradient themselves."""
+        mask = self.mask
+        if self.skip_zero_advantage and self.spec.follows_advantage:
+            raise InputError(f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason}).")
+        out = linear_logprobs(
+            self.hidden,
+            self.weight,
+            self.ids,
+            self.bias,
+            self.temperature,
+            entropy=True,
+            mask=mask,
+            plan=plan,
+            softcap=self.softcap,
+            vocab_group=self.vocab_group,
+        )
+        assert isinstance(out, LogProbs)
+        entropy = out.entropy if self.spec.entropy_coef else out.entropy.detach()
+        said = self._loss(self.spec, out.logp, entropy, mask, self.totals)
+        return HeadOutput(said.loss, said.metrics, out.logp.detach(), out.entropy.detach())
+
+    def _loss(self, spec: LossSpec, logp: Tensor, entropy: Tensor, mask: Tensor, totals: Any) -> LossOutput:
+        return policy_loss(
+            spec,
+            logp,
+            self.old_logp,
+            self.advantages,
+            mask,
+            rollout_logp=self.rollout_logp,
+            ref_logp=self.ref_logp,
+            entropy=entropy,
+            totals=totals,
+            **self.layout,
+        )
+
+    def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
+        """The loss window by window, each one's gradient before its logits are gone."""
+        head, _, work, plan = decided
+        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(batch, work, plan.rows)
+        wanted = Wanted.of(self.hidden, self.weight, self.bias)
+        with torch.no_grad():
+            seen, gradients = run_windows(head, batch, found, wanted, check=True)
+            logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
+            said = self._value(batch, logp, entropy)
+        if not wanted.any:
+            return HeadOutput(said.loss, said.metrics, logp, entropy)
+        inputs = [x for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True) if x is not None and dtype]
+
+        def shaped(gradients: Gradients) -> list[Tensor]:
+            return [g.view(x.shape) for x, g in zip(inputs, (g for g in gradients if g is not None), strict=True)]
+
+        @torch.no_grad()
+        def again() -> list[Tensor]:
+            return shaped(run_windows(head, batch, found, wanted, check=False)[1])
+
+        loss = with_known_gradients(said.loss, inputs, shaped(gradients), again)
+        return HeadOutput(loss, said.metrics, logp, entropy)
+
+    def _value(self, batch: Batch, logp: Tensor, entropy: Tensor) -> LossOutput:
+        """The loss and its metrics, from the log-probabilities of all windows together."""
+        if not self.skip_zero_advantage:
+            return self._loss(self.spec, logp, entropy, self.mask, self.totals)
+        correction = self.spec.correction if batch.weight is None else GivenWeight(batch.weight)
+        spec = self.spec.replace(correction=correction, rejected="keep", aggregate=lambda t: batch.average)
+        return self._loss(spec, logp, entropy, batch.live.view(self.ids.shape), batch.tokens.totals)
+
+
+def run_windows(head: Head, batch: Batch, found: list[Window], wanted: Wanted, *, check: bool) -> tuple[LogProbs, Gradients]:
+    """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are wanted. check: the ids too."""
+    stray: Callable[[], list[int]] | None = None
+    n, device = head.ids.shape[0], head.hidden.device
+    logp, entropy = (torch.zeros(n, dtype=head.dtype, device=device) for _ in range(2))
+    sums = Sums(head, wanted)
+    room = head.room(max((w.size for w in found), default=0))
+    for window in found:
+        rows = head.rows(window.rows)
+        z, s = head.forward(rows, room)
+        assert s.entropy is not None
+        logp[window.rows], entropy[window.rows] = s.logp, s.entropy
+        if check and stray is None:
+            stray = later(strays(head, batch.rows))  # asked when the device has work, so that it need not wait for the question
+        if window.backward and wanted.any:
+            sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
+    if stray is not None:
+        refuse_strays(stray(), head, batch.rows)
+    return LogProbs(logp, entropy), sums.finished()

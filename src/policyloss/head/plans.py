@@ -1,0 +1,247 @@
+"""Plans: how the head's matmuls are ordered, how much is kept, and which plan a call takes.
+
+Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden size. One unit of matmul is
+2·N·V·D floating-point operations.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, unknown_name
+from policyloss.head.inputs import Head
+
+NAMES = ("one_pass", "recompute", "stash", "forward")
+LOSS_PLANS = ("one_pass", "recompute", "stash")
+LOGPROB_PLANS = ("recompute", "stash")
+
+# Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated weight gradient; beyond 4096
+# there is little left to gain. The forward alone has no such passes, and the least-memory plan wants them small.
+GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
+GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
+CPU_BYTES = 32 << 20  # of logits, in any plan
+LEAST_ROWS = 128
+# The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
+SHARE, STASH_SHARE = 0.8, 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call of the head does. Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+
+    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute" keeps nothing and makes the
+    logits again in the backward (4); "stash" keeps half-precision probabilities (3); "forward" has no backward (1).
+    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute".
+    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in the backward. matmuls: of the
+    size `tokens`·V·D. extra_bytes: memory beyond inputs and gradients, at most about this. reason: why this plan.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    tokens: int = 0
+    computed: int = 0
+    with_gradient: int = 0
+    matmuls: float = 0.0
+    extra_bytes: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        windows = -(-self.computed // self.rows) if self.rows else 0
+        return (
+            f"{self.name}: {self.reason}\n"
+            f"  {self.tokens} tokens, {self.computed} computed, {self.with_gradient} with gradient\n"
+            f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden\n"
+            f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
+        )
+
+
+class Work(NamedTuple):
+    """What has to be done: how many rows of which, and for whom. longest: rows of the longest sequence a window must hold."""
+
+    tokens: int
+    computed: int
+    with_gradient: int
+    hidden_gradient: bool
+    weight_gradient: bool
+    longest: int = 1
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether there is a backward."""
+        return self.hidden_gradient or self.weight_gradient
+
+
+def free_bytes(like: Tensor) -> int:
+    """Memory that can still be had on the device of `like`, the allocator's own unused blocks included."""
+    if like.device.type == "cuda":
+        device = like.device
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not every system says
+        return 1 << 33
+
+
+def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
+    """The plan of `linear_logprobs`."""
+    _check_kind(plan)
+    if isinstance(plan, str) and plan not in ("auto", *LOGPROB_PLANS):
+        why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
+        raise InputError(unknown_name("plan", plan, ("auto", *LOGPROB_PLANS)) + why)
+    if isinstance(plan, Plan):
+        if plan.name not in (*LOGPROB_PLANS, "forward"):
+            raise InputError(unknown_name("plan", plan.name, LOGPROB_PLANS))
+        return _forced(head, work, plan)
+    if not work.any_gradient:
+        return _forward(head, work)
+    if plan == "stash":
+        return _stash(head, work, "asked for")
+    if plan == "recompute":
+        return _recompute(head, work, "asked for")
+    return _kept_or_recomputed(head, work, "the loss on logp is not known here")
+
+
+def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
+    """The plan of `linear_policy_loss` for a loss of this `reach`; `why` says what makes it "batch"."""
+    _check_kind(plan)
+    if isinstance(plan, str) and plan not in ("auto", *LOSS_PLANS):
+        raise InputError(unknown_name("plan", plan, ("auto", *LOSS_PLANS)))
+    name = plan.name if isinstance(plan, Plan) else plan
+    if name == "one_pass" and reach == "batch":
+        raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
+    if isinstance(plan, Plan):
+        if plan.name not in NAMES:
+            raise InputError(unknown_name("plan", plan.name, LOSS_PLANS))
+        if name == "one_pass" and plan.rows < work.longest and reach == "sequence":
+            raise InputError(
+                f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
+                f"{work.longest} tokens."
+            )
+        return _forced(head, work, plan)
+    if not work.any_gradient:
+        return _forward(head, work)
+    if name == "stash":
+        return _stash(head, work, "asked for")
+    if name == "recompute":
+        return _recompute(head, work, "asked for")
+    if reach == "batch":
+        return _kept_or_recomputed(head, work, why)
+    return _one_pass(head, work, reach, forced=name == "one_pass")
+
+
+def _check_kind(plan: object) -> None:
+    if not isinstance(plan, (str, Plan)):
+        raise InputError(f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}.")
+
+
+def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
+    least = max(work.longest, LEAST_ROWS) if reach == "sequence" else LEAST_ROWS
+    rows = _rows(head, GPU_ROWS)
+    if reach == "sequence":
+        rows = max(rows, work.longest)
+    budget = SHARE * free_bytes(head.hidden)
+    while rows > least and _one_pass_bytes(head, work, rows) > budget:
+        rows = max(least, rows // 2)
+    need = _one_pass_bytes(head, work, rows)
+    if need > budget and not forced:
+        what = f"a window of {rows} rows" if reach == "token" else f"a window that holds the longest sequence, {rows} rows,"
+        return _recompute(head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free")
+    said = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
+    return _told(head, work, Plan("one_pass", rows, 0, reason=f"{said}, so it is known as soon as its logits are"))
+
+
+def _kept_or_recomputed(head: Head, work: Work, why: str) -> Plan:
+    if head.hidden.device.type != "cpu" and head.softcap is None:
+        kept = _stash(head, work, f"{why}; the probabilities fit into memory")
+        if kept.extra_bytes <= STASH_SHARE * free_bytes(head.hidden):
+            return kept
+    return _recompute(head, work, why)
+
+
+def _recompute(head: Head, work: Work, reason: str) -> Plan:
+    return _told(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+
+
+def _columns(head: Head, work: Work) -> int:
+    budget = CPU_BYTES if head.hidden.device.type == "cpu" else GPU_COLUMN_BYTES
+    columns = budget // (head.dtype.itemsize * max(work.with_gradient, 1))
+    return min(max(columns // 128 * 128, 128), max(head.weight.shape[0], 1))
+
+
+def _stash(head: Head, work: Work, reason: str) -> Plan:
+    if head.softcap is not None:
+        raise InputError("plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'.")
+    return _told(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+
+
+def _forward(head: Head, work: Work) -> Plan:
+    return _told(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
+
+
+def _forced(head: Head, work: Work, plan: Plan) -> Plan:
+    if plan.rows < 1 or plan.columns < 0:
+        raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
+    if plan.name == "stash":
+        _stash(head, work, "")  # the same conditions
+    columns = plan.columns or _columns(head, work)
+    return _told(head, work, Plan(plan.name, plan.rows, columns, reason="asked for"))
+
+
+def _rows(head: Head, most: int) -> int:
+    if head.hidden.device.type == "cpu":
+        fit = CPU_BYTES // (head.dtype.itemsize * max(head.weight.shape[0], 1))
+        return max(fit // 16 * 16, 16)
+    return most
+
+
+def _window_bytes(head: Head, work: Work, rows: int) -> int:
+    rows = min(rows, max(work.computed, 1))
+    gathered = 0 if work.computed == work.tokens else rows * head.hidden.shape[1] * head.hidden.element_size()
+    return rows * head.weight.shape[0] * head.dtype.itemsize + gathered
+
+
+def _accumulator_bytes(head: Head, work: Work) -> int:
+    """The float32 sum of the weight's gradient, where the weight itself is narrower."""
+    narrow = head.weight.element_size() < head.dtype.itemsize
+    return head.weight.numel() * head.dtype.itemsize if work.weight_gradient and narrow else 0
+
+
+def _one_pass_bytes(head: Head, work: Work, rows: int) -> int:
+    return _window_bytes(head, work, rows) + _accumulator_bytes(head, work)
+
+
+def _told(head: Head, work: Work, plan: Plan) -> Plan:
+    """`plan` with its figures."""
+    backward = work.hidden_gradient + work.weight_gradient
+    forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
+    extra = _window_bytes(head, work, plan.rows)
+    if plan.name == "one_pass":
+        extra = _one_pass_bytes(head, work, plan.rows)
+    elif plan.name == "stash":
+        share = forward  # what was kept is used whole
+        extra += work.computed * head.weight.shape[0] * head.weight.element_size()
+    elif plan.name == "recompute":
+        backward += 1
+        n, d = work.with_gradient, head.hidden.shape[1]
+        sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
+        extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums)
+    elif plan.name == "forward":
+        backward = 0
+    return Plan(
+        plan.name,
+        plan.rows,
+        plan.columns,
+        tokens=work.tokens,
+        computed=work.computed,
+        with_gradient=work.with_gradient if work.any_gradient else 0,
+        matmuls=forward + backward * share,
+        extra_bytes=extra,
+        reason=plan.reason,
+    )

@@ -1,0 +1,199 @@
+"""Rows of logits: their statistics, and the way back. The one place that walks over the vocabulary.
+
+Legend: R rows, V vocabulary entries (of this rank's shard), z raw logits `[R, V]`, ids `[R]`. For one row,
+
+    s = softcap·tanh((z + bias)/softcap) / temperature          p = softmax(s)
+    logp = log_softmax(s)[id]                                   entropy = −Σ p·log p
+    dz = [dlogp·(1[id] − p) − dentropy·p·(log p + entropy)] / temperature · (slope of the softcap)
+
+The functions here are plain PyTorch and the reference; on a GPU the Triton kernels of the same names take their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.accelerators import kernels
+from policyloss.functional.masking import compute_dtype
+
+# Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a cache, and it needs little memory.
+BLOCK = 1 << 20
+
+
+class Scaling(NamedTuple):
+    """What lies between the product `hidden @ weight.T` and the softmax.
+
+    inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of `softcap·tanh(z/softcap)`. bias: `[V]`.
+    """
+
+    inverse_temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    bias: Tensor | None = None
+
+    def of_columns(self, columns: slice) -> Scaling:
+        """The same for some of the vocabulary."""
+        return self if self.bias is None else self._replace(bias=self.bias[columns])
+
+
+class Partials(NamedTuple):
+    """What one pass over a row leaves, each `[R]`; partials of several shards of the vocabulary merge into those of all.
+
+    max: largest s, as rounded; the others are measured from this very number. sum: Σ e^(s−max). moment: Σ e^(s−max)·(s−max), None
+    if no entropy is wanted. target: s−max of the row's id, 0 if the id is not among these V (relative, so that large logits cost
+    logp no digits).
+    """
+
+    max: Tensor
+    sum: Tensor
+    moment: Tensor | None
+    target: Tensor
+
+
+class Statistics(NamedTuple):
+    """`logp` of each row's id, the row's `entropy` (None if not wanted) and `lse` = log Σ eˢ; each `[R]`."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
+def finished(p: Partials) -> Statistics:
+    """The statistics of rows whose partials cover the whole vocabulary."""
+    log_sum = p.sum.log()
+    entropy = None if p.moment is None else log_sum - p.moment / p.sum
+    return Statistics(p.target - log_sum, entropy, p.max + log_sum)
+
+
+def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
+    """One pass over z. `[R, V]`, `[R]` → four `[R]` in float32 (float64 for float64)."""
+    fused = kernels_for(z)
+    if fused is not None:
+        partials: Partials = fused.row_partials(z, ids, scaling, entropy)
+        return partials
+    blocks = [_block_partials(z[b], ids[b], _of_rows(scaling, b), entropy) for b in _blocks(z)]
+    if len(blocks) == 1:
+        return blocks[0]
+    return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*blocks, strict=True)))  # type: ignore[arg-type]
+
+
+def row_gradient(
+    z: Tensor, out: Tensor, ids: Tensor, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, scaling: Scaling
+) -> None:
+    """Write dz into `out` `[R, V]`, given the derivatives of the loss with respect to each row's logp and entropy, `[R]`.
+
+    `out` may be `z` itself, or share its memory in a narrower type, each row starting at the byte where its row of z starts.
+    """
+    h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
+    target = target_gradient(s.logp, h, dlogp, dh)
+    fused = kernels_for(z)
+    if fused is not None:
+        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, target, scaling)
+        return
+    for b in _blocks(z):
+        spread = None if h is None or dh is None else (h[b], dh[b])
+        d = _block_gradient(z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], _of_rows(scaling, b))
+        if d.data_ptr() != out[b].data_ptr():
+            out[b].copy_(d)
+
+
+def target_gradient(logp: Tensor, entropy: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    """The entry of the row's own id in ds, `dlogp·(1−p) − dentropy·p·(log p + entropy)`, from its exact log-probability. `[R]`.
+
+    A model is sure of most tokens: p computed from the logit would round 1−p away.
+    """
+    d = -dlogp * torch.expm1(logp)
+    return d if entropy is None or dentropy is None else d - dentropy * logp.exp() * (logp + entropy)
+
+
+def _blocks(z: Tensor) -> Iterator[slice]:
+    step = max(1, BLOCK // max(z.shape[1], 1)) if z.device.type == "cpu" else max(z.shape[0], 1)
+    for start in range(0, max(z.shape[0], 1), step):
+        yield slice(start, start + step)
+
+
+def _of_rows(scaling: Scaling, rows: slice) -> Scaling:
+    t = scaling.inverse_temperature
+    return scaling._replace(inverse_temperature=t[rows]) if isinstance(t, Tensor) else scaling
+
+
+def _scaled(z: Tensor, scaling: Scaling) -> Tensor:
+    """s of z: float32 (or float64), z itself if nothing is to be done."""
+    s = z.to(compute_dtype(z))
+    if scaling.bias is not None:
+        s = s + scaling.bias.to(s.dtype)
+    if scaling.softcap is not None:
+        s = scaling.softcap * torch.tanh(s / scaling.softcap)
+    t = scaling.inverse_temperature
+    if isinstance(t, Tensor):
+        return s * t.to(s.dtype).unsqueeze(-1)
+    return s if t == 1 else s * t
+
+
+def _here(ids: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Which ids are among the columns of z, and a column that exists for each."""
+    here = (ids >= 0) & (ids < z.shape[1])
+    return here, torch.where(here, ids, 0).unsqueeze(-1)
+
+
+def _block_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
+    s = _scaled(z, scaling)
+    here, column = _here(ids, z)
+    top = s.amax(-1)
+    shifted = s - torch.where(top == -math.inf, 0, top).unsqueeze(-1)
+    target = torch.where(here, shifted.gather(1, column).squeeze(-1), 0)
+    if not entropy:
+        return Partials(top, shifted.exp_().sum(-1), None, target)
+    e = shifted.exp()
+    total = e.sum(-1)
+    moment = e.mul_(shifted).sum(-1)
+    if bool((moment.isnan() & ~total.isnan()).any()):
+        # e^−inf·(−inf) is NaN; any finite number in its place gives the 0 it should be.
+        moment = shifted.exp().mul_(shifted.clamp_(min=-1e4)).sum(-1)
+    return Partials(top, total, moment, target)
+
+
+def _block_gradient(
+    z: Tensor,
+    out: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    dlogp: Tensor,
+    spread: tuple[Tensor, Tensor] | None,
+    target: Tensor,
+    scaling: Scaling,
+) -> Tensor:
+    """dz of a block: in `out` where it has the right type and z is not needed a second time, else in memory of its own.
+
+    spread: the rows' entropy and its derivative, None if it has none.
+    """
+    s = _scaled(z, scaling)
+    here, column = _here(ids, z)
+    plain = spread is None and scaling.softcap is None and out.dtype == s.dtype
+    log_p = torch.sub(s, lse.unsqueeze(-1), out=out) if plain else s - lse.unsqueeze(-1)
+    if spread is None:
+        silent, d = dlogp == 0, log_p.exp_().mul_(-dlogp.unsqueeze(-1))
+    else:
+        entropy, dentropy = spread
+        silent, p = (dlogp == 0) & (dentropy == 0), log_p.exp()
+        d = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1)).mul_(dentropy.unsqueeze(-1)).add_(dlogp.unsqueeze(-1)).mul_(-p)
+    d.scatter_(1, column, torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column)))
+    if scaling.softcap is not None:
+        capped = _scaled(z, scaling._replace(inverse_temperature=1.0))
+        d.mul_(1 - (capped / scaling.softcap) ** 2)
+    t = scaling.inverse_temperature
+    if isinstance(t, Tensor):
+        d.mul_(t.to(d.dtype).unsqueeze(-1))
+    elif t != 1:
+        d.mul_(t)
+    # A row without derivative has no gradient, whatever its logits are (0·nan is nan).
+    return d.masked_fill_(silent.unsqueeze(-1), 0) if bool(silent.any()) else d
+
+
+def kernels_for(z: Tensor) -> Any:
+    """The module of Triton kernels if `z` lies where they run and is of a type they know, else None."""
+    return kernels("policyloss.head.kernels") if z.device.type == "cuda" and z.dtype != torch.float64 else None

@@ -1,0 +1,53 @@
+"""A vocabulary cut over the ranks of a process group: each holds some rows of the weight, and all hold the same hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.head.rows import Partials
+
+
+class Vocabulary(NamedTuple):
+    """`size` entries in all, of which this rank holds those from `first` on. group: None if it holds all of them."""
+
+    size: int
+    first: int = 0
+    group: Any = None
+
+    @classmethod
+    def of(cls, weight: Tensor, group: Any) -> Vocabulary:
+        """Where this rank's `weight` `[V_r, D]` lies: shards follow each other in the order of ranks, and need not be equal."""
+        if group is None:
+            return cls(weight.shape[0])
+        sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=weight.device)
+        rank = dist.get_rank(group)
+        sizes[rank] = weight.shape[0]
+        dist.all_reduce(sizes, group=group)
+        counts = sizes.tolist()
+        return cls(sum(counts), sum(counts[:rank]), group)
+
+    def merged(self, p: Partials, here: Tensor) -> Partials:
+        """The partials of whole rows: two all-reduces of a few numbers per row. On one rank, `p`. here: ids of this rank, `[R]`."""
+        if self.group is None:
+            return p
+        top = p.max.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        # A shard whose entries are all −inf has sum 0 and counts for nothing.
+        distance = torch.where(p.max == -torch.inf, 0, p.max - top)
+        shrink = distance.exp()
+        parts = [p.sum * shrink, torch.where(here, p.target + distance, 0)]
+        if p.moment is not None:
+            parts.append((p.moment + distance * p.sum) * shrink)
+        together = torch.stack(parts)
+        dist.all_reduce(together, group=self.group)
+        return Partials(top, together[0], together[2] if p.moment is not None else None, together[1])
+
+    def summed(self, x: Tensor) -> Tensor:
+        """`x` summed over the shards, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
