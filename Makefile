@@ -31,7 +31,7 @@ docs: $(STAMP)  ## write the generated pages (preset table, one page per preset,
 	$(BIN)/python -m docs.generate
 
 peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of them is installed or committed
-	$(BIN)/pip download --quiet --no-deps --only-binary :all: -d peers/wheels verl==0.9.1 openrlhf==0.11.2
+	$(BIN)/pip download --quiet --no-deps --only-binary :all: -d peers/wheels verl==0.9.1 openrlhf==0.11.2 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 	for wheel in peers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel peers/src; done
 
 conformance: $(STAMP)  ## compare the drop-ins with verl, OpenRLHF, TRL and ColossalChat; builds one environment for each first
@@ -41,7 +41,8 @@ conformance: $(STAMP)  ## compare the drop-ins with verl, OpenRLHF, TRL and Colo
 record: $(STAMP)  ## write the frameworks' numbers and signatures that `make test` compares with
 	$(BIN)/python -m conformance record
 
-bench: $(STAMP)  ## time the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
+bench: $(STAMP)  ## time the head, the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
+	$(BIN)/python -W ignore -m benchmarks.head --device cpu
 	$(BIN)/python -W ignore -m benchmarks.loss --device cpu
 	$(BIN)/python -W ignore -m benchmarks.gae --device cpu
 

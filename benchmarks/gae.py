@@ -1,10 +1,10 @@
 """Masked GAE: the scan of `policyloss.gae` against a plain loop over time.
 
-    python -m benchmarks.gae --device cpu [--rows 64] [--width 2048] [--rounds 15] [--threads N] [--out out/gae.json]
+    python -m benchmarks.gae --device cpu|cuda [--rows 64] [--width 2048] [--rounds 15] [--threads N] [--out FILE]
 
 The loop is the form that verl, OpenRLHF and TRL's PPO use: one step per token position, all rows at once, masked tokens
 carried over. Each case is first checked against that loop in float64; then both are timed interleaved. Figures are ratios within
-one run.
+one run; beside them stand the targets they are to reach.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from torch import Tensor
 
 import policyloss as pl
 from benchmarks.harness import Provider, environment, table, time_interleaved, write_json
+from benchmarks.head_targets import target
 
+WIDTHS = {"cpu": 2048, "cuda": 8192}
+LOOP, LOOP_ROUNDS = "loop over time", 5  # a second per call on a GPU
+REPEATS = 10  # of ours per round
 GAMMA, LAM = 0.99, 0.95
 
 
@@ -73,7 +77,7 @@ def providers(case: Case) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     if case.tokens is None:
         return {
             "policyloss": lambda: pl.gae(case.rewards, case.values, case.mask, GAMMA, LAM),
-            "loop over time": lambda: loop(case.rewards, case.values, case.mask),
+            LOOP: lambda: loop(case.rewards, case.values, case.mask),
         }
     where = case.tokens
     rewards, values, mask = case.rewards[where], case.values[where], case.mask[where]
@@ -87,13 +91,13 @@ def providers(case: Case) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
 
     return {
         "policyloss": lambda: pl.gae(rewards, values, mask, GAMMA, LAM, cu_seqlens=cu_seqlens),
-        "loop over time": padded_loop,
+        LOOP: padded_loop,
     }
 
 
 def check(case: Case) -> dict[str, float]:
     """The largest difference from the float64 loop, in float64 and in float32; raise if it is more than rounding."""
-    exact = providers(case.astype(torch.float64))["loop over time"]()
+    exact = providers(case.astype(torch.float64))[LOOP]()
     errors = {}
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
         ours = providers(case.astype(dtype))["policyloss"]()
@@ -104,31 +108,40 @@ def check(case: Case) -> dict[str, float]:
     return errors
 
 
+def targets(ratios: dict[str, float], device: str) -> list[dict[str, Any]]:
+    """T9 on a GPU, C3 on a CPU: how many times faster than the loop."""
+    name, reach, stretch = ("T9", 5000, 20_000) if device == "cuda" else ("C3", 20, 100)
+    return [target(name, f"{case}: times faster than the loop", ">=", reach, ratio, stretch) for case, ratio in ratios.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--width", type=int, help="2048 on a CPU, 8192 on a GPU, if not given")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's default if not given")
-    parser.add_argument("--out", type=Path, default=Path("out/gae.json"))
+    parser.add_argument("--out", type=Path, help="benchmarks/results/gae_<device>.json if not given")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    width = args.width or WIDTHS[args.device]
+    out = args.out or Path(f"benchmarks/results/gae_{args.device}.json")
     rows = [["case", "provider", "median ms", "p20", "p80", "loop / ours"]]
     results: dict[str, Any] = {}
-    for name, case in cases(args.rows, args.width, args.device).items():
+    for name, case in cases(args.rows, width, args.device).items():
         errors = check(case)
         found: dict[str, Provider] = dict(providers(case))
-        times = time_interleaved(found, args.rounds, args.device, warmup=2)
-        ratio = times["loop over time"]["median_ms"] / times["policyloss"]["median_ms"]
+        times = time_interleaved(found, args.rounds, args.device, warmup=2, few={LOOP: LOOP_ROUNDS}, repeats=REPEATS)
+        ratio = times[LOOP]["median_ms"] / times["policyloss"]["median_ms"]
         results[name] = {"times": times, "ratio": ratio, "max_error": errors}
         for provider, t in times.items():
-            numbers = [f"{t[k]:.2f}" for k in ("median_ms", "p20_ms", "p80_ms")]
+            numbers = [f"{t[k]:.3f}" for k in ("median_ms", "p20_ms", "p80_ms")]
             rows.append([name, provider, *numbers, f"{ratio:.0f}x" if provider == "policyloss" else ""])
     print(table(rows))
-    write_json(args.out, {"environment": environment(), "shape": [args.rows, args.width], "cases": results})
-    print(f"written to {args.out}")
+    reached = targets({name: r["ratio"] for name, r in results.items()}, args.device)
+    write_json(out, {"environment": environment(), "shape": [args.rows, width], "cases": results, "targets": reached})
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

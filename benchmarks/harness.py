@@ -7,27 +7,51 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Provider = Callable[[], object]
+# A provider this fast may be called several times per round.
+FAST_MS = 5.0
 
 
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": gpu,
+        "gpu": None,
     }
+    if not torch.cuda.is_available():
+        return found
+    versions = {"cuda": torch.version.cuda, "triton": _version("triton"), "driver": _driver()}
+    return {**found, "gpu": torch.cuda.get_device_name(), **versions}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The GPU driver's version, if its tool is here to tell it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.split("\n")[0].strip() or None
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -40,19 +64,45 @@ def write_json(path: str | Path, data: Any) -> None:
 
 
 def time_interleaved(
-    providers: Mapping[str, Provider], rounds: int, device: str = "cpu", warmup: int = 3
+    providers: Mapping[str, Provider],
+    rounds: int,
+    device: str = "cpu",
+    warmup: int = 3,
+    *,
+    prepare: Mapping[str, Provider] | None = None,
+    few: Mapping[str, int] | None = None,
+    repeats: int = 1,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds per call of each provider: every round runs all of them once, each round starting with the next one."""
+    """Milliseconds per call of each provider: every round runs all of them once, each round starting with the next one.
+
+    `prepare` holds what is run before a provider each time, outside its time; `few` the number of rounds of those that get fewer.
+    `repeats`: how often a round runs a provider whose last warm-up took less than FAST_MS. Each call is timed on its own and counts
+    as a sample, so that the median is not that of first calls after a provider that ran for a second and emptied the caches.
+    """
+    prepare, few = prepare or {}, few or {}
     names = list(providers)
-    for _ in range(warmup):
+
+    def once(name: str) -> float:
+        prepare.get(name, _nothing)()
+        return _milliseconds(providers[name], device)
+
+    trial: dict[str, float] = {}
+    for i in range(warmup):
         for name in names:
-            providers[name]()
+            if i < few.get(name, warmup):
+                trial[name] = once(name)
+    times = {name: repeats if trial.get(name, FAST_MS) < FAST_MS else 1 for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(_milliseconds(providers[name], device))
+            if i < few.get(name, rounds):
+                samples[name] += [once(name) for _ in range(times[name])]
     return {name: _summary(x) for name, x in samples.items()}
+
+
+def _nothing() -> None:
+    """The preparation of a provider that needs none."""
 
 
 def _milliseconds(provider: Provider, device: str) -> float:
@@ -76,7 +126,13 @@ def _summary(samples: list[float]) -> dict[str, float]:
         "median_ms": statistics.median(ordered),
         "p20_ms": ordered[round(0.2 * last)],
         "p80_ms": ordered[round(0.8 * last)],
+        "samples": len(ordered),
     }
+
+
+def output_bytes(provider: Callable[[], Iterable[object]]) -> int:
+    """The memory of the tensors that one call gives back."""
+    return sum(x.numel() * x.element_size() for x in provider() if isinstance(x, torch.Tensor))
 
 
 def peak_extra_bytes(provider: Provider, device: str = "cpu") -> int:

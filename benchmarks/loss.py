@@ -1,9 +1,10 @@
 """The elementwise loss: `policy_loss(ppo_dual_clip)` with all its metrics, forward and backward, against peers.
 
-    python -m benchmarks.loss --device cpu [--peers peers] [--out out/loss.json]
+    python -m benchmarks.loss --device cpu|cuda [--peers peers] [--out benchmarks/results/loss_cpu.json]
 
 Every provider is first checked against a float64 formula written out here. Then they are timed interleaved, eager and compiled;
-peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷ tokens. Figures are ratios within one run.
+peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷ tokens. Figures are ratios within one run; beside them stand the
+targets they are to reach.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from torch import Tensor
 import policyloss as pl
 from benchmarks import peers
 from benchmarks.harness import environment, peak_extra_bytes, table, time_interleaved, write_json
+from benchmarks.head_targets import target
+from policyloss.compiled import compiled_loss
 
+SHAPES = {"cpu": (64, 2048), "cuda": (512, 8192)}
+FUSED, DIRECT, COATI = "policyloss, compiled_loss", "policyloss, value_and_gradient", "coati's form"
+PEERS = ("verl", "openrlhf", COATI)
 # Returns the loss and everything the provider reports beside it, so that a compiler cannot drop the metrics.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
@@ -48,6 +54,21 @@ def reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Te
     return loss[mask.bool()].sum() / mask.sum()
 
 
+def coati_reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """ColossalChat's loss in float64: no dual bound, and the mean of each row's mean."""
+    ratio, a = (logp.double() - old.double()).exp(), advantages.double()
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+    return torch.stack([row[valid].mean() for row, valid in zip(loss, mask.bool(), strict=True)]).mean()
+
+
+def coati_form(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    """ColossalChat's formula, written out because its package cannot be installed beside this one, and its one metric."""
+    ratio = ((logp - old) * mask).exp()
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    rows = (loss * mask).sum(1) / (mask.sum(1) + 1e-8)
+    return rows.mean(), ratio.detach().max()
+
+
 SPEC = pl.preset("ppo_dual_clip")
 
 
@@ -55,6 +76,26 @@ def ours(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[T
     """Our loss with all its metrics."""
     out = pl.policy_loss(SPEC, logp, old, advantages, mask)
     return out.loss, out.metrics
+
+
+_COMPILED = compiled_loss(SPEC)
+
+
+def ours_compiled(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    """The same, fused."""
+    out = _COMPILED(logp, old, advantages, mask)
+    return out.loss, out.metrics
+
+
+def direct_step(data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+    """Loss, all metrics and the gradient, without autograd."""
+
+    def step() -> Tensor:
+        out, gradients = _COMPILED.value_and_gradient(*data)
+        data[0].grad = gradients.logp
+        return out.loss
+
+    return step
 
 
 def ours_with_verls_metrics(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
@@ -73,7 +114,7 @@ def losses(folder: Path) -> dict[str, Loss]:
     if openrlhf is not None:
         module = openrlhf(clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=3.0)
         found["openrlhf"] = lambda lp, old, a, m: _parts(module(lp, old, a, action_mask=m))
-    return found
+    return {**found, COATI: coati_form}
 
 
 def _parts(result: Any) -> tuple[Tensor, Any]:
@@ -99,15 +140,17 @@ def check(providers: dict[str, Callable[[], Tensor]], data: tuple[Tensor, Tensor
     """No figure without the right answer: loss and gradient of every provider against float64."""
     logp, old, advantages, mask = data
     wide = logp.detach().double().requires_grad_()
-    expected = reference(wide, old, advantages, mask)
-    (gradient,) = torch.autograd.grad(expected, wide)
     ratio = (wide.detach() - old.double()).exp()
     # At a bound float32 may round a ratio to the other side, where the slope is another; one token in millions.
     clear = torch.stack([(ratio - bound).abs() > 1e-5 for bound in (0.8, 1.2, 3.0)]).all(0)
+    wanted = {}
+    for formula in (reference, coati_reference):
+        loss = formula(wide, old, advantages, mask)
+        wanted[formula] = loss.detach(), torch.autograd.grad(loss, wide)[0]
     for name, step in providers.items():
         print(f"  checking {name}", flush=True)
-        value = step()
-        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+        expected, gradient = wanted[coati_reference if name.startswith(COATI) else reference]
+        torch.testing.assert_close(step().double(), expected, rtol=1e-5, atol=1e-6)
         assert logp.grad is not None
         torch.testing.assert_close(logp.grad.double()[clear], gradient[clear], rtol=1e-5, atol=1e-9)
 
@@ -124,43 +167,89 @@ def scaling(found: dict[str, Loss], device: str, most: int) -> list[dict[str, fl
     return rows
 
 
+def targets(times: dict[str, dict[str, float]], memory: dict[str, int], device: str) -> list[dict[str, Any]]:
+    """T8 on a GPU, C2 on a CPU: what the run gave beside what it should give."""
+    peers_here = [name for name in PEERS if name in times]
+
+    def faster(name: str, others: list[str]) -> float | None:
+        """How many times faster than the fastest of the others."""
+        ms = [times[other]["median_ms"] for other in others if other in times]
+        return min(ms) / times[name]["median_ms"] if ms else None
+
+    if device == "cuda":
+        lines = []
+        for name, how in ((FUSED, "with backward()"), (DIRECT, "value_and_gradient")):
+            eager, compiled = faster(name, ["verl"]), faster(name, ["verl, torch.compile"])
+            lines += [
+                target("T8", f"{how}: times faster than verl's eager function", ">=", 10, eager),
+                target("T8", f"{how}: times faster than verl's function under torch.compile", ">=", 3, compiled),
+                target("T8", f"{how}: milliseconds", "<=", 0.17, times[name]["median_ms"], 0.05),
+            ]
+        return lines
+    least = min((memory[name] for name in peers_here), default=None)
+    lines = [target("C2", "compiled_loss: times faster than the fastest eager peer", ">=", 1, faster(FUSED, peers_here), 3)]
+    lines += [target("C2", f"eager: times faster than {peer}", ">=", 1, faster("policyloss", [peer]), 3) for peer in peers_here]
+    for name, what in ((FUSED, "compiled_loss"), ("policyloss", "eager")):
+        share = memory[name] / least if least else None
+        lines.append(target("C2", f"{what}: peak memory / the least of the eager peers", "<=", 1, share))
+    return lines
+
+
+def show(times: dict[str, dict[str, float]], memory: dict[str, int]) -> str:
+    """A line per provider."""
+    base = times.get("verl", times["policyloss"])["median_ms"]
+    rows = [["provider", "median ms", "p20", "p80", "peak extra MB", "speed / verl eager"]]
+    for name, t in times.items():
+        numbers = [f"{t[k]:.3f}" for k in ("median_ms", "p20_ms", "p80_ms")]
+        held = f"{memory[name] / 1e6:.2f}" if name in memory else "-"
+        rows.append([name, *numbers, held, f"{base / t['median_ms']:.2f}x" if "verl" in times else "-"])
+    return table(rows)
+
+
+def show_scaling(rows: list[dict[str, float]], names: list[str]) -> str:
+    """Nanoseconds per token, a line per size."""
+    heading = ["tokens", *(f"{n}, ns/token" for n in names)]
+    return table([heading, *([f"{r['tokens']:.0e}", *(f"{r[n]:.1f}" for n in names)] for r in rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--rows", type=int, help="64 on a CPU, 512 on a GPU, if not given")
+    parser.add_argument("--width", type=int, help="2048 on a CPU, 8192 on a GPU, if not given")
     parser.add_argument("--most", type=int, default=10_000_000, help="largest token count of the scaling run")
-    parser.add_argument("--out", type=Path, default=Path("out/loss.json"))
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's default if not given")
+    parser.add_argument("--out", type=Path, help="benchmarks/results/loss_<device>.json if not given")
     args = parser.parse_args()
-    data = batch(args.rows, args.width, args.device)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    rows, width = args.rows or SHAPES[args.device][0], args.width or SHAPES[args.device][1]
+    out = args.out or Path(f"benchmarks/results/loss_{args.device}.json")
+    data = batch(rows, width, args.device)
     found = losses(args.peers)
     print(f"checking and timing {', '.join(found)}; compiling each once …", flush=True)
     same = {"policyloss with verl's metrics": ours_with_verls_metrics}
-    compiled = {f"{name}, compiled": torch.compile(loss, fullgraph=True) for name, loss in {**found, **same}.items()}
-    providers = steps({**found, **compiled}, data)
+    compiled = {f"{name}, torch.compile": torch.compile(loss, fullgraph=True) for name, loss in {**found, **same}.items()}
+    providers = {**steps({"policyloss": ours, FUSED: ours_compiled, **found, **compiled}, data), DIRECT: direct_step(data)}
     check(providers, data)
     times = time_interleaved(providers, args.rounds, args.device, warmup=5)
-    # Compiled code allocates where the CPU profiler does not see all of it, so memory is measured for eager code only.
-    memory = {name: peak_extra_bytes(providers[name], args.device) for name in found}
-    base = times["verl"]["median_ms"] if "verl" in times else times["policyloss"]["median_ms"]
-    rows = [["provider", "median ms", "p20", "p80", "peak extra MB", "speed / verl eager"]]
-    for name, t in times.items():
-        ratio = f"{base / t['median_ms']:.2f}x" if "verl" in times else "-"
-        numbers = [f"{t[k]:.2f}" for k in ("median_ms", "p20_ms", "p80_ms")]
-        rows.append([name, *numbers, f"{memory[name] / 1e6:.2f}" if name in memory else "-", ratio])
-    print(table(rows))
+    # On a CPU, what torch.compile saves for its backward is not all seen by the profiler; the rest is.
+    measured = [*found, FUSED] if args.device == "cpu" else list(providers)
+    memory = {name: peak_extra_bytes(providers[name], args.device) for name in measured}
+    print(show(times, memory))
     scale = scaling(found, args.device, args.most)
+    print(show_scaling(scale, list(found)))
+    reached = targets(times, memory, args.device)
     print(
         table(
-            [["tokens", *(f"{n}, ns/token" for n in found)]]
-            + [[f"{r['tokens']:.0e}", *(f"{r[n]:.1f}" for n in found)] for r in scale]
+            [["target", "what", "reach", "measured"]] + [[str(t[k]) for k in ("id", "what", "reach", "measured")] for t in reached]
         )
     )
-    result: dict[str, Any] = {"environment": environment(), "shape": [args.rows, args.width], "times": times}
-    write_json(args.out, {**result, "peak_extra_bytes": memory, "scaling": scale})
-    print(f"written to {args.out}")
+    result: dict[str, Any] = {"environment": environment(), "shape": [rows, width], "times": times, "targets": reached}
+    write_json(out, {**result, "peak_extra_bytes": memory, "scaling": scale})
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,23 @@ Nothing of theirs is part of this project.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
+
+import torch
+
+
+class MissingPeerError(Exception):
+    """A package is neither installed nor in the folder of peers."""
 
 
 class _StandIn(types.ModuleType):
@@ -82,6 +90,117 @@ def verl_policy_loss(peers: Path) -> Callable[..., Any] | None:
     # Below its deprecation wrapper, whose warning cannot be compiled.
     loss: Callable[..., Any] = getattr(core.compute_policy_loss, "__wrapped__", core.compute_policy_loss)
     return loss
+
+
+# Heads ---------------------------------------------------------------------------------------------------------------------------
+# Each function below gives a callable of another project, or raises: MissingPeerError, or whatever its import raises.
+
+
+def _found(peers: Path, package: str) -> Path:
+    root = _root(peers, package)
+    if root is None:
+        raise MissingPeerError(f"{package} is neither installed nor under {peers} (`make peers`)")
+    return root
+
+
+def _module(name: str, **contents: Any) -> None:
+    """Put a module with just these names where an import finds it."""
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    sys.modules[name] = module
+
+
+def verl_linear_cross_entropy(peers: Path) -> Callable[..., Any]:
+    """verl's Triton head: (hidden, weight, labels, temperature, reduction) → (logp, entropy)."""
+    with _alone(_found(peers, "verl"), ("verl", "verl.utils"), ()):
+        _module(
+            "verl.utils.device",
+            is_cuda_available=torch.cuda.is_available(),
+            get_device_capability=torch.cuda.get_device_capability,
+            get_device_name=lambda: "cuda",
+            get_torch_device=lambda: torch.cuda,
+        )
+        importlib.import_module("verl.utils.kernel.kernels")
+        head: Callable[..., Any] = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return head
+
+
+def verl_chunked_head(peers: Path) -> Any:
+    """verl's `FusedLinearForPPO` class: chunks of rows in plain torch. Load it before Liger: it uses Liger where it sees it."""
+    with _alone(_found(peers, "verl"), ("verl", "verl.utils", "verl.utils.experimental"), ()):
+        return importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
+
+
+def openrlhf_log_probs(peers: Path) -> Callable[..., Any]:
+    """OpenRLHF's `log_probs_from_logits`."""
+    with _alone(_found(peers, "openrlhf"), ("openrlhf", "openrlhf.models"), ("deepspeed", "transformers")):
+        function: Callable[..., Any] = importlib.import_module("openrlhf.models.utils").log_probs_from_logits
+    return function
+
+
+def liger_grpo_loss(peers: Path) -> Any:
+    """Liger's `LigerFusedLinearGRPOLoss` class."""
+    with _alone(_found(peers, "liger_kernel"), ("liger_kernel", "liger_kernel.chunked_loss"), ()):
+        return importlib.import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+
+
+def cut_cross_entropy(peers: Path) -> Callable[..., Any]:
+    """Apple's `linear_cross_entropy`."""
+    with _alone(_found(peers, "cut_cross_entropy"), ("cut_cross_entropy",), ()):
+        function: Callable[..., Any] = importlib.import_module("cut_cross_entropy.linear_cross_entropy").linear_cross_entropy
+    return function
+
+
+def trl_chunked_head(peers: Path) -> Any:
+    """TRL's `ChunkedLogProbFunction`: tiles of rows × vocabulary, recomputed in the backward; Triton kernels on a GPU."""
+    with _trl(peers):
+        module = importlib.import_module("trl.kernels.chunked_logprob")
+        # Its backward imports one name from the trainer's helpers: a context that gathers sharded weights, of which there are none.
+        _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
+        return module.ChunkedLogProbFunction
+
+
+# The vocabulary chunk that TRL's trainers pass to its chunked head.
+TRL_CHUNK = 32768
+
+
+def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """TRL's `selective_log_softmax` and `entropy_from_logits`: in plain torch, or with the Triton `kernel` they take on a GPU.
+
+    The file they are in imports half of an ecosystem, so these functions are read out of it alone.
+    """
+    names = ("_supports_trl_loss_kernel", "selective_log_softmax", "entropy_from_logits")
+    given: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "is_triton_available": lambda: kernel}
+    if kernel:
+        with _trl(peers):
+            given["_fused_logprob_entropy"] = importlib.import_module(
+                "trl.kernels.logprob_entropy"
+            ).selective_log_softmax_and_entropy
+    path = _found(peers, "trl") / "trl/trainer/utils.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    exec(compile(tree, str(path), "exec"), given)
+    return given["selective_log_softmax"], given["entropy_from_logits"]
+
+
+@contextmanager
+def _trl(peers: Path) -> Any:
+    """Imports from `trl.kernels`, which asks transformers only whether Triton is here, and packaging to compare versions."""
+    if PathFinder.find_spec("packaging") is None:
+        _module("packaging")
+        _module("packaging.version", Version=importlib.import_module("torch._vendor.packaging.version").Version)
+    with _alone(_found(peers, "trl"), ("trl", "trl.kernels", "trl.trainer"), ()):
+        kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.utils")}
+        _module("transformers")
+        _module("transformers.utils", is_triton_available=lambda: importlib.util.find_spec("triton") is not None)
+        try:
+            yield
+        finally:
+            for name, module in kept.items():
+                if module is None:
+                    del sys.modules[name]
+                else:
+                    sys.modules[name] = module
 
 
 def openrlhf_policy_loss(peers: Path) -> Any | None:

@@ -1,4 +1,4 @@
-"""Writes the generated pages: one per preset, their index, metrics, names, conformance, and the preset table in the README.
+"""Writes the generated pages: presets and their index, metrics, names, conformance, performance, and the README's preset table.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -13,6 +13,7 @@ from pathlib import Path
 from docs.conformance_page import conformance_page
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
+from docs.performance_page import performance_pages
 
 import policyloss as pl
 from policyloss.explain import Explanation, shortened
@@ -23,6 +24,7 @@ from policyloss.presets import PRESETS, Preset
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
+BENCHMARKS = "benchmarks/results"
 BEGIN, END = "<!-- presets:begin -->", "<!-- presets:end -->"
 VALUE_FORMULAS = {
     "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
@@ -43,6 +45,7 @@ def pages() -> dict[str, str]:
     made["docs/metrics.md"] = metrics_page()
     made["docs/names.md"] = names_page()
     made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
+    made |= performance_pages(ROOT / BENCHMARKS)
     readme = ROOT / "README.md"
     if readme.is_file() and (text := readme.read_text(encoding="utf-8")).strip():
         made["README.md"] = with_table(text)

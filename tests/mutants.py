@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from head_mutants import HEAD
+
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "src" / "policyloss"
 CLEAN = "clean"
@@ -235,6 +237,7 @@ MUTANTS = (
         "isinstance(spec.kl, KL)",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
+    *(Mutant(*mutant) for mutant in HEAD),
 )
 
 

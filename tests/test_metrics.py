@@ -11,7 +11,7 @@ import torch
 
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
-from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, Sum
+from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Layout, Max, Min, Sum
 from policyloss.policy_metrics import FORMULAS
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
@@ -309,3 +309,28 @@ def test_nonfinite_tokens_are_counted(bad):
     result = run(spec, replace(batch, logp=poisoned))
     assert result.metrics["nonfinite_tokens"] == 1
     assert not torch.isfinite(result.loss)
+
+
+# --- Packed into one tensor ----------------------------------------------------------------------------------------------------
+
+
+def test_packed_metrics_are_the_same_records() -> None:
+    """Lookup, names, merging with unpacked ones and the figures: only where the numbers lie is another."""
+    metrics = run(FULL, make_batch(seed=5)).records
+    packed = pl.Metrics.packed(Layout(metrics), Layout.pack(metrics))
+    assert list(packed) == list(metrics)
+    assert len(packed) == len(metrics)
+    assert_same(packed.compute(), metrics.compute(), tol=0, what="metric")
+    assert_same((packed + metrics).compute(), (metrics + metrics).compute(), tol=0, what="merged metric")
+    assert all(type(packed[name]) is type(metrics[name]) for name in metrics)
+    with pytest.raises(KeyError, match="clip_fractoin"):
+        packed["clip_fractoin"]
+
+
+def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
+    """Two means over one count are three numbers. 2**31 − 1 tokens are more than float32 can count: its last bit is worth 128."""
+    n = torch.tensor(2**31 - 1, dtype=torch.int32)
+    metrics = pl.Metrics({"a": pl.metrics.Stat(torch.tensor(1.5), n), "b": pl.metrics.Stat(torch.tensor(3.0), n), "n": Sum(n)})
+    values = Layout.pack(metrics, torch.tensor(7.0))
+    assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
+    assert pl.Metrics.packed(Layout(metrics), values).compute() == {"a": 1.5 / (2**31 - 1), "b": 3 / (2**31 - 1), "n": 2**31 - 1}

@@ -9,6 +9,7 @@ out.loss.backward()
 from policyloss import advantage, compat, functional
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check import check_loss
+from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
 from policyloss.head.inputs import LogProbs
@@ -71,6 +72,7 @@ __all__ = [
     "OPSM",
     "Band",
     "Clip",
+    "CompiledLoss",
     "Corrected",
     "CovClip",
     "CovKL",
@@ -121,6 +123,7 @@ __all__ = [
     "aggregate_tokens",
     "check_loss",
     "compat",
+    "compiled_loss",
     "diff",
     "explain",
     "explain_plan",

@@ -158,11 +158,46 @@ class ExplainedVariance(Record):
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
+class Layout:
+    """Where the records of a `Metrics` lie in one tensor `[K]`; a part that several records share (a count) lies there once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        places = {part: place for place, part in enumerate(_parts_by_id(metrics))}
+        self._records = {name: (type(r), [places[id(part)] for part in r.parts]) for name, r in metrics.items()}
+
+    @staticmethod
+    def pack(metrics: Metrics, *more: Tensor) -> Tensor:
+        """Every part once, and `more` 0-dim numbers behind them, in a dtype wide enough that counts stay exact. → `[K]`"""
+        parts = [*_parts_by_id(metrics).values(), *more]
+        return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
+
+    def unpack(self, packed: Tensor) -> dict[str, Record]:
+        """The records, as views of `packed`."""
+        parts = packed.unbind()
+        return {name: kind(*(parts[i] for i in places)) for name, (kind, places) in self._records.items()}
+
+
 class Metrics(Mapping[str, Record]):
     """Named records. `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats."""
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
-        self._records = records or {}
+        self._unpacked: dict[str, Record] | None = records or {}
+        self._packed: tuple[Layout, Tensor] | None = None
+
+    @classmethod
+    def packed(cls, layout: Layout, values: Tensor) -> Metrics:
+        """The metrics whose parts lie in `values` `[K]`; the records are made when one is looked at."""
+        metrics = cls()
+        metrics._unpacked, metrics._packed = None, (layout, values)
+        return metrics
+
+    @property
+    def _records(self) -> dict[str, Record]:
+        if self._unpacked is None:
+            assert self._packed is not None
+            layout, values = self._packed
+            self._unpacked = layout.unpack(values)
+        return self._unpacked
 
     def __getitem__(self, name: str) -> Record:
         try:
@@ -193,6 +228,9 @@ class Metrics(Mapping[str, Record]):
 
     def compute(self) -> dict[str, float]:
         """All values as Python floats, with one host sync for all of them together."""
+        if self._packed is not None and self._packed[1].device.type != "cpu":
+            layout, packed = self._packed
+            return Metrics.packed(layout, packed.cpu()).compute()  # one copy to the host, and the quotients there
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]
@@ -232,6 +270,10 @@ class Metrics(Mapping[str, Record]):
         shares: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group)
         return {name: by_name[kind] for share in shares for name, kind in share}
+
+
+def _parts_by_id(metrics: Metrics) -> dict[int, Tensor]:
+    return {id(part): part for record in metrics.values() for part in record.parts}
 
 
 def _collective_device(group: Any) -> torch.device:

@@ -6,19 +6,19 @@ valid tokens of a sequence only, as if the others (tool output, padding) were cu
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.tokens import as_mask
+
+KERNEL = "policyloss.functional.gae_kernel"
 
 
 class GAE(NamedTuple):
@@ -130,12 +130,7 @@ def _runs_as_kernel(rewards: Tensor, values: Tensor, mask: Tensor, last_values: 
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
-    return isinstance(mask, Tensor) and mask.is_cuda and not torch.compiler.is_compiling() and _kernel() is not None
-
-
-@cache
-def _kernel() -> Any:
-    return import_module("policyloss.functional.gae_kernel") if find_spec("triton") is not None else None
+    return isinstance(mask, Tensor) and mask.is_cuda and not torch.compiler.is_compiling() and kernels(KERNEL) is not None
 
 
 def _gae_by_kernel(
@@ -153,7 +148,7 @@ def _gae_by_kernel(
     # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
-    return GAE(*_kernel().gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
+    return GAE(*kernels(KERNEL).gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
 
 
 def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Sequences, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policyloss.head.inputs import Head, Index, Rows, half_scale, windows
-from policyloss.head.products import Room, add_product, product, scaled_product
+from policyloss.head.products import Room, add_product, product, rounded_product
 from policyloss.head.rows import Scaling, Statistics, row_gradient, target_gradient
 
 
@@ -64,7 +64,7 @@ def gradients_by_columns(
         if dhidden is not None:
             add_product(dhidden, dz, w[c], 1 / scale)
         if dweight is not None:
-            scaled_product(dz.t(), x, dweight[c], 1 / scale)
+            rounded_product(dz.t(), x, dweight[c], 1 / scale)
         if dbias is not None:
             dbias[c] = column_sum(dz, head.dtype, scale)
     if dhidden is not None:
@@ -95,13 +95,13 @@ class Sums:
         scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
         dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
         if self.hidden is not None and isinstance(at, slice):
-            scaled_product(dz, self.head.weight, self.hidden[at], 1 / scale)
+            rounded_product(dz, self.head.weight, self.hidden[at], 1 / scale)
         elif self.hidden is not None:
             part = torch.empty_like(rows.hidden, dtype=self.hidden.dtype)
-            scaled_product(dz, self.head.weight, part, 1 / scale)
+            rounded_product(dz, self.head.weight, part, 1 / scale)
             self.hidden[at] = part
         if self.weight is not None and self.empty:
-            scaled_product(dz.t(), rows.hidden, self.weight, 1 / scale)
+            rounded_product(dz.t(), rows.hidden, self.weight, 1 / scale)
         elif self.weight is not None:
             add_product(self.weight, dz.t(), rows.hidden, 1 / scale)
         if self.bias is not None:
@@ -137,11 +137,11 @@ def gradients_from_stash(
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
         dhidden = torch.empty_like(x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype)
-        scaled_product(stash, w, dhidden, 1 / scale)
+        rounded_product(stash, w, dhidden, 1 / scale)
         dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
     if wanted.weight is not None:
         dweight = torch.empty_like(w, dtype=wanted.weight)
-        scaled_product(stash.t(), x, dweight, 1 / scale)
+        rounded_product(stash.t(), x, dweight, 1 / scale)
     if wanted.bias is not None:
         dbias = column_sum(stash, head.dtype, scale).to(wanted.bias)
     return Gradients(dhidden, dweight, dbias)

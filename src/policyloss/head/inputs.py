@@ -137,35 +137,37 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
         raise InputError(f"ids is on {ids.device} and {of} on {device}; they must be on one device.")
 
 
-def _outside(ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
-    outside = (ids < 0) | (ids >= size)
-    return outside if valid is None else outside & valid
-
-
 def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
     unusable = ~((rate > 0) & rate.isfinite())
     return unusable if valid is None else unusable & valid
 
 
 def strays(head: Head, valid: Tensor | None) -> Tensor:
-    """How many ids at valid positions are no entry of the vocabulary, and how many temperatures there are not positive. `[2]`."""
-    ids, rate = _outside(head.ids, valid, head.vocabulary.size).sum(), head.inverse_temperature
-    return torch.stack([ids, _unusable(rate, valid).sum() if isinstance(rate, Tensor) else torch.zeros_like(ids)])
+    """Lowest and highest id at valid positions, and how many temperatures there are not positive if each token has its own."""
+    if head.ids.numel() == 0:
+        return head.ids.new_zeros(2)
+    found = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    if isinstance(head.inverse_temperature, Tensor):
+        found.append(_unusable(head.inverse_temperature, valid).sum())
+    return torch.stack(found)
 
 
-def refuse_strays(counts: list[int], head: Head, valid: Tensor | None) -> None:
-    """Raise if `counts`, the numbers of `strays`, are not both 0."""
-    if counts[0]:
-        size, place = head.vocabulary.size, int(_outside(head.ids, valid, head.vocabulary.size).to(torch.uint8).argmax())
+def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
+    """Raise if `numbers`, those of `strays`, tell of an id that is no entry of the vocabulary, or of an unusable temperature."""
+    lowest, highest, *unusable = numbers
+    size, rate = head.vocabulary.size, head.inverse_temperature
+    if lowest < 0 or highest >= size:
+        worst = lowest if lowest < 0 else highest
+        place = int(((head.ids == worst) if valid is None else (head.ids == worst) & valid).to(torch.uint8).argmax())
         raise InputError(
-            f"ids holds {int(head.ids[place])} at position {place} (counted over all tokens), but the vocabulary has {size} "
-            f"entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
+            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary has {size} entries, 0 to "
+            f"{size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
         )
-    if counts[1] and isinstance(head.inverse_temperature, Tensor):
-        place = int(_unusable(head.inverse_temperature, valid).to(torch.uint8).argmax())
+    if any(unusable) and isinstance(rate, Tensor):
+        place = int(_unusable(rate, valid).to(torch.uint8).argmax())
         raise InputError(
-            f"temperature holds {float(1 / head.inverse_temperature[place])} at position {place} (counted over all tokens); it "
-            "must be a positive number wherever mask is True."
+            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all tokens); it must be a positive "
+            "number wherever mask is True."
         )
 
 
@@ -212,11 +214,16 @@ def check_softcap(softcap: float | None) -> None:
 
 def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
     """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together."""
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(x, "full_tensor"):
+            raise InputError(
+                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), one torch.distributed.tensor"
+                ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
+                "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
+            )
     for name, x in (("hidden", hidden), ("weight", weight)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise InputError(f"{name} must be a floating-point tensor, got {_kind(x)}.")
-        if hasattr(x, "full_tensor"):
-            raise InputError(f"{name} is a DTensor; pass {name}.full_tensor(), through which the gradient reaches its shards.")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "

@@ -22,9 +22,9 @@ from policyloss.head.rows import Partials, Scaling
 
 # Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit. Plain constants measured on an
 # H200, not an autotuner's choice.
-FORWARD = {4: (16384, 8), 2: (4096, 4)}
-BACKWARD = {4: (2048, 4), 2: (8192, 16)}
-# Bytes that a thread reads at once; a tile of the forward is laid out so that each thread keeps its own columns.
+FORWARD = {4: (8192, 4), 2: (2048, 4)}
+BACKWARD = {4: (1024, 8), 2: (8192, 16)}
+# Bytes that a thread reads at once in the forward.
 VECTOR_BYTES = 16
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -46,21 +46,21 @@ def _capped(z, bias, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr)
 
 @triton.jit
 def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.constexpr):
-    """The running reference, sum and moment of each column of lanes, with the tile `u` `[K, L]` taken in; in powers of two.
+    """The running reference, sum and moment of each lane `[L]`, with the tile `u` `[L, K, E]` taken in; in powers of two.
 
     `top` is `max(u)·scale` as rounded, and everything is measured from that very number, so its rounding costs nothing.
     """
-    new_top = tl.maximum(top, tl.max(u, axis=0) * scale)
-    # A column that has met only −inf keeps 0 as its reference: −inf − (−inf) is NaN.
+    new_top = tl.maximum(top, tl.max(tl.max(u, axis=2), axis=1) * scale)
+    # A lane that has met only −inf keeps 0 as its reference: −inf − (−inf) is NaN.
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-    shift = u * scale - reference[None, :]
+    shift = u * scale - reference[:, None, None]
     e = tl.exp2(shift)
     back = top - reference
     decay = tl.exp2(back)
     if ENTROPY:
         moment = (moment + total * tl.maximum(back, NOTHING)) * decay
-        moment += tl.sum(e * (tl.maximum(shift, NOTHING) if GUARDED else shift), axis=0)
-    total = total * decay + tl.sum(e, axis=0)
+        moment += tl.sum(tl.sum(e * (tl.maximum(shift, NOTHING) if GUARDED else shift), axis=2), axis=1)
+    total = total * decay + tl.sum(tl.sum(e, axis=2), axis=1)
     return new_top, total, moment
 
 
@@ -77,14 +77,16 @@ def _walk(
     GUARDED: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
+    E: tl.constexpr,
 ):
     """One pass over a row: its reference, sum and moment, in powers of two. GUARDED: logits may be −inf."""
-    within = tl.arange(0, K)[:, None] * L + tl.arange(0, L)[None, :]
+    lane = tl.arange(0, L)[:, None, None] * E + tl.arange(0, E)[None, None, :]
+    within = lane + tl.arange(0, K)[None, :, None] * (L * E)
     top = tl.full([L], float("-inf"), tl.float32)
     total = tl.zeros([L], tl.float32)
     moment = tl.zeros([L], tl.float32)
-    full = V // (K * L) * (K * L)
-    for start in range(0, full, K * L):
+    full = V // (K * L * E) * (K * L * E)
+    for start in range(0, full, K * L * E):
         column = start + within
         z = tl.load(z_row + column, eviction_policy="evict_first")
         bias = tl.load(bias_ptr + column) if HAS_BIAS else z
@@ -123,21 +125,24 @@ def _partials_kernel(
     ENTROPY: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
+    E: tl.constexpr,
 ):
     """`s = scaled(z); m = s.amax(-1); e = (s - m).exp(); m, e.sum(-1), (e * (s - m)).sum(-1), s[id] - m` of one row.
 
-    A tile is `[K, L]`, with L the entries that all threads of the program read in one go: the K entries of a column belong to one
-    thread, which keeps a reference, a sum and a moment of its own. Threads meet once, at the end of the row.
+    A tile is `[L, K, E]`: L threads read E entries each, 16 bytes, K times. The K·E entries of a lane belong to one thread, which
+    keeps a reference, a sum and a moment of its own. Threads meet once, at the end of the row.
     """
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
     scale = rate * LOG2_E
-    row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L)
+    row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L, E)
     if ENTROPY:  # noqa: SIM102 (known when compiled, unlike the next)
         # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row again, with a guard per entry.
         if (row_moment != row_moment) & (row_total == row_total):
-            row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, True, K, L)
+            row_top, row_total, row_moment = _walk(
+                z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, True, K, L, E
+            )
     y = tl.load(ids_ptr + row)
     here = (y >= 0) & (y < V)
     z_y = tl.load(z_row + y, mask=here, other=0.0)
@@ -260,7 +265,8 @@ def row_partials(
     out = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=z.device)
     if rows:
         block, warps = _shape(FORWARD, z, _block, _warps)
-        lanes = min(block, VECTOR_BYTES // z.element_size() * 32 * warps)
+        entries = VECTOR_BYTES // z.element_size()
+        lanes = 32 * warps
         rate, per_row = _rate(scaling)
         with _device(z):
             _partials_kernel[(rows,)](
@@ -277,8 +283,9 @@ def row_partials(
                 HAS_BIAS=scaling.bias is not None,
                 HAS_SOFTCAP=scaling.softcap is not None,
                 ENTROPY=entropy,
-                K=block // lanes,
+                K=max(1, block // (lanes * entries)),
                 L=lanes,
+                E=entries,
                 num_warps=warps,
             )
     top, total, target, *moment = out.unbind()

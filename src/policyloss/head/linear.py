@@ -24,7 +24,7 @@ from policyloss.head.inputs import (
     strays,
     windows,
 )
-from policyloss.head.plans import Plan, Work, logprob_plan
+from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.rows import Statistics
 from policyloss.head.vocabulary import Vocabulary
 
@@ -84,7 +84,8 @@ def head_of(
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
     rate = inverse_temperature(temperature, tokens, compute_dtype(x))
-    return Head(x, w, ids.reshape(-1).to(torch.int64), b, rate, softcap, Vocabulary.of(weight, vocab_group))
+    vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
+    return Head(x, w, ids.reshape(-1).to(torch.int64), b, rate, softcap, vocabulary)
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:

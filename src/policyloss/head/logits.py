@@ -61,7 +61,9 @@ def logprobs(
     valid = check_mask(mask, ids)
     rate = inverse_temperature(temperature, tokens, compute_dtype(logits))
     # The rest of a head, which a check of the values reads.
-    head = Head(logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1]))
+    head = Head(
+        logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1], logits.shape[-1])
+    )
     stray = later(strays(head, valid))
     outputs = _Logprobs.apply(logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits)  # type: ignore[no-untyped-call]
     refuse_strays(stray(), head, valid)
@@ -74,18 +76,15 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logp, spread, lse = (torch.zeros(ids.shape[0], device=logits.device, dtype=compute_dtype(logits)) for _ in range(3))
-        for z, at in _matrices(logits):
-            s = finished(row_partials(z, ids[at], _of_rows(scaling, at), entropy))
-            logp[at], lse[at] = s.logp, s.lse
-            if s.entropy is not None:
-                spread[at] = s.entropy
+        parts = [finished(row_partials(z, ids[at], _of_rows(scaling, at), entropy)) for z, at in _matrices(logits)]
+        logp, lse = _joined([p.logp for p in parts]), _joined([p.lse for p in parts])
+        spread = _joined([p.entropy for p in parts if p.entropy is not None]) if entropy else None
         if valid is not None:
-            logp, spread = (torch.where(valid, x, 0) for x in (logp, spread))
+            logp, spread = torch.where(valid, logp, 0), None if spread is None else torch.where(valid, spread, 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
         ctx.scaling, ctx.overwrite = scaling, overwrite
-        return logp, spread if entropy else None
+        return logp, spread
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -97,13 +96,18 @@ class _Logprobs(torch.autograd.Function):
             dlogp = torch.where(valid, dlogp, 0)
             dentropy = None if dentropy is None else torch.where(valid, dentropy, 0)
         out = logits if ctx.overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for (z, at), (dz, _) in zip(_matrices(logits), _matrices(out), strict=True):
-            s = Statistics(logp[at], spread[at], lse[at])
+        for z, at in _matrices(logits):
+            dz = z if ctx.overwrite else out.view(-1, out.shape[-1])[at]
+            s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
             row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], _of_rows(ctx.scaling, at))
         if ctx.overwrite:
             # A kernel's writes are not seen by autograd; whoever else kept the logits for a backward must hear of them.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_rows(scaling: Scaling, at: slice) -> Scaling:

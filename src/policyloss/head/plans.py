@@ -146,7 +146,7 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     rows = _rows(head, GPU_ROWS)
     if reach == "sequence":
         rows = max(rows, work.longest)
-    budget = SHARE * free_bytes(head.hidden)
+    budget = SHARE * _free(head)
     while rows > least and _one_pass_bytes(head, work, rows) > budget:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows)
@@ -160,7 +160,7 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
 def _kept_or_recomputed(head: Head, work: Work, why: str) -> Plan:
     if head.hidden.device.type != "cpu" and head.softcap is None:
         kept = _stash(head, work, f"{why}; the probabilities fit into memory")
-        if kept.extra_bytes <= STASH_SHARE * free_bytes(head.hidden):
+        if kept.extra_bytes <= STASH_SHARE * _free(head):
             return kept
     return _recompute(head, work, why)
 
@@ -194,9 +194,14 @@ def _forced(head: Head, work: Work, plan: Plan) -> Plan:
     return _told(head, work, Plan(plan.name, plan.rows, columns, reason="asked for"))
 
 
+def _free(head: Head) -> int:
+    """Of a vocabulary over several ranks, what the fullest of them has: all must choose the same plan."""
+    return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
+
+
 def _rows(head: Head, most: int) -> int:
     if head.hidden.device.type == "cpu":
-        fit = CPU_BYTES // (head.dtype.itemsize * max(head.weight.shape[0], 1))
+        fit = CPU_BYTES // (head.dtype.itemsize * max(head.vocabulary.largest, 1))
         return max(fit // 16 * 16, 16)
     return most
 
@@ -204,13 +209,13 @@ def _rows(head: Head, most: int) -> int:
 def _window_bytes(head: Head, work: Work, rows: int) -> int:
     rows = min(rows, max(work.computed, 1))
     gathered = 0 if work.computed == work.tokens else rows * head.hidden.shape[1] * head.hidden.element_size()
-    return rows * head.weight.shape[0] * head.dtype.itemsize + gathered
+    return rows * head.vocabulary.largest * head.dtype.itemsize + gathered
 
 
 def _accumulator_bytes(head: Head, work: Work) -> int:
     """The float32 sum of the weight's gradient, where the weight itself is narrower."""
     narrow = head.weight.element_size() < head.dtype.itemsize
-    return head.weight.numel() * head.dtype.itemsize if work.weight_gradient and narrow else 0
+    return head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize if work.weight_gradient and narrow else 0
 
 
 def _one_pass_bytes(head: Head, work: Work, rows: int) -> int:
@@ -226,7 +231,7 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
         extra = _one_pass_bytes(head, work, plan.rows)
     elif plan.name == "stash":
         share = forward  # what was kept is used whole
-        extra += work.computed * head.weight.shape[0] * head.weight.element_size()
+        extra += work.computed * head.vocabulary.largest * head.weight.element_size()
     elif plan.name == "recompute":
         backward += 1
         n, d = work.with_gradient, head.hidden.shape[1]

@@ -1,0 +1,128 @@
+"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be wrong, the test that must fail."""
+
+from __future__ import annotations
+
+_LOGITS, _LINEAR, _LOSS = "test_head_logits.py::", "test_head_linear.py::", "test_head_loss.py::"
+_ERRORS, _CALLS = "test_head_errors.py::", "test_head_calls.py::"
+
+HEAD = (
+    (
+        "head_entropy_sign",
+        "head/rows.py",
+        "log_sum - p.moment / p.sum",
+        "log_sum + p.moment / p.sum",
+        _LOGITS + "test_two_entries_by_hand",
+    ),
+    (
+        "head_entropy_slope_sign",
+        "head/rows.py",
+        ".mul_(dentropy.unsqueeze(-1)).add_(dlogp",
+        ".mul_(-dentropy.unsqueeze(-1)).add_(dlogp",
+        _LOGITS + "test_two_entries_by_hand",
+    ),
+    (
+        "head_target_slope_from_p",
+        "head/rows.py",
+        "d = -dlogp * torch.expm1(logp)",
+        "d = dlogp * logp.exp()",
+        _LOGITS + "test_two_entries_by_hand",
+    ),
+    (
+        "head_temperature_not_in_slope",
+        "head/rows.py",
+        "    elif t != 1:\n",
+        "    elif t == 0:\n",
+        _LOGITS + "test_gradcheck",
+    ),
+    (
+        "head_softcap_slope_dropped",
+        "head/rows.py",
+        "d.mul_(1 - (capped / scaling.softcap) ** 2)",
+        "d.mul_(1)",
+        _LOGITS + "test_gradcheck",
+    ),
+    (
+        "head_forbidden_entries_nan",
+        "head/rows.py",
+        "shifted.exp().mul_(shifted.clamp_(min=-1e4))",
+        "shifted.exp().mul_(shifted)",
+        _LOGITS + "test_forbidden_entries",
+    ),
+    (
+        "head_columns_bias_not_cut",
+        "head/rows.py",
+        "self._replace(bias=self.bias[columns])",
+        "self._replace(bias=self.bias[: columns.stop - columns.start])",
+        _LINEAR + "test_window_boundaries",
+    ),
+    (
+        "head_masked_gradient_leaks",
+        "head/logits.py",
+        "dlogp = torch.where(valid, dlogp, 0)",
+        "dlogp = dlogp",
+        _LOGITS + "test_garbage_at_masked_rows",
+    ),
+    (
+        "head_last_row_lost",
+        "head/inputs.py",
+        "for start in range(0, n, step)]",
+        "for start in range(0, n - 1, step)]",
+        _LINEAR + "test_window_boundaries",
+    ),
+    (
+        "head_id_equal_to_the_vocabulary",
+        "head/inputs.py",
+        "if lowest < 0 or highest >= size:",
+        "if lowest < 0 or highest > size:",
+        _ERRORS + "test_an_id_outside_the_vocabulary",
+    ),
+    (
+        "head_recompute_ids_not_shifted",
+        "head/backward.py",
+        "rows.ids - c.start, rows",
+        "rows.ids, rows",
+        _LINEAR + "test_window_boundaries",
+    ),
+    (
+        "head_weight_gradient_of_the_last_window",
+        "head/backward.py",
+        "            add_product(self.weight, dz.t(), rows.hidden, 1 / scale)",
+        "            rounded_product(dz.t(), rows.hidden, self.weight, 1 / scale)",
+        _CALLS + "test_bf16_gradients_do_not_degrade_with_the_number_of_windows",
+    ),
+    (
+        "head_masked_rows_computed",
+        "head/linear.py",
+        "index = valid.nonzero()",
+        "index = (valid | True).nonzero()",
+        _LINEAR + "test_only_live_rows_enter_a_product",
+    ),
+    (
+        "head_advantage_zero_drops_a_kl",
+        "head/batch.py",
+        "    if spec.follows_advantage:\n",
+        "    if True:\n",
+        _LOSS + "test_tokens_without_advantage",
+    ),
+    (
+        "head_sequence_silent_by_token",
+        "head/batch.py",
+        '        if spec.reach == "sequence":\n',
+        '        if spec.reach == "never":\n',
+        _LOSS + "test_skipping_tokens_without_advantage",
+    ),
+    (
+        "head_entropy_bonus_without_slope",
+        "head/batch.py",
+        '"entropy": bool(self.spec.entropy_coef)}',
+        '"entropy": False}',
+        _CALLS + "test_gradcheck",
+    ),
+    (
+        "head_opsm_not_in_the_value",
+        "head/loss.py",
+        "correction = self.spec.correction if batch.weight is None",
+        "correction = () if batch.weight is None",
+        _LOSS + "test_skipping_tokens_without_advantage",
+    ),
+)

@@ -1,0 +1,91 @@
+"""The benchmarks of the loss and of GAE: no provider is timed that is wrong, and a target is the ratio it says it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import gae, harness, loss
+
+
+def timed(**milliseconds: float) -> dict[str, dict[str, float]]:
+    return {name: {"median_ms": ms} for name, ms in milliseconds.items()}
+
+
+def measured(lines: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    return {line["what"]: (line["measured"], line["met"]) for line in lines}
+
+
+def test_our_loss_and_coatis_form_pass_the_check_and_a_wrong_one_does_not() -> None:
+    data = loss.batch(4, 40, "cpu")
+    loss.check(loss.steps({"policyloss": loss.ours, loss.COATI: loss.coati_form}, data), data)
+
+    def twice(*args: Any) -> tuple[torch.Tensor, Any]:
+        value, metrics = loss.ours(*args)
+        return value * 1.001, metrics
+
+    with pytest.raises(AssertionError):
+        loss.check(loss.steps({"wrong": twice}, data), data)
+    with pytest.raises(AssertionError):  # the two formulas differ: ColossalChat has no dual bound, and averages rows
+        loss.check(loss.steps({"policyloss": loss.coati_form}, data), data)
+
+
+def test_targets_on_a_gpu() -> None:
+    times = timed(**{"policyloss": 2.0, loss.FUSED: 0.1, loss.DIRECT: 0.05, "verl": 1.5, "verl, torch.compile": 0.25})
+    found = measured(loss.targets(times, {}, "cuda"))
+    assert found["with backward(): times faster than verl's eager function"] == (pytest.approx(15), True)  # 1.5 / 0.1
+    assert found["with backward(): times faster than verl's function under torch.compile"] == (
+        pytest.approx(2.5),
+        False,
+    )  # 0.25 / 0.1
+    assert found["with backward(): milliseconds"] == (0.1, True)
+    assert found["value_and_gradient: times faster than verl's eager function"] == (pytest.approx(30), True)  # 1.5 / 0.05
+    assert found["value_and_gradient: times faster than verl's function under torch.compile"] == (pytest.approx(5), True)
+    assert found["value_and_gradient: milliseconds"] == (0.05, True)
+
+
+def test_targets_on_a_cpu() -> None:
+    times = timed(**{"policyloss": 4.0, loss.FUSED: 1.0, "verl": 8.0, loss.COATI: 2.0})
+    memory = {"policyloss": 5, loss.FUSED: 1, "verl": 8, loss.COATI: 4}
+    found = measured(loss.targets(times, memory, "cpu"))
+    assert found == {
+        "compiled_loss: times faster than the fastest eager peer": (2.0, True),  # coati's 2 ms against 1
+        "eager: times faster than verl": (2.0, True),
+        "eager: times faster than coati's form": (0.5, False),
+        "compiled_loss: peak memory / the least of the eager peers": (0.25, True),
+        "eager: peak memory / the least of the eager peers": (1.25, False),
+    }
+
+
+def test_targets_without_peers_are_not_measured() -> None:
+    times = timed(**{"policyloss": 4.0, loss.FUSED: 1.0})
+    assert {m for m, _ in measured(loss.targets(times, {"policyloss": 5, loss.FUSED: 1}, "cpu")).values()} == {None}
+
+
+@pytest.mark.parametrize(("device", "ratio", "met", "stretched"), [("cuda", 6000.0, True, False), ("cpu", 19.0, False, False)])
+def test_targets_of_gae(device: str, ratio: float, met: bool, stretched: bool) -> None:
+    (line,) = gae.targets({"padded": ratio}, device)
+    assert (line["measured"], line["met"], line["stretch_met"]) == (ratio, met, stretched)
+
+
+def test_the_loop_of_the_gae_benchmark_by_hand() -> None:
+    """γ = 0.99, λ = 0.95, two tokens: A₂ = 1 − 0.5; A₁ = (0 + 0.99·0.5 − 0.25) + 0.99·0.95·0.5 = 0.245 + 0.47025."""
+    advantages, returns = gae.loop(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]]), torch.ones(1, 2, dtype=torch.bool))
+    torch.testing.assert_close(advantages, torch.tensor([[0.71525, 0.5]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.96525, 1.0]]))
+
+
+def test_a_fast_provider_is_called_several_times_per_round_and_a_slow_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    took = {"fast": 0.1, "slow": 7.0}
+    providers = {name: (lambda name=name: calls.append(name)) for name in took}
+
+    def clock(provider: Any, device: str) -> float:
+        provider()
+        return took[calls[-1]]
+
+    monkeypatch.setattr(harness, "_milliseconds", clock)
+    times = harness.time_interleaved(providers, 2, warmup=1, repeats=3)
+    assert calls == ["fast", "slow", "fast", "fast", "fast", "slow", "slow", "fast", "fast", "fast"]
+    assert {name: (t["samples"], t["median_ms"]) for name, t in times.items()} == {"fast": (6, 0.1), "slow": (2, 7.0)}
