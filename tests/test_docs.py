@@ -164,6 +164,19 @@ def test_the_code_on_a_page_runs(page: Path) -> None:
         exec(compile(block, str(page), "exec"), made)
 
 
+def test_the_plan_on_the_page_of_the_head_is_the_one_that_is_printed() -> None:
+    page = ROOT / "docs/head.md"
+    printed: list[str] = []
+    made: dict[str, Any] = {}
+    for block in plain_blocks(page):
+        made |= {**things_the_pages_speak_of(), "print": lambda *words: printed.append(" ".join(map(str, words)))}
+        exec(compile(block, str(page), "exec"), made)
+    shown = re.findall(r"^```text\n(.*?)\n```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(shown) == 1
+    assert shown[0] in printed
+    assert "36.0 48.0" in printed, "the tokens behind the metrics, with and without those at zero advantage"
+
+
 def test_the_readme_shows_a_drop_in_of_every_framework_and_its_numbers() -> None:
     given = things_the_pages_speak_of()
     blocks = [block for block in plain_blocks(ROOT / "README.md") if "policyloss.compat" in block]

@@ -50,8 +50,9 @@ def linear_logprobs(
     hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`.
     mask: tokens to compute; others are not (nor are their hidden states read): logp and entropy 0, gradient 0. softcap: logits are
     `softcap·tanh(logits/softcap)` before the temperature. plan: "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps
-    half-precision probabilities), or a `Plan`. vocab_group: the process group over which the vocabulary is cut; weight and bias are
-    then this rank's entries, ids count over all of them, hidden is the same on every rank and its gradient is complete on each.
+    probabilities in the type of the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut; weight
+    and bias are then this rank's entries, ids count over all of them, hidden is the same on every rank and its gradient is complete
+    on each.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)

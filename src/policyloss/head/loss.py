@@ -55,15 +55,17 @@ def linear_policy_loss(
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without holding all logits.
 
-    `policy_loss(spec, *linear_logprobs(hidden, weight, ids, …, entropy=True), old_logp, advantages, mask, …)`
+    `policy_loss(spec, logp, old_logp, advantages, mask, entropy=entropy, …)`, where `logp, entropy = linear_logprobs(hidden,
+    weight, ids, mask=mask, entropy=True, …)`.
 
     hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or `[N]`, the tokens whose
     log-probability counts; the hidden state in the same place is the one that predicts it. Other arguments as in `policy_loss` and
     `linear_logprobs`.
     plan: "auto" takes the gradient in the same pass as the value where the loss allows it ("one_pass"), else "recompute" or
-    "stash"; `explain_plan` says which and why. Masked tokens are not computed. Tokens that cannot have a gradient (advantage 0 and
-    no KL or entropy term) have a forward for the metrics' sake, and no backward; skip_zero_advantage leaves them out altogether,
-    and the metrics are then over the tokens that were computed.
+    "stash"; `explain_plan` says which and why. Masked tokens are not computed. Tokens that cannot have a gradient (no
+    advantage, or rejected by a correction, in a loss that `follows_advantage`) have a forward for the metrics' sake, and no
+    backward; skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are then over the tokens that
+    were computed.
     """
     call = _Call(
         spec,
@@ -102,9 +104,10 @@ def explain_plan(
     mask: Tensor | None = None,
     **arguments: Any,
 ) -> Plan:
-    """The plan that `linear_policy_loss` takes with these very arguments, and why; nothing is computed.
+    """The plan that `linear_policy_loss` takes with these very arguments, and why; no logits are made.
 
-    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not needed.
+    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not needed. Counts are read back to
+    the host, and with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -123,7 +126,9 @@ def _plan_of_logprobs(
     plan: str | Plan = "auto",
     softcap: float | None = None,
     vocab_group: Any = None,
+    entropy: bool = False,
 ) -> Plan:
+    """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
     return logprob_plan(head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan)
 

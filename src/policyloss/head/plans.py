@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.inputs import Head
+from policyloss.head.products import WIDE_BYTES
 
 NAMES = ("one_pass", "recompute", "stash", "forward")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
@@ -24,7 +25,7 @@ LOGPROB_PLANS = ("recompute", "stash")
 # there is little left to gain. The forward alone has no such passes, and the least-memory plan wants them small.
 GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
-CPU_BYTES = 32 << 20  # of logits, in any plan
+CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
 SHARE, STASH_SHARE = 0.8, 0.25
@@ -35,7 +36,7 @@ class Plan:
     """What a call of the head does. Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
 
     name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute" keeps nothing and makes the
-    logits again in the backward (4); "stash" keeps half-precision probabilities (3); "forward" has no backward (1).
+    logits again in the backward (4); "stash" keeps probabilities in the type of the weight (3); "forward" has no backward (1).
     rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute".
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in the backward. matmuls: of the
     size `tokens`·V·D. extra_bytes: memory beyond inputs and gradients, at most about this. reason: why this plan.
@@ -236,7 +237,8 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
         backward += 1
         n, d = work.with_gradient, head.hidden.shape[1]
         sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
-        extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums)
+        wide = WIDE_BYTES if work.weight_gradient and head.weight.element_size() < head.dtype.itemsize else 0
+        extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide)
     elif plan.name == "forward":
         backward = 0
     return Plan(

@@ -22,7 +22,7 @@ from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import compute_dtype
 
 # Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a cache, and it needs little memory.
-BLOCK = 1 << 20
+BLOCK = 192 << 10
 
 
 class Scaling(NamedTuple):

@@ -1,0 +1,263 @@
+"""Writes docs/performance.md and its figure from the runs in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docs.markdown import GENERATED, fenced, join, table
+from docs.performance_figure import head_figure
+
+Run = dict[str, Any]
+FIGURE = "docs/figures/head.svg"
+WHERE = {"cuda": "on a GPU", "cpu": "on a CPU"}
+
+
+def performance_pages(results: Path) -> dict[str, str]:
+    """The page, and the figure if there is a run of the head on a GPU to draw."""
+    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    pages = {"docs/performance.md": performance_page(runs)}
+    if "head_cuda" in runs:
+        pages[FIGURE] = head_figure(runs["head_cuda"])
+    return pages
+
+
+def performance_page(runs: dict[str, Run]) -> str:
+    """The page; `runs` by the name of their file: head_cuda, head_cpu, loss_cuda, …"""
+    about = (
+        "Ratios within one run; absolute times say as much about the machine as about the code. Every provider is checked against "
+        "float64 before it is timed, and one that is wrong is not timed. They are interleaved in rotating order, and the figure "
+        "is the median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what they are compared with, "
+        "`make bench` runs all of it on a CPU, and `python -m benchmarks.head --device cuda` (also `.loss`, `.gae`) on a GPU."
+    )
+    sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
+    sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
+    return join("# Performance", GENERATED, about, targets_section(runs), *(sections or ["No run has been written down yet."]))
+
+
+def machine(run: Run) -> str:
+    """Where it was measured."""
+    e = run["environment"]
+    gpu = f"{e['gpu']}, CUDA {e.get('cuda')}, driver {e.get('driver')}, Triton {e.get('triton')}" if e["gpu"] else ""
+    return f"{gpu}, torch {e['torch']}" if gpu else f"{e['threads']} threads of a CPU, torch {e['torch']}"
+
+
+def targets_section(runs: dict[str, Run]) -> str:
+    """What was to be reached, and what was: one table over all runs, after the names of those that were missed."""
+    found = [(_of(f"{what}_{d}"), t) for what in PARTS for d in WHERE for t in runs.get(f"{what}_{d}", {}).get("targets", [])]
+    if not found:
+        return ""
+    missed = [t for _, t in found if t["met"] is False]
+    ids = ", ".join(dict.fromkeys(t["id"] for t in missed))
+    said = f"{sum(t['met'] is True for _, t in found)} of {len(found)} are met"
+    said += f"; {len(missed)} are not, all of them under {ids}." if missed else "."
+    if any(where.endswith("GPU") for where, _ in found):
+        said += " " + LATENCY
+    columns = ["run", "target", "what", "reach", "stretch", "measured", "met"]
+    return join("## Targets", said, table(columns, [[where, *_target(t)] for where, t in found]))
+
+
+PARTS = ("head", "loss", "gae")
+LATENCY = (
+    "On a GPU each call is timed alone, from an idle device: its time includes the Python before its first kernel starts, for the "
+    "head some milliseconds on the machine of these runs. That is part of T1 and T6, and weighs most where a call is "
+    "short: T7's shares of the copy's bandwidth and T8's times are those of whole calls, not of their kernels."
+)
+
+
+def _of(run: str) -> str:
+    part, device = run.rsplit("_", 1)
+    return f"{part}, {device.replace('cuda', 'GPU').replace('cpu', 'CPU')}"
+
+
+def _target(t: Run) -> list[str]:
+    stretch = "" if t.get("stretch") is None else f"{_sign(t)} {t['stretch']:g}"
+    met = {True: "yes", False: "**no**", None: "not measured"}[t["met"]]
+    measured = "" if t["measured"] is None else f"{t['measured']:.0f}" if t["measured"] >= 1000 else f"{t['measured']:.3g}"
+    return [t["id"], t["what"], f"{_sign(t)} {t['reach']:g}", stretch, measured, met]
+
+
+def _sign(t: Run) -> str:
+    return {"<=": "≤", ">=": "≥"}.get(t.get("sense", ""), "")
+
+
+# The head ------------------------------------------------------------------------------------------------------------------------
+
+
+def head_section(run: Run, device: str) -> str:
+    """All groups of one run of `benchmarks.head`."""
+    shape, inputs = run["shape"], run["inputs"]
+    sizes = f"{shape['sequences'] * shape['length']} tokens × vocabulary {shape['vocabulary']} × hidden size {shape['hidden']}"
+    clipped = inputs["below_clip"] + inputs["above_clip"]
+    about = (
+        f"{sizes}, {run['dtype']}, {machine(run)}. The inputs are like training's: tokens drawn from distributions of "
+        f"{inputs['mean_entropy']:.2f} nats, {clipped:.0%} of the ratios beyond the clip range, advantages of both signs. The "
+        "floor is the three matrix products that a forward and backward cannot do without (logits, d hidden, d weight), run bare "
+        "in the same loop. Extra memory is the peak beyond inputs and gradients. Errors are against float64: log-probs by root "
+        "mean square, gradients relative."
+    )
+    figure = "![Time and memory of the head](figures/head.svg)" if device == "cuda" else ""
+    groups = run["groups"]
+    return join(
+        f"## The head {WHERE[device]}",
+        about,
+        figure,
+        _group(groups, "dense", "three bare matmuls", "### PPO with dual clip, every token trained on", DENSE_NOTE),
+        _group(groups, "masked", "three bare matmuls", "### Masked tokens", MASKED_NOTE),
+        _group(groups, "forward only", "one bare matmul", "### Forward only: log-probs and entropy", FORWARD_NOTE),
+        _logits_group(groups),
+        _not_timed(run),
+        _plans(groups) if device == "cuda" else "",
+    )
+
+
+DENSE_NOTE = (
+    "Liger's loss has no dual bound; it computes, and is checked against, PPO's clip without one. The TRL-style row loop and "
+    "eager PyTorch hold all logits. cut-cross-entropy's default leaves out gradients of small probabilities."
+)
+FORWARD_NOTE = "A log-prob error of some 1e-3 is that of logits rounded to half precision, which are half the bytes."
+MASKED_NOTE = (
+    "We drop tokens that do not count before the first product; tokens at zero advantage get a forward for the metrics and no "
+    "backward, or neither (`skip_zero_advantage=True`). The others are given their rows gathered before the clock starts."
+)
+
+
+def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
+    providers = groups.get(name)
+    if not providers:
+        return ""
+    base = providers.get(floor, {}).get("median_ms")
+    rows = [_row(provider, p, base) for provider, p in providers.items()]
+    columns = ["", f"time / {floor}", "ms (p20 to p80)", "extra memory", "log-prob error", "d hidden", "d weight"]
+    return join(heading, table(columns, rows), note)
+
+
+def _row(name: str, p: Run, base: float | None) -> list[str]:
+    errors = [f"{p['errors'][k]:.1e}" if k in p["errors"] else "" for k in ("logp", "d_hidden", "d_weight")]
+    ratio = f"{p['median_ms'] / base:.2f}" if base else ""
+    memory = _bytes(p["extra_bytes"]) if "extra_bytes" in p and p["kind"] != "floor" else ""
+    shown = f"**{name}**" if p["kind"] == "ours" else name
+    return [shown, ratio, _milliseconds(p), memory, *errors]
+
+
+def _milliseconds(p: Run) -> str:
+    digits = 1 if p["median_ms"] >= 10 else 3
+    return f"{p['median_ms']:.{digits}f} ({p['p20_ms']:.{digits}f} to {p['p80_ms']:.{digits}f})"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= 0.1 * size:
+            return f"{count / size:.1f} {unit}"
+    return "< 0.1 MiB"
+
+
+def _logits_group(groups: Run) -> str:
+    providers = groups.get("from logits")
+    if not providers:
+        return ""
+    rows = []
+    for name, p in providers.items():
+        share = f"{p['share_of_copy_bandwidth']:.0%}" if "share_of_copy_bandwidth" in p else ""
+        errors = [f"{p['errors'][k]:.1e}" if k in p["errors"] else "" for k in ("logp", "entropy", "d_logits")]
+        rows.append([f"**{name}**" if p["kind"] == "ours" else name, _milliseconds(p), share, *errors])
+    columns = ["", "ms (p20 to p80)", "share of the copy's bandwidth", "log-prob error", "entropy", "d logits"]
+    note = (
+        "A forward reads the logits once; a copy and a backward in place read and write them. TRL's pair is "
+        "`selective_log_softmax` and `entropy_from_logits`: on a GPU each takes a Triton kernel of TRL's where there is Triton, "
+        "plain torch where there is not."
+    )
+    return join("### From logits that are there: log-probs and entropy", table(columns, rows), note)
+
+
+def _not_timed(run: Run) -> str:
+    rows = [[f["group"], f["provider"], " ".join(f["reason"].split())] for f in run["failures"]]
+    return join("### Not timed", table(["group", "provider", "reason"], rows)) if rows else ""
+
+
+def _plans(groups: Run) -> str:
+    """What `explain_plan` says of each run of ours."""
+    told = {name: p["plan"] for group in groups.values() for name, p in group.items() if p.get("plan")}
+    text = "\n\n".join(f"{name}\n  {plan.replace(chr(10), chr(10) + '  ')}" for name, plan in told.items())
+    return join("### The plans, as `explain_plan` tells them", fenced(text, "text")) if told else ""
+
+
+# The loss ------------------------------------------------------------------------------------------------------------------------
+
+
+def loss_section(run: Run, device: str) -> str:
+    """Elementwise loss: speed against verl's eager function, memory, cost per token."""
+    times, memory = run["times"], run["peak_extra_bytes"]
+    base = times.get("verl", times["policyloss"])["median_ms"]
+    against = "verl" if "verl" in times else "policyloss"
+    rows = [
+        [name, f"{base / t['median_ms']:.2f}x", _milliseconds(t), f"{memory[name] / 1e6:.1f} MB" if name in memory else ""]
+        for name, t in times.items()
+    ]
+    height, width = run["shape"]
+    about = (
+        "`policy_loss(ppo_dual_clip)` with all its metrics, against the functions of verl 0.9.1 and OpenRLHF 0.11.2 that compute "
+        f"the same loss: {height} × {width} tokens, float32, {machine(run)}. Peak extra memory is what tensors held beyond the "
+        "inputs. The mask is float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for every provider. "
+        "verl returns three metrics; under torch.compile, the figure that compares like with like is ours with verl's metrics."
+    )
+    heading = ["provider", f"speed against {against} eager", "ms (p20 to p80)", "peak extra"]
+    title = f"## The loss {WHERE[device]}, forward and backward"
+    return join(title, about, _loss_notes(times), table(heading, rows), _standing(times), _scaling(run.get("scaling"), device))
+
+
+def _loss_notes(times: Run) -> str:
+    """What the rows are that do not explain themselves, if they are there."""
+    notes = {
+        "policyloss, compiled_loss": "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one graph "
+        "compiled from the eager source, then `backward()`. `value_and_gradient` is its method that goes without autograd.",
+        "coati's form": "coati's form is ColossalChat's formula, written out because its package cannot be installed beside this "
+        "one: another, smaller loss (no dual bound, each row's own mean, one metric), held against its own float64 formula.",
+    }
+    return " ".join(text for name, text in notes.items() if name in times)
+
+
+def _standing(times: Run) -> str:
+    """Ours against the fastest function that computes the same loss, eager and compiled."""
+    said = []
+    for ours, kind in (("policyloss", ""), ("policyloss, compiled_loss", ", torch.compile")):
+        peers = [name for name in (f"verl{kind}", f"openrlhf{kind}") if name in times]
+        if ours in times and peers:
+            fastest = min(peers, key=lambda name: times[name]["median_ms"])
+            ratio = times[ours]["median_ms"] / times[fastest]["median_ms"]
+            said.append(f"{ours} takes {ratio:.2f} times as long as {fastest}")
+    return f"Against the fastest that computes the same loss: {'; '.join(said)}." if said else ""
+
+
+def _scaling(found: list[Run] | None, device: str) -> str:
+    if not found:
+        return ""
+    names = [name for name in found[0] if name != "tokens"]
+    rows = [[f"{r['tokens']:.0e}", *(f"{r[name]:.3g}" for name in names)] for r in found]
+    note = "In small batches the fixed cost of some hundred operations shows; in large ones the tensors no longer fit any cache."
+    if device == "cuda":
+        first, last = (f"{r['policyloss'] * r['tokens'] / 1e6:.1f} ms for {r['tokens']:.0e} tokens" for r in (found[0], found[-1]))
+        note = f"A call of ours took {first} and {last}: here it is the number of operations that counts, not that of tokens."
+    return join("Cost per token, eager, nanoseconds:", table(["tokens", *names], rows), note)
+
+
+# GAE -----------------------------------------------------------------------------------------------------------------------------
+
+
+def gae_section(run: Run, device: str) -> str:
+    """The scan against the loop over time."""
+    height, width = run["shape"]
+    about = (
+        f"`pl.gae` against the loop over time steps that frameworks use: {height} × {width}, {machine(run)}. Padded, with masked "
+        "spans in the middle, and packed (there the loop's figure holds the padding it needs)."
+    )
+    if device == "cuda":
+        about += " On a GPU ours is one Triton kernel; the loop launches some for every time step."
+    rows = []
+    for case, found in run["cases"].items():
+        for name, t in found["times"].items():
+            rows.append([case, name, _milliseconds(t), f"{found['ratio']:.0f}x" if name == "policyloss" else ""])
+    title = f"## GAE {WHERE[device]}, no loop over time"
+    return join(title, about, table(["case", "provider", "ms (p20 to p80)", "times faster"], rows))
