@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.run(chosen(args.device, only, not args.no_peers))
     if not only or "T7" in only:
         say("from logits")
-        found = head_logits.run_logits(cases["dense"], args.peers, args.rounds)
+        found = head_logits.run_logits(cases["dense"], None if args.no_peers else args.peers, args.rounds)
         bench.groups[head_logits.GROUP] = found.providers
         bench.failures += found.failures
     targets = cuda_targets(bench.groups) if args.device == "cuda" else cpu_targets(bench.groups, live_share(cases[QUARTER]))

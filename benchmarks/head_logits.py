@@ -81,8 +81,8 @@ class Rows:
         return run
 
 
-def run_logits(case: Case, folder: Path, rounds: int) -> LogitsRun:
-    """Check and time this group."""
+def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
+    """Check and time this group; against peers in `folder`, if there is one."""
     rows, result = Rows(case), LogitsRun({COPY: {"kind": "floor", "errors": {}}})
     logp, entropy, gradient = exact_logits(rows.original, rows.ids, rows.g, rows.h)
     scratch = torch.empty_like(rows.original)
@@ -123,8 +123,9 @@ def run_logits(case: Case, folder: Path, rounds: int) -> LogitsRun:
     slack = {"d_logits": 3e-3 if dtype == torch.bfloat16 else 1e-5}
     admit(BACKWARD, backward, slack, lambda found: {"d_logits": relative(found, gradient)})
     rows.restore()
-    admit(TRL_TORCH, lambda: rows.pair(folder, kernel=False), limits(yardstick, False, dtype), rms)
-    if case.device == "cuda":
+    if folder is not None:
+        admit(TRL_TORCH, lambda: rows.pair(folder, kernel=False), limits(yardstick, False, dtype), rms)
+    if folder is not None and case.device == "cuda":
         admit(TRL_KERNEL, lambda: rows.pair(folder, kernel=True), limits(yardstick, False, dtype), rms)
     prepare = {name: rows.restore for name in runs if name != COPY} | {BACKWARD: rows.prepare_backward}
     times = time_interleaved(runs, rounds, case.device, warmup=2, prepare=prepare)
