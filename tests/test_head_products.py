@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from policyloss.head import products
+import policyloss as pl
+from policyloss.head import backward, products
+from policyloss.head.inputs import half_scale
 
 SIZES = [(64, 128, 192), (81, 130, 67), (63, 65, 66), (1, 257, 3), (129, 1, 71)]
 
@@ -59,3 +61,35 @@ def test_rounded_once(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.full((3, 2), torch.nan, dtype=torch.bfloat16)
     products.rounded_product(a, torch.ones(8192, 2, dtype=torch.bfloat16), out, scale)
     assert torch.equal(out, torch.full((3, 2), 4104.0 * scale).bfloat16())
+
+
+def test_the_scale_of_float16() -> None:
+    """3e-5 is 0.98·2⁻¹⁵: times 2¹⁵ it is just below 1. The largest of all derivatives decides; other types need no scale."""
+    small, large = torch.tensor([1e-6, -3e-5]), torch.tensor([2.5])
+    assert half_scale(torch.float16, small, None) == 2.0**15
+    assert half_scale(torch.float16, small, large) == 0.25
+    assert half_scale(torch.float16, torch.zeros(2), None) == half_scale(torch.float16, torch.tensor([torch.inf])) == 1
+    assert half_scale(torch.bfloat16, small, None) == 1
+
+
+@pytest.mark.parametrize("last", [3, 5], ids=["some rows", "all rows"])
+@pytest.mark.parametrize("plan", ["one_pass", "recompute", "stash"])
+def test_a_scale_is_taken_back(plan: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the derivatives are multiplied with before the products, the gradients do not show it: hidden, weight and bias."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias, old = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((2, 5, 4), (7, 4), (7,), (2, 5)))
+    ids, mask = torch.randint(0, 7, (2, 5), generator=g), torch.arange(5) < torch.tensor([[5], [last]])
+    spec = pl.preset("ppo").replace(entropy_coef=0.1)
+
+    def gradients() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        out = pl.linear_policy_loss(
+            spec, leaves[0], leaves[1], ids, old, torch.tensor([1.0, -2.0]), mask, bias=leaves[2], plan=plan
+        )
+        return list(torch.autograd.grad(out.loss, leaves))
+
+    plain = gradients()
+    monkeypatch.setattr(backward, "half_scale", lambda *_: 8.0)
+    for ours, expected in zip(gradients(), plain, strict=True):
+        assert ours.abs().max() > 0
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from interpreted import DEVICE
+from policyloss.functional.scale_kernel import scaled as scaled_copy
 from policyloss.head import kernels, rows
 from policyloss.head.kernels import row_partials
 from policyloss.head.rows import Partials, Scaling
@@ -359,3 +360,22 @@ def test_rows_past_two_to_the_31_elements() -> None:
     # 1 − p of the last row's id, with p = e²⁰/(e²⁰ + 16415)
     assert z[-1, 0].item() == pytest.approx(16415 / (math.exp(20) + 16415), rel=2e-2)
     assert (z[:-1] == 0).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 4096, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
+    """`out = x * factor` in the type of out; nothing is written past its end. In place too.
+
+    A GPU rounds float32 to the nearest bfloat16. Triton's interpreter cuts off the lower half of its bits.
+    """
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    factor = torch.tensor(0.3, device=DEVICE)
+    room = torch.full((n + 7,), math.nan, dtype=dtype, device=DEVICE)
+    scaled_copy(x, factor, room[:n])
+    want = x * factor
+    cut = (want.view(torch.int32) & -65536).view(torch.float32) if DEVICE == "cpu" and dtype == torch.bfloat16 else want
+    assert torch.equal(room[:n], cut.to(dtype))
+    assert room[n:].isnan().all()
+    scaled_copy(x, factor, x)
+    assert torch.equal(x, want)

@@ -7,6 +7,8 @@ torch's own product reads such a factor anew for every element, and takes three 
 # ruff: noqa: N803
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -28,5 +30,6 @@ def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write `x * factor` to `out`. x, out: contiguous, of one size, no wider than float32; factor: 0-dim."""
     n = x.numel()
     if n:
-        with torch.cuda.device(x.device):
+        # Triton launches on the current device; without one, its interpreter runs.
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             _scaled_kernel[(triton.cdiv(n, BLOCK),)](x, factor, out, n, BLOCK=BLOCK, num_warps=WARPS)
