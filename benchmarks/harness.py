@@ -1,4 +1,4 @@
-"""How things are timed: providers interleaved in rotating order, medians with p20/p80, results as JSON with the environment."""
+"""How things are timed: providers interleaved, medians with p20/p80, results as JSON with the environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -73,7 +74,9 @@ def time_interleaved(
     few: Mapping[str, int] | None = None,
     repeats: int = 1,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds per call of each provider: every round runs all of them once, each round starting with the next one.
+    """Milliseconds per call of each provider: every round runs all of them once, in an order of its own.
+
+    A GPU is faster after a second of little work than after a second of matmuls, so nobody may always follow the same neighbour.
 
     `prepare` holds what is run before a provider each time, outside its time; `few` the number of rounds of those that get fewer.
     `repeats`: how often a round runs a provider whose last warm-up took less than FAST_MS. Each call is timed on its own and counts
@@ -93,9 +96,9 @@ def time_interleaved(
                 trial[name] = once(name)
     times = {name: repeats if trial.get(name, FAST_MS) < FAST_MS else 1 for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     for i in range(rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order.sample(names, len(names)):
             if i < few.get(name, rounds):
                 samples[name] += [once(name) for _ in range(times[name])]
     return {name: _summary(x) for name, x in samples.items()}

@@ -27,9 +27,10 @@ def performance_page(runs: dict[str, Run]) -> str:
     """The page; `runs` by the name of their file: head_cuda, head_cpu, loss_cuda, …"""
     about = (
         "Ratios within one run; absolute times say as much about the machine as about the code. Every provider is checked against "
-        "float64 before it is timed, and one that is wrong is not timed. They are interleaved in rotating order, and the figure "
-        "is the median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what they are compared with, "
-        "`make bench` runs all of it on a CPU, and `python -m benchmarks.head --device cuda` (also `.loss`, `.gae`) on a GPU."
+        "float64 before it is timed, and one that is wrong is not timed. They are interleaved, each round in another order, and "
+        "the figure is the median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what they are "
+        "compared with, `make bench` runs all of it on a CPU, and `python -m benchmarks.head --device cuda` (also `.loss`, `.gae`) "
+        "on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]

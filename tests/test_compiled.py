@@ -389,3 +389,16 @@ def test_bad_input_is_told_in_the_same_words(change: dict[str, Any], spec: str) 
 def test_a_spec_is_needed() -> None:
     with pytest.raises(InputError, match="spec must be a LossSpec"):
         compiled_loss("ppo")  # type: ignore[arg-type]
+
+
+def test_where_the_compiler_fails_the_trace_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning that says so, and the same numbers."""
+
+    def fail(graph: Any, examples: Any, options: Any) -> Any:
+        raise RuntimeError("in some kernel\nPassManager::run failed")
+
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    loss = compiled_loss(PRESETS["gspo"])
+    with pytest.warns(UserWarning, match="PassManager::run failed.*one by one"):
+        found = compiled_run(loss, BATCH)
+    assert_same_result(found, run(PRESETS["gspo"], BATCH))

@@ -109,3 +109,43 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
     for output, expected in theirs.items():
         value = ours[output].cpu() if isinstance(ours[output], torch.Tensor) else ours[output]
         assert compare(value, expected).worst <= tolerance(name, output), output
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
+def test_a_recorded_loss_is_the_compiled_loss(name, packed):
+    """The same bits; and what a call returned is not changed by the next, though both write to the same memory of the graph."""
+    plain, recorded_once = (pl.compiled_loss(pl.preset(name), cuda_graph=graph) for graph in (False, True))
+    found, wanted = [], []
+    for seed in (3, 4, 5):
+        batch = Batch.random(rows=8, width=33, seed=seed)
+        moved, extra = on_gpu(batch, torch.float32), {}
+        if packed:
+            shape = batch.mask.shape
+            moved = Batch(**{n: x.reshape(-1) if x.shape == shape else x for n, x in moved.__dict__.items()})
+            extra = {"cu_seqlens": torch.arange(0, shape[0] + 1, device="cuda") * shape[1]}
+        arguments = {"totals": pl.Totals(tokens=100 + seed, sequences=7), "rollout_logp": moved.rollout_logp, **extra}
+        tensors = (moved.logp, moved.old_logp, moved.advantages, moved.mask)
+        for loss, seen in ((plain, wanted), (recorded_once, found)):
+            with torch.cuda.stream(torch.cuda.Stream() if seed == 5 else torch.cuda.current_stream()):
+                out, gradients = loss.value_and_gradient(*tensors, **arguments)
+                seen.append((out.loss, gradients.logp, out.metrics))
+            torch.cuda.synchronize()
+    for (loss, gradient, metrics), (other, slope, others) in zip(found, wanted, strict=True):
+        assert torch.equal(loss, other)
+        assert torch.equal(gradient, slope)
+        assert metrics.compute() == others.compute()
+    assert len({loss.item() for loss, _, _ in found}) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_expanded_tensor_is_not_recorded():
+    """It has no place of its own to be copied to; the loss is the same."""
+    batch = on_gpu(BATCH, torch.float32)
+    advantages = batch.advantages[:, :1].expand_as(batch.logp)
+    found, wanted = (
+        pl.compiled_loss(pl.preset("ppo"), cuda_graph=graph)(batch.logp, batch.old_logp, advantages, batch.mask).loss
+        for graph in (True, False)
+    )
+    assert torch.equal(found, wanted)

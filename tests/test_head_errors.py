@@ -148,6 +148,8 @@ def test_unknown_plans() -> None:
     said(lambda: linear(plan=dataclasses.replace(plan, name="nothing")), "nothing", "recompute", "stash")
     said(lambda: loss(plan=dataclasses.replace(plan, name="nothing")), "nothing", "recompute", "stash")
     said(lambda: linear(plan=dataclasses.replace(plan, rows=0)), "rows")
+    said(lambda: linear(plan=dataclasses.replace(plan, gathered=100)), "gathered=100", "only one_pass gathers")
+    said(lambda: loss(plan=pl.Plan("one_pass", rows=8, columns=0, gathered=7)), "gathered=7", "rows=8", "at least as many rows")
     said(lambda: loss(plan=dataclasses.replace(plan, rows=-1)), "rows")
     said(lambda: linear(plan=3), "plan", "int")
     said(lambda: loss(plan=None), "plan", "None")

@@ -89,6 +89,31 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["ppo", "gspo", "tis"])
+def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
+    """Multiplied when room for so many rows is full: window by window, several at a time, the last ones alone, all at once."""
+    batch, spec = LAYOUTS[layout], PRESETS[name]
+    plan = rows_of_plan(spec, batch, "one_pass", 8)
+    for gathered in (8, 11, 17, int(batch.tokens.mask.sum()), 1000):
+        found = check(spec, batch, plan=dataclasses.replace(plan, gathered=gathered))
+        assert_same_loss(found, run_loss(spec, batch, plan=plan), loss_tolerance(batch))
+
+
+@pytest.mark.skipif(not CUDA, reason="a CPU multiplies in float32")
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_half_precision_is_gathered(name: str) -> None:
+    """By default, if it fits: the same gradients as with float32 sums over windows, but for the one rounding of each."""
+    batch = make_head_batch(seed=2, dtype=torch.bfloat16)
+    told = pl.explain_plan(PRESETS[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs)
+    assert told.gathered == told.with_gradient > 0
+    assert f"{told.gathered} rows of logits are kept" in str(told)
+    one, other = (run_loss(PRESETS[name], batch, plan=p) for p in (told, dataclasses.replace(told, gathered=0)))
+    for name_of in ("dhidden", "dweight"):
+        a, b = getattr(one, name_of).double(), getattr(other, name_of).double()
+        assert rms(a - b) <= 2**-8 * rms(b), name_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 def test_windows_around_the_number_of_rows(plan: str, layout: str) -> None:
     """One more, as many, one less than there are live rows; as many as the longest sequence has; and single rows."""

@@ -17,6 +17,7 @@ from policyloss.functional.masking import accumulator_dtype, compute_dtype
 from policyloss.functional.segments import check_cu_seqlens
 from policyloss.functional.stats import count
 from policyloss.fusing import fused
+from policyloss.graphed import Graphed, can_be_graphed
 from policyloss.loss import LossOutput, check_spec, pipeline, policy_loss
 from policyloss.metrics import Layout, Metrics
 from policyloss.spec import LossSpec
@@ -26,12 +27,18 @@ from policyloss.two_stages import in_two_stages
 
 # Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
 MOST_SHAPES = 4096
+MOST_RECORDED = 64  # where each holds GPU memory
 # The tensors of a call, in the order in which they are taken.
 _NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
 
 
 def compiled_loss(
-    spec: LossSpec, *, dynamic: bool | None = None, options: dict[str, Any] | None = None, two_stages: bool | None = None
+    spec: LossSpec,
+    *,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    two_stages: bool | None = None,
+    cuda_graph: bool = False,
 ) -> CompiledLoss:
     """A fused `policy_loss` for one spec: make it once, then call it with the arguments of `policy_loss` that follow the spec.
 
@@ -41,11 +48,13 @@ def compiled_loss(
     is for every shape from the start; False compiles each shape. options: Inductor's (see `torch._inductor.config`).
     two_stages: write the sums over tokens so that all of them take two kernels; None does so on a GPU, where the time of a call is
     that of launching kernels (see `policyloss.two_stages`).
+    cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per call, for shapes that come again
+    (another shape is recorded anew). Each keeps a copy of its arguments in GPU memory.
 
     Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a callable in a slot (it may do
     anything), `cp_group` (collectives), tensor subclasses, a batch without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(spec, dynamic=dynamic, options=options, two_stages=two_stages)
+    return CompiledLoss(spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph)
 
 
 class Gradients(NamedTuple):
@@ -59,13 +68,20 @@ class CompiledLoss:
     """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
 
     def __init__(
-        self, spec: LossSpec, *, dynamic: bool | None = None, options: dict[str, Any] | None = None, two_stages: bool | None = None
+        self,
+        spec: LossSpec,
+        *,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+        two_stages: bool | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         check_spec(spec)
         self.spec = spec
         self.dynamic = dynamic
         self.options = options
         self.two_stages = two_stages
+        self.cuda_graph = cuda_graph
         self._is_data = spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
         self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
@@ -169,7 +185,10 @@ class CompiledLoss:
             dynamic = bool(known) if self.dynamic is None else self.dynamic
             graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
             known.append(graph)
-        if len(self._by_key) >= MOST_SHAPES:
+        if self.cuda_graph and can_be_graphed(tensors):
+            with torch.no_grad():
+                graph = graph._replace(run=Graphed(graph.run, tensors))
+        if len(self._by_key) >= (MOST_RECORDED if self.cuda_graph else MOST_SHAPES):
             self._by_key.clear()
         self._by_key[key] = graph
         return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -57,7 +58,12 @@ def fused(
         with _tracing(), mode, enable_python_dispatcher():
             graph = make_fx(function)(*stand_ins)
         graph = graph if rewrite is None else rewrite(graph)
-        run = inductor(graph, list(stand_ins), options=options)
+        try:
+            run = inductor(graph, list(stand_ins), options=options)
+        except RuntimeError as problem:  # Inductor's and Triton's own failures are of this kind
+            last = str(problem).strip().splitlines()[-1]
+            warnings.warn(f"torch's compiler failed ({last}); the operations run one by one, as traced.", stacklevel=2)
+            run = graph
     if not dynamic:
         return Fused(run, lambda tensors: False)
     # All that was assumed about the sizes, by the function (equal shapes) and by the compiler (32-bit indices).

@@ -18,8 +18,11 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """`out = x * factor` of one block."""
+def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """`out = x * factor` of one block; nothing where it stands there already."""
+    if IN_PLACE:  # noqa: SIM102 (the first is known to the compiler, the second is not)
+        if tl.load(factor_ptr).to(tl.float32) == 1:
+            return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr).to(tl.float32)
     x = tl.load(x_ptr + at, mask=at < n, eviction_policy="evict_first")
@@ -30,6 +33,7 @@ def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write `x * factor` to `out`. x, out: contiguous, of one size, no wider than float32; factor: 0-dim."""
     n = x.numel()
     if n:
+        in_place = x.data_ptr() == out.data_ptr()
         # Triton launches on the current device; without one, its interpreter runs.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            _scaled_kernel[(triton.cdiv(n, BLOCK),)](x, factor, out, n, BLOCK=BLOCK, num_warps=WARPS)
+            _scaled_kernel[(triton.cdiv(n, BLOCK),)](x, factor, out, n, IN_PLACE=in_place, BLOCK=BLOCK, num_warps=WARPS)

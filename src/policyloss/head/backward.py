@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -78,41 +79,78 @@ def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 class Sums:
-    """The gradients of windows that come one after the other: hidden row by row, weight and bias summed in float32."""
+    """The gradients of windows that come one after the other.
 
-    def __init__(self, head: Head, wanted: Wanted) -> None:
-        self.head = head
+    gathered: rows of dlogits that are kept until they are multiplied together; 0 multiplies each window's where its logits were.
+    whole: all rows are gathered, so that each gradient is one product, rounded as it is written; else weight and bias are summed in
+    float32.
+    """
+
+    def __init__(self, head: Head, wanted: Wanted, gathered: int = 0, whole: bool = False) -> None:
+        self.head, self.wanted, self.whole = head, wanted, whole
         x, w = head.hidden, head.weight
         # Rounded at the end if ranks are still to be added up, or if float16 could not hold what the loss will be scaled by.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
         self.hidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
-        self.weight = None if wanted.weight is None else torch.empty_like(w, dtype=head.dtype)
+        self.weight: Tensor | None = None  # made with the first product: by then the last logits may be gone
         self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
-        self.empty = True
+        self.kept = Room(gathered, w.shape[0], w, w.dtype) if gathered else None
+        self.places: list[Index] = []
+        self.filled = 0
 
     def add(self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> None:
-        """One window: its logits z become their gradient, then enter the sums."""
-        scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
-        dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
+        """One window: its logits z become their gradient, which enters the sums, now or with those of other windows."""
+        if self.kept is None:
+            scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
+            dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
+            self._multiply(at, rows.hidden, dz, scale)
+            return
+        n, capacity = z.shape[0], self.kept.memory.shape[0]
+        if self.filled + n > capacity:
+            self._flush()
+        out = self.kept.logits(capacity, z.shape[1])[self.filled : self.filled + n]
+        row_gradient(z, out, rows.ids, s, dlogp, dentropy, rows.scaling)
+        self.places.append(at)
+        self.filled += n
+
+    def _flush(self) -> None:
+        if self.kept is not None and self.filled:
+            at = _joined(self.places, self.head.ids)
+            self._multiply(at, self.head.hidden[at], self.kept.logits(self.filled, self.head.weight.shape[0]), 1.0)
+            self.places, self.filled = [], 0
+
+    def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
+        w = self.head.weight
         if self.hidden is not None and isinstance(at, slice):
-            rounded_product(dz, self.head.weight, self.hidden[at], 1 / scale)
+            rounded_product(dz, w, self.hidden[at], 1 / scale)
         elif self.hidden is not None:
-            part = torch.empty_like(rows.hidden, dtype=self.hidden.dtype)
-            rounded_product(dz, self.head.weight, part, 1 / scale)
+            part = torch.empty_like(x, dtype=self.hidden.dtype)
+            rounded_product(dz, w, part, 1 / scale)
             self.hidden[at] = part
-        if self.weight is not None and self.empty:
-            rounded_product(dz.t(), rows.hidden, self.weight, 1 / scale)
-        elif self.weight is not None:
-            add_product(self.weight, dz.t(), rows.hidden, 1 / scale)
+        if self.wanted.weight is not None:
+            if self.weight is None:
+                self.weight = torch.empty_like(w, dtype=self.wanted.weight if self.whole else self.head.dtype)
+                rounded_product(dz.t(), x, self.weight, 1 / scale)
+            else:
+                add_product(self.weight, dz.t(), x, 1 / scale)
         if self.bias is not None:
             self.bias += column_sum(dz, self.head.dtype, scale)
-        self.empty = False
 
     def finished(self) -> Gradients:
         """All windows together."""
-        if self.empty and self.weight is not None:
-            self.weight.zero_()
+        self._flush()
+        if self.weight is None and self.wanted.weight is not None:
+            self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
         return Gradients(None if self.hidden is None else self.head.vocabulary.summed(self.hidden), self.weight, self.bias)
+
+
+def _joined(places: list[Index], ids: Tensor) -> Index:
+    """Places of windows as one: a slice if they are slices that follow each other."""
+    slices = [at for at in places if isinstance(at, slice)]
+    if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
+        return slice(slices[0].start, slices[-1].stop)
+    everywhere = torch.arange(ids.shape[0], device=ids.device)
+    return torch.cat([everywhere[at] for at in places])
 
 
 def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> None:

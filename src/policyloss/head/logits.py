@@ -18,7 +18,6 @@ from policyloss.head.inputs import (
     check_mask,
     check_softcap,
     inverse_temperature,
-    later,
     refuse_strays,
     strays,
 )
@@ -64,9 +63,8 @@ def logprobs(
     head = Head(
         logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1], logits.shape[-1])
     )
-    stray = later(strays(head, valid))
     outputs = _Logprobs.apply(logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits)  # type: ignore[no-untyped-call]
-    refuse_strays(stray(), head, valid)
+    refuse_strays(strays(head, valid).tolist(), head, valid)  # asked when the device has work
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 

@@ -252,8 +252,13 @@ class _Call:
         head, _, work, plan = decided
         found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(batch, work, plan.rows)
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
+
+        def run(check: bool) -> tuple[LogProbs, Gradients]:
+            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
+            return run_windows(head, batch, found, sums, check=check)
+
         with torch.no_grad():
-            seen, gradients = run_windows(head, batch, found, wanted, check=True)
+            seen, gradients = run(check=True)
             logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
             said = self._value(batch, logp, entropy)
         if not wanted.any:
@@ -265,7 +270,7 @@ class _Call:
 
         @torch.no_grad()
         def again() -> list[Tensor]:
-            return shaped(run_windows(head, batch, found, wanted, check=False)[1])
+            return shaped(run(check=False)[1])
 
         loss = with_known_gradients(said.loss, inputs, shaped(gradients), again)
         return HeadOutput(loss, said.metrics, logp, entropy)
@@ -279,22 +284,25 @@ class _Call:
         return self._loss(spec, logp, entropy, batch.live.view(self.ids.shape), batch.tokens.totals)
 
 
-def run_windows(head: Head, batch: Batch, found: list[Window], wanted: Wanted, *, check: bool) -> tuple[LogProbs, Gradients]:
+def run_windows(head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool) -> tuple[LogProbs, Gradients]:
     """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are wanted. check: the ids too."""
+    seen = _walk(head, batch, found, sums, check)  # the logits are gone when the gathered gradients are multiplied
+    return seen, sums.finished()
+
+
+def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool) -> LogProbs:
     stray: Callable[[], list[int]] | None = None
-    n, device = head.ids.shape[0], head.hidden.device
-    logp, entropy = (torch.zeros(n, dtype=head.dtype, device=device) for _ in range(2))
-    sums = Sums(head, wanted)
+    logp, entropy = (torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device) for _ in range(2))
     room = head.room(max((w.size for w in found), default=0))
     for window in found:
         rows = head.rows(window.rows)
         z, s = head.forward(rows, room)
         assert s.entropy is not None
         logp[window.rows], entropy[window.rows] = s.logp, s.entropy
+        if window.backward and sums.wanted.any:
+            sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
         if check and stray is None:
             stray = later(strays(head, batch.rows))  # asked when the device has work, so that it need not wait for the question
-        if window.backward and wanted.any:
-            sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
     if stray is not None:
         refuse_strays(stray(), head, batch.rows)
-    return LogProbs(logp, entropy), sums.finished()
+    return LogProbs(logp, entropy)

@@ -24,6 +24,9 @@ LOGPROB_PLANS = ("recompute", "stash")
 # Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated weight gradient; beyond 4096
 # there is little left to gain. The forward alone has no such passes, and the least-memory plan wants them small.
 GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
+# Where the gradients of all logits fit into so many bytes, in half precision, they are gathered: the weight's gradient is then one
+# product, and needs no float32 sum. Windows of logits may be smaller, but still take the device longer than the host.
+GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
 CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
 LEAST_ROWS = 128
@@ -37,7 +40,8 @@ class Plan:
 
     name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute" keeps nothing and makes the
     logits again in the backward (4); "stash" keeps probabilities in the type of the weight (3); "forward" has no backward (1).
-    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute".
+    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute". gathered: rows of
+    their gradient that "one_pass" keeps in half precision until they are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in the backward. matmuls: of the
     size `tokens`·V·D. extra_bytes: memory beyond inputs and gradients, at most about this. reason: why this plan.
     """
@@ -45,6 +49,7 @@ class Plan:
     name: str
     rows: int
     columns: int
+    gathered: int = 0
     tokens: int = 0
     computed: int = 0
     with_gradient: int = 0
@@ -54,10 +59,12 @@ class Plan:
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
+        kept = f"; the gradients of {self.gathered} rows of logits are kept and multiplied together" if self.gathered else ""
         return (
             f"{self.name}: {self.reason}\n"
             f"  {self.tokens} tokens, {self.computed} computed, {self.with_gradient} with gradient\n"
-            f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden\n"
+            f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden"
+            f"{kept}\n"
             f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
         )
 
@@ -82,8 +89,9 @@ def free_bytes(like: Tensor) -> int:
     """Memory that can still be had on the device of `like`, the allocator's own unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
+        unused = held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"] if held else 0
+        return torch.cuda.mem_get_info(device)[0] + int(unused)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # not every system says
@@ -148,14 +156,24 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if reach == "sequence":
         rows = max(rows, work.longest)
     budget = SHARE * _free(head)
-    while rows > least and _one_pass_bytes(head, work, rows) > budget:
+    gathered = _gathered(head, work, budget)
+    if gathered:
+        rows = max(GATHER_ROWS, least)
+    while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
         rows = max(least, rows // 2)
-    need = _one_pass_bytes(head, work, rows)
+    need = _one_pass_bytes(head, work, rows, gathered)
     if need > budget and not forced:
         what = f"a window of {rows} rows" if reach == "token" else f"a window that holds the longest sequence, {rows} rows,"
         return _recompute(head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free")
     said = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
-    return _told(head, work, Plan("one_pass", rows, 0, reason=f"{said}, so it is known as soon as its logits are"))
+    return _told(head, work, Plan("one_pass", rows, 0, gathered, reason=f"{said}, so it is known as soon as its logits are"))
+
+
+def _gathered(head: Head, work: Work, budget: float) -> int:
+    """How many rows of dlogits to gather: all, if they are in half precision and fit; float16 is scaled window by window."""
+    n, size = work.with_gradient, head.weight.element_size()
+    fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
+    return n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
 
 
 def _kept_or_recomputed(head: Head, work: Work, why: str) -> Plan:
@@ -189,10 +207,17 @@ def _forward(head: Head, work: Work) -> Plan:
 def _forced(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
+    too_few = plan.gathered < min(plan.rows, work.with_gradient)
+    if plan.gathered and (plan.name != "one_pass" or head.hidden.dtype == torch.float16 or too_few):
+        raise InputError(
+            f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and {head.hidden.dtype} hidden states; "
+            "only one_pass gathers, at least as many rows as a window holds, and not in float16, whose windows are scaled one by "
+            "one. Use gathered=0."
+        )
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
     columns = plan.columns or _columns(head, work)
-    return _told(head, work, Plan(plan.name, plan.rows, columns, reason="asked for"))
+    return _told(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
 
 
 def _free(head: Head) -> int:
@@ -219,8 +244,10 @@ def _accumulator_bytes(head: Head, work: Work) -> int:
     return head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize if work.weight_gradient and narrow else 0
 
 
-def _one_pass_bytes(head: Head, work: Work, rows: int) -> int:
-    return _window_bytes(head, work, rows) + _accumulator_bytes(head, work)
+def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
+    kept = gathered * head.vocabulary.largest * head.weight.element_size()
+    sums = 0 if gathered >= work.with_gradient else _accumulator_bytes(head, work)
+    return _window_bytes(head, work, rows) + kept + sums
 
 
 def _told(head: Head, work: Work, plan: Plan) -> Plan:
@@ -229,7 +256,7 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     extra = _window_bytes(head, work, plan.rows)
     if plan.name == "one_pass":
-        extra = _one_pass_bytes(head, work, plan.rows)
+        extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.name == "stash":
         share = forward  # what was kept is used whole
         extra += work.computed * head.vocabulary.largest * head.weight.element_size()
@@ -245,6 +272,7 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
         plan.name,
         plan.rows,
         plan.columns,
+        plan.gathered,
         tokens=work.tokens,
         computed=work.computed,
         with_gradient=work.with_gradient if work.any_gradient else 0,

@@ -6,6 +6,9 @@ rounded to bfloat16 they would be off by up to 0.06 where they are near 30.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -58,12 +61,10 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """`out = (a @ b)·scale`, summed in float32 and rounded once, some rows at a time.
-
-    A half-precision product of torch's own may add up its parts in half precision (`allow_bf16_reduced_precision_reduction`).
-    """
-    if out.dtype == compute_dtype(out) and scale == 1:
-        product(a, b, out)
+    """`out = (a @ b)·scale`, summed in float32 and rounded once; where the device cannot do so, some rows at a time."""
+    if scale == 1 and (out.dtype == compute_dtype(out) or _rounds_once(a, out)):
+        with _sums_in_float32():
+            product(a, b, out)
         return
     step = max(1, WIDE_BYTES // (4 * max(out.shape[1], 1)))
     for start in range(0, out.shape[0], step):
@@ -71,6 +72,26 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> No
         wide = torch.empty_like(part, dtype=compute_dtype(out))
         product(a[start : start + step], b, wide)
         part.copy_(wide.mul_(scale) if scale != 1 else wide)
+
+
+def _rounds_once(a: Tensor, out: Tensor) -> bool:
+    """Whether one product of the device gives `out` as it should be: bfloat16 on CUDA, unless `product` would add two parts."""
+    return a.device.type == "cuda" and a.dtype == out.dtype == torch.bfloat16 and _cut(a.shape[1]) is None
+
+
+@contextmanager
+def _sums_in_float32() -> Iterator[None]:
+    """Without leave to add the parts of a long sum in bfloat16, which torch gives the device by default."""
+    flags = torch.backends.cuda.matmul
+    given = flags.allow_bf16_reduced_precision_reduction
+    if not given:
+        yield
+        return
+    flags.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = given
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
