@@ -99,9 +99,11 @@ def test_a_nan_on_one_rank_is_not_dropped(name: str, holder: int, said: Said) ->
     assert ranks[0]["metrics"]["nonfinite_tokens"] >= 1
 
 
-def test_runs_of_the_mask_cannot_cross_ranks(said: Said) -> None:
+def test_turns_that_cross_ranks_need_positions(said: Said) -> None:
+    """With them, see `test_cp_order`."""
     for message in both(said, "cp turn"):
-        assert "SegmentRatio cannot be used with cp_group" in str(message)
+        assert "SegmentRatio depends on the order of tokens" in str(message)
+        assert "pass positions=" in str(message)
 
 
 def check_average(ranks: tuple[dict[str, Any], dict[str, Any]], expected: Result, split: str) -> None:

@@ -7,6 +7,7 @@ out.loss.backward()
 """
 
 from policyloss import advantage, compat, functional
+from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check import check_loss
 from policyloss.compiled import CompiledLoss, compiled_loss
@@ -19,6 +20,7 @@ from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
 from policyloss.head.plans import Plan
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics, Stat
+from policyloss.partition_check import PartitionReport, partition_check
 from policyloss.presets import preset, presets
 from policyloss.slots.aggregate import (
     LengthWeighted,
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KL",
     "OPSM",
+    "Accumulation",
     "Band",
     "Clip",
     "CompiledLoss",
@@ -90,6 +93,8 @@ __all__ = [
     "LossOutput",
     "LossSpec",
     "Metrics",
+    "MicroBatch",
+    "PartitionReport",
     "Plan",
     "PolicyLossError",
     "ProbabilityBand",
@@ -119,6 +124,7 @@ __all__ = [
     "TwoSidedClip",
     "Unbounded",
     "Veto",
+    "accumulate",
     "advantage",
     "aggregate_tokens",
     "check_loss",
@@ -134,6 +140,7 @@ __all__ = [
     "linear_policy_loss",
     "logprobs",
     "measure",
+    "partition_check",
     "policy_loss",
     "preset",
     "presets",

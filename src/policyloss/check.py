@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from policyloss.errors import PolicyLossError
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.functional.ranks import several_ranks
 from policyloss.loss import measure, policy_loss
 from policyloss.presets import preset
 from policyloss.spec import LossSpec
@@ -152,8 +153,10 @@ def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec
     token; autograd agrees with finite differences (stop-gradients held constant); garbage at masked positions, row order, packing,
     any split into micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs give the same
     bits.
-    Returns a report: print it, or assert it.
+    Returns a report: print it, or assert it. It runs in one process.
     """
+    if several_ranks():
+        raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
     if isinstance(loss, str):
         loss = preset(loss)
     spec = loss if isinstance(loss, LossSpec) else (base or LossSpec()).replace(trust=loss)

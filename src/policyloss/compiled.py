@@ -105,11 +105,13 @@ class CompiledLoss:
         group_ids: Tensor | None = None,
         totals: Totals | Literal["local"] | None = None,
         cp_group: Any = None,
+        positions: Tensor | None = None,
     ) -> LossOutput:
         """`policy_loss(spec, …)`: the same arguments, loss, gradients and metrics."""
         tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
         if cp_group is not None or not self._traceable(tensors):
-            return policy_loss(self.spec, **_all_of(tensors), totals=totals, cp_group=cp_group)  # type: ignore[arg-type]
+            spread = {"cp_group": cp_group, "positions": positions}
+            return policy_loss(self.spec, **_all_of(tensors), totals=totals, **spread)  # type: ignore[arg-type]
         leaves = _requiring_grad(logp, entropy)
         graph, (loss, packed, *known) = self._run(tensors, totals, leaves)
         if leaves:

@@ -48,6 +48,7 @@ def policy_loss(
     group_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
+    positions: Tensor | None = None,
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
@@ -59,13 +60,17 @@ def policy_loss(
       reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
       advantages: token-shaped, or one per sequence. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which
       prompt a sequence belongs to.
-    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch.
-    cp_group: the process group over which each sequence's tokens are spread (context parallel).
+    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
+    cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
+    `Totals.count(mask, cp_group=…)`).
+    cp_group: the process group over which each sequence's tokens are spread (context parallel). positions: token-shaped integers,
+      each token's place in its whole sequence; read only with `cp_group`, by parts that depend on the order of tokens
+      (`SegmentRatio`), and only at valid tokens.
     """
     check_spec(spec)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
-    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
 
     def run(logp: Tensor) -> _Parts:
         return pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
@@ -212,6 +217,7 @@ def measure(
     group: Any = None,
     cp_group: Any = None,
     dp_size: int | None = None,
+    positions: Tensor | None = None,
 ) -> Totals:
     """The totals of a whole step for a loss whose denominator or weights depend on more than the mask.
 
@@ -224,7 +230,8 @@ def measure(
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
-        t = Tokens.of(logp.detach(), advantages, mask, others=others, cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+        layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
+        t = Tokens.of(logp.detach(), advantages, mask, others=others, **layout)
         t, corrected = corrected_tokens(spec, t, None, group)
         set_ratio(spec, t)
         statistics = dict(corrected.statistics)

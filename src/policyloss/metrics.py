@@ -16,6 +16,7 @@ from torch import Tensor
 
 from policyloss.errors import unknown_name
 from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.ranks import collective_device
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -248,7 +249,7 @@ class Metrics(Mapping[str, Record]):
         kinds = self._kinds_of_all_ranks(group)
         if not kinds:
             return self
-        device = next((p.device for r in self._records.values() for p in r.parts), _collective_device(group))
+        device = next((p.device for r in self._records.values() for p in r.parts), collective_device(group, torch.device("cpu")))
         wide = accumulator_dtype(device)
         records = {n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()}
         flat = [(part, record.op) for record in records.values() for part in record.parts]
@@ -274,7 +275,3 @@ class Metrics(Mapping[str, Record]):
 
 def _parts_by_id(metrics: Metrics) -> dict[int, Tensor]:
     return {id(part): part for record in metrics.values() for part in record.parts}
-
-
-def _collective_device(group: Any) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -12,6 +12,7 @@ from policyloss.errors import InputError
 from policyloss.functional.masking import bound, compute_dtype, difference, fill
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
+from policyloss.functional.shards import checked_positions
 
 if TYPE_CHECKING:
     from policyloss.totals import Totals
@@ -84,22 +85,24 @@ class Tokens:
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
     `logp`. `ratio`, `log_ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
-    the aggregation. `known` holds batch-wide numbers measured beforehand, or None.
+    the aggregation. `known` holds batch-wide numbers measured beforehand, or None. `positions`: each token's place in its whole
+    sequence, for parts that depend on the order of tokens where those lie on several ranks.
     """
 
     mask: Tensor
     sequences: Sequences
-    lengths: Tensor
     advantages: Tensor
     dtype: torch.dtype
     raw: dict[str, Tensor | None]
     group_ids: Tensor | None = None
+    positions: Tensor | None = None
     totals: Totals | None = None
     anchor: str = "old"
     raw_log_ratio: Tensor | None = None
     log_clamp: LogClamp = None
     ratio: Tensor | None = None
     known: dict[str, Tensor] | None = None
+    known_lengths: Tensor | None = None
 
     @classmethod
     def of(
@@ -113,6 +116,7 @@ class Tokens:
         cu_seqlens: Tensor | None = None,
         group_ids: Tensor | None = None,
         cp_group: Any = None,
+        positions: Tensor | None = None,
     ) -> Tokens:
         """Check the arguments against each other and lay them out. `others` are the optional token-shaped tensors by name.
 
@@ -138,21 +142,23 @@ class Tokens:
         return cls(
             mask=mask,
             sequences=sequences,
-            lengths=sequences.sum(mask.to(dtype)),
             advantages=fill(expand_advantages(advantages.detach(), sequences, called[1]), mask, dtype),
             dtype=dtype,
             raw=raw,
             group_ids=group_ids,
+            positions=None if positions is None else checked_positions(positions, logp, "this loss"),
         )
 
     def with_mask(self, mask: Tensor) -> Tokens:
         """The same call with fewer tokens: as if `mask` had been given."""
-        return replace(
-            self,
-            mask=mask,
-            lengths=self.sequences.sum(mask.to(self.dtype)),
-            advantages=fill(self.advantages, mask),
-        )
+        return replace(self, mask=mask, advantages=fill(self.advantages, mask), known_lengths=None)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Valid tokens of each sequence `[S]`, counted when first asked for: with context parallel that is an all-reduce."""
+        if self.known_lengths is None:
+            self.known_lengths = self.sequences.sum(self.mask.to(self.dtype))
+        return self.known_lengths
 
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
@@ -202,4 +208,8 @@ class Tokens:
 
         `x` must be 0 at masked positions, as everything read from here is.
         """
-        return self.sequences.sum(x) / self.lengths.clamp(min=1)
+        if self.known_lengths is not None:
+            return self.sequences.sum(x) / self.known_lengths.clamp(min=1)
+        total, lengths = self.sequences.sums(x, self.mask.to(self.dtype))
+        self.known_lengths = lengths.detach()  # in one all-reduce with the sum, whose gradient is not theirs
+        return total / self.known_lengths.clamp(min=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.ranks import several_ranks
 from policyloss.functional.segments import Sequences, group_index, group_sum
 from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask, check_group_ids
@@ -142,7 +143,7 @@ class Totals:
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
     """The ranks that hold other sequences: `group`, or by default all of them; None if there are no others."""
-    if group is not None or not _distributed():
+    if group is not None or not several_ranks():
         return group
     if cp_group is None:
         return dist.group.WORLD
@@ -156,10 +157,6 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def local_totals(t: Tokens) -> Totals:
@@ -181,7 +178,7 @@ def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
         return totals
     if totals not in (None, "local"):
         raise InputError(f'totals must be a Totals, "local" or None, got {totals!r}.')
-    if totals is None and _distributed():
+    if totals is None and several_ranks():
         raise InputError(
             f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "
             "Count it once per step: totals = policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and pass "

@@ -2,6 +2,8 @@
 
 Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same id (the samples of one prompt).
 Statistics are computed in float64 and in an order that does not depend on the order of the rows.
+Over several ranks: `group` is a process group whose ranks hold other sequences, of the same prompts or of others. Rewards and ids
+of all of them are brought together, and each rank gets its own rows' advantages. An id must mean the same prompt on every rank.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
-from policyloss.functional.ranks import all_sum
+from policyloss.functional.ranks import Gathered, all_sum, gather_rows, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 
@@ -122,11 +125,14 @@ def group_advantages(
     """Rewards relative to their group: `(r − baseline) / (spread + eps)`. `[S]`, `[S]` integers → `[S]`, without gradient.
 
     center, the baseline: "mean" of the group (weighted by `weights` `[S]` if given), "loo" the mean of the *other* members, None 0.
-    scale, the spread: "std" of the group, "loo_std" of the other members, "batch_std" of all rewards (over the ranks of the process
-    group `group`, if given), each with `ddof`; "mean" of the group; None divides by nothing.
+    scale, the spread: "std" of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`; "mean" of
+    the group; None divides by nothing.
     A constant group (all rewards exactly equal) gives exactly 0, and a spread of exactly 0 divides nothing: rounding residue is
     never amplified. A group of one has no one to compare with and gives 0 (`single="zero"`), or with `single="raw"`, as verl does,
     baseline 0 and spread 1. A NaN reward shows in its whole group. `group_ids` may be any integers in any order; S = 0 gives `[0]`.
+    group: a process group over whose ranks a prompt's samples and the batch may be spread (each rank with its own S, 0 too); ids
+    are then global: the same id is the same prompt on every rank. With context parallel, the data-parallel group: ranks that hold
+    the same sequences would count them twice. "local" is this rank alone, and so is None, with a warning if there are others.
     """
     check_rewards(rewards, group_ids)
     check_choice("center", center, CENTERS)
@@ -136,18 +142,26 @@ def group_advantages(
     if weights is not None and center != "mean":
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
+    given = () if weights is None else (per_sequence("weights", weights, rewards),)
+    (rewards, group_ids, *more), own = of_all_ranks(group, rewards, group_ids, *given)
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
-    weight = None if weights is None else per_sequence("weights", weights, rewards)[g.order].to(g.rewards.dtype)
+    weight = more[0][g.order] if more else None
     alone_raw = (g.size == 1) & (single == "raw")
     advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
     if scale is not None:
-        spread = _spread(g, scale, ddof, group)
+        spread = _spread(g, scale, ddof)
         if scale != "batch_std":
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
         advantage = divided(advantage, spread, eps)
-    return g.back(advantage, dtype)
+    return g.back(advantage, dtype)[own]
+
+
+def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
+    """Rewards, ids and `more` numbers of the sequences on all ranks that a statistic spans, but for the ids in float64."""
+    wide = accumulator_dtype(rewards.device)
+    return gather_rows([rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group))
 
 
 def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
@@ -160,14 +174,14 @@ def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
     return torch.where(g.constant, 0, deviation)
 
 
-def _spread(g: RankedGroups, scale: Scale, ddof: int, group: Any) -> Tensor:
+def _spread(g: RankedGroups, scale: Scale, ddof: int) -> Tensor:
     if scale == "std":
         return g.std(ddof)
     if scale == "loo_std":
         return g.std_of_others(ddof)
     if scale == "mean":
         return g.mean()
-    _, variance = moments(g.rewards, torch.ones_like(g.rewards), ddof, group)
+    _, variance = moments(g.rewards, torch.ones_like(g.rewards), ddof)
     return variance.sqrt().expand_as(g.rewards)
 
 
@@ -176,26 +190,34 @@ def divided(x: Tensor, spread: Tensor, eps: float) -> Tensor:
     return torch.where(spread == 0, x, x / torch.where(spread == 0, 1, spread + eps))
 
 
-def moments(x: Tensor, weight: Tensor, ddof: int, group: Any = None) -> tuple[Tensor, Tensor]:
-    """Mean and variance of `x`, each element counted `weight` times, over the ranks of `group`; 0-dim, in float64.
+def moments(x: Tensor, weight: Tensor, ddof: int, *groups: Any) -> tuple[Tensor, Tensor]:
+    """Mean and variance of `x`, each element counted `weight` times, over the ranks of every group; 0-dim, in float64.
 
     `x` must be finite, or 0, where its weight is 0. Two passes, because E[x²] − E[x]² cancels.
     """
     wide = accumulator_dtype(x.device)
     x, weight = x.to(wide), weight.to(wide)
-    n, total = all_sum(torch.stack((weight.sum(), (x * weight).sum())), group)
+    n, total = _over(groups, torch.stack((weight.sum(), (x * weight).sum())))
     mean = total / n.clamp(min=1)
-    squares = all_sum(((x - mean) ** 2 * weight).sum(), group)
+    squares = _over(groups, ((x - mean) ** 2 * weight).sum())
     # The mean of equal numbers may be off by a rounding error; that is no variance.
     rounding = n * (4 * torch.finfo(wide).eps * mean) ** 2
     return mean, torch.where(squares <= rounding, 0, squares) / (n - ddof).clamp(min=1)
 
 
+def _over(groups: tuple[Any, ...], x: Tensor) -> Tensor:
+    for group in groups:
+        x = all_sum(x, group)
+    return x
+
+
 @torch.no_grad()
-def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8, cp_group: Any = None) -> Tensor:
     """`(x − mean) / √(variance + eps)` over all valid tokens, unbiased variance; 0 at masked tokens. Any shape, without gradient.
 
-    mean: False keeps the old mean (it is added back after scaling). group: a process group whose ranks share mean and variance.
+    mean: False keeps the old mean (it is added back after scaling). group: a process group whose ranks share mean and variance;
+    "local" is this rank alone, and so is None, with a warning if there are other ranks. cp_group: ranks that hold other tokens of
+    the same sequences, if they are not in `group`: they share both too.
     A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token gives zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than two tokens).
     """
@@ -203,13 +225,15 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
         raise InputError(f"x must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}.")
     mask = as_mask(mask, x)
     dtype = compute_dtype(x)
-    return whitened(fill(x.detach(), mask, dtype), mask.to(dtype), mean=mean, group=group, eps=eps)
+    if group is None and cp_group is not None and dist.get_world_size(cp_group) == dist.get_world_size():
+        group = "local"  # there are no ranks beside those of cp_group
+    return whitened(fill(x.detach(), mask, dtype), mask.to(dtype), statistics_group(group), cp_group, mean=mean, eps=eps)
 
 
-def whitened(x: Tensor, weight: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8) -> Tensor:
+def whitened(x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8) -> Tensor:
     """`whiten` for elements that count `weight` times (0 for not at all), as a sequence's advantage counts once per token."""
     check_numbers(eps, 1)
-    center, variance = moments(x, weight, 1, group)
+    center, variance = moments(x, weight, 1, *groups)
     # Centred in float64: in float32 a mean far from 0 would be rounded before it is subtracted.
     centred = x.to(center.dtype) - center
     result = torch.where(variance == 0, 0 * centred, centred * (variance + eps).rsqrt())

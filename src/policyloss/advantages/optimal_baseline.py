@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from policyloss.advantages.baselines import RankedGroups, check_numbers, check_rewards
 from policyloss.advantages.plain import reward_to_go, rows_by_size
-from policyloss.advantages.returns import token_rewards
+from policyloss.advantages.returns import token_rewards, whole_sequences
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.ranks import gather_rows, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 
@@ -26,6 +29,9 @@ def optimal_token_baseline(
     zero_tail: bool = True,
     bridge: bool = True,
     eps: float = 1e-8,
+    group: Any = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`, the sums over the group's sequences that have a token t.
 
@@ -40,19 +46,39 @@ def optimal_token_baseline(
     bridge: token t is the t-th valid one of its sequence, and a sequence without one does not count; False compares columns as
     they stand (and the tail begins at the column numbered by the second-largest count), as for single turns.
     A group of one has baseline 0. Computed in the inputs' dtype (half precision in float32).
+    group: ranks that a prompt's samples may be spread over (T may differ), as in `group_advantages`; ids are global.
+    cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with `bridge=True`.
     Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's optimal_token_baseline (`bridge=False`) and
     tir_optimal_token_baseline (`bridge=True`).
     """
     valid = _checked(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
-    if valid.numel() == 0:
-        return torch.zeros(valid.shape, dtype=dtype, device=valid.device)
+    if cp_group is not None:
+        if not bridge:
+            raise InputError("bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True.")
+        others = (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
+        whole, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
+        reward = whole.padded(reward) if reward.dim() == 1 else reward.squeeze(1)
+        logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
+        weights = weight[0] if weight else None
+        same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
+        return whole.own(optimal_token_baseline(reward, group_ids, whole.inside, logp, squared, **same)[whole.inside])
     returns = reward_to_go(token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
     if weights is not None:
         energy = energy * fill(weights, valid, dtype) ** 2
     path = fill(energy, valid).cumsum(-1)
+    rows, own = gather_rows([returns, path, valid, group_ids], statistics_group(group))
+    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[own, : valid.shape[1]]
+
+
+def _less_baseline(
+    returns: Tensor, path: Tensor, valid: Tensor, group_ids: Tensor, *, zero_tail: bool, bridge: bool, eps: float
+) -> Tensor:
+    """`returns` less their baselines, of all rows that may share a group; path is W. `[B, T]`."""
+    if valid.numel() == 0:
+        return returns
     lengths = valid.sum(-1)
     if bridge:
         group_ids, width = _apart(group_ids, lengths == 0), max(int(lengths.max()), 1)

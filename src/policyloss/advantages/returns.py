@@ -1,12 +1,13 @@
 """Credit over time: generalised advantage estimation and discounted returns, for padded rows and packs, without a loop over time.
 
 Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Masked tokens are *bridged*: time runs over the
-valid tokens of a sequence only, as if the others (tool output, padding) were cut out.
+valid tokens of a sequence only, as if the others (tool output, padding) were cut out. With context parallel, the numbers of a
+sequence's valid tokens are brought together in the order of `positions`, scanned on every rank, and each keeps its own.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import Sequences, check_cu_seqlens
+from policyloss.functional.shards import WholeSequences, checked_positions
 from policyloss.tokens import as_mask
 
 KERNEL = "policyloss.functional.gae_kernel"
@@ -37,6 +39,8 @@ def gae(
     *,
     cu_seqlens: Tensor | None = None,
     last_values: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
 ) -> GAE:
     """Generalised advantage estimation over the valid tokens of each sequence.
 
@@ -47,10 +51,18 @@ def gae(
     Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole sequence NaN, and no other.
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
     With γ = λ = 1, A is the reward-to-go minus V; with λ = 0 it is δ.
+    cp_group: the process group over which each sequence's tokens are spread (context parallel); then positions, token-shaped
+    integers, say where each valid token stands in its whole sequence, and every rank gives the same `[S]` numbers.
     Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant rewards: nothing special.
     """
     _check_fraction("gamma", gamma)
     _check_fraction("lam", lam)
+    if cp_group is not None:
+        layout, mask = _layout("values", values, mask, cu_seqlens, cp_group)
+        dtype = compute_dtype(rewards, values)
+        whole, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
+        found = gae(reward, whole.columns[0], whole.mask, gamma, lam, cu_seqlens=whole.cu_seqlens, last_values=last_values)
+        return GAE(*map(whole.own, found))
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
     with torch.no_grad():
@@ -63,13 +75,25 @@ def gae(
 
 
 @torch.no_grad()
-def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, cu_seqlens: Tensor | None = None) -> Tensor:
+def discounted_returns(
+    rewards: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> Tensor:
     """`G_t = r_t + γ·G_{t+1}` over the valid tokens of each sequence; with γ = 1, the reward-to-go.
 
     mask: token-shaped. rewards: token-shaped, or `[S]`, then put on the last valid token → token-shaped, 0 at masked tokens.
+    cp_group, positions: as in `gae`.
     """
     _check_fraction("gamma", gamma)
-    layout, mask = _layout("mask", mask, mask, cu_seqlens)
+    layout, mask = _layout("mask", mask, mask, cu_seqlens, cp_group)
+    if cp_group is not None:
+        whole, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
+        return whole.own(discounted_returns(reward, whole.mask, gamma, cu_seqlens=whole.cu_seqlens))
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
     return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
 
@@ -151,10 +175,24 @@ def _gae_by_kernel(
     return GAE(*kernels(KERNEL).gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
 
 
-def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Sequences, Tensor]:
+def whole_sequences(
+    rewards: Tensor, mask: Tensor, layout: Sequences, positions: Tensor | None, dtype: torch.dtype, *others: Tensor
+) -> tuple[WholeSequences, Tensor]:
+    """`others` (the columns) and the rewards of whole sequences, from the ranks of the context-parallel group of `layout`.
+
+    Rewards per sequence are known on every rank: they stay what they are, as `[S, 1]`.
+    """
+    _check_rewards(rewards, layout)
+    at = checked_positions(positions, mask, "a scan over time")
+    by_token = (rewards.to(dtype),) if tuple(rewards.shape) == layout.shape else ()
+    whole = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
+    return whole, whole.columns[-1] if by_token else rewards.detach().reshape(-1, 1).to(dtype)
+
+
+def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None) -> tuple[Sequences, Tensor]:
     if not isinstance(tokens, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(tokens).__name__}.")
-    return Sequences.of(tokens, cu_seqlens), as_mask(mask, tokens)
+    return Sequences.of(tokens, cu_seqlens, cp_group), as_mask(mask, tokens)
 
 
 def _check_rewards(rewards: Tensor, layout: Sequences) -> None:

@@ -1,12 +1,109 @@
-"""Reductions over a process group; with `group=None` they are what they say on one rank."""
+"""Reductions over a process group, and rows brought together from its ranks; with `group=None` they are of one rank."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from policyloss.errors import InputError
+
+
+def statistics_group(group: Any) -> Any:
+    """The ranks that a statistic spans: `group`, or None for this rank alone, which `"local"` says on purpose.
+
+    If nothing was said and there are other ranks, a warning at the line that called the package.
+    """
+    if isinstance(group, str):
+        if group != "local":
+            raise InputError(f'group must be a process group, "local" (this rank alone) or None, got {group!r}.')
+        return None
+    if group is None and several_ranks():
+        warnings.warn(
+            f"torch.distributed runs on {dist.get_world_size()} ranks, but these statistics are of this rank alone; pass group= "
+            'for those of all its ranks, or group="local" if a rank alone is meant.',
+            UserWarning,
+            stacklevel=_caller_level(),
+        )
+    return group
+
+
+def _caller_level() -> int:
+    """How many frames above the function that asks the first one outside of this package (and of torch's decorators) is."""
+    level = 1
+    while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in ("policyloss", "torch"):
+        level += 1
+    return level
+
+
+class Gathered(NamedTuple):
+    """The rows of all ranks, one rank after the other, and where this rank's own are."""
+
+    columns: list[Tensor]
+    own: slice
+
+
+def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> Gathered:
+    """`columns` (`[n]` or `[n, k]` each, same n) of all ranks, `[Σn]` or `[Σn, K]`; without gradient.
+
+    Ranks may hold different n, 0 too, and different k: the narrower ones are filled up with 0 (or False) to the widest, K.
+    alike: numbers that must be equal on all ranks, by what they count; if not, an error on every rank.
+    Two collectives: the sizes, then all columns together, as the 64 bits of each number, which keeps them exactly.
+    """
+    columns = [x.detach() for x in columns]
+    n = columns[0].shape[0]
+    if group is None:
+        return Gathered(columns, slice(0, n))
+    device = collective_device(group, columns[0].device)
+    widest = max(x.shape[1] if x.dim() == 2 else 1 for x in columns)
+    sizes = all_gather(torch.tensor([n, widest, len(columns), *alike.values()], device=device), group)
+    table = torch.stack(sizes).tolist()
+    for i, what in enumerate(("numbers per row", *alike), start=2):
+        if len({row[i] for row in table}) > 1:
+            hint = "" if i > 2 else _PER_TOKEN
+            raise InputError(f"every rank must give as many {what}, but the ranks gave {[row[i] for row in table]}{hint}.")
+    rows, width = max(row[0] for row in table), max(row[1] for row in table)
+    bits = torch.zeros(rows, len(columns), width, dtype=torch.int64, device=device)
+    for i, x in enumerate(columns):
+        wide = x.to(device, torch.float64).view(torch.int64) if x.is_floating_point() else x.to(device, torch.int64)
+        bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = wide.view(n, -1) if n else wide.new_zeros(0, 1)
+    whole = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
+    before = sum(row[0] for row in table[: dist.get_rank(group)])
+    return Gathered([_as_given(whole[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
+
+
+_PER_TOKEN = (
+    "; if they are per token on one rank and per sequence on another because both shapes are the same there: padded tokens take "
+    "numbers per sequence as [S], packed ones as [S, 1]"
+)
+
+
+def _as_given(bits: Tensor, like: Tensor) -> Tensor:
+    bits = bits.contiguous() if like.dim() == 2 else bits[:, 0].contiguous()
+    return (bits.view(torch.float64) if like.is_floating_point() else bits).to(like.device, like.dtype)
+
+
+def all_gather(x: Tensor, group: Any) -> list[Tensor]:
+    """`x` of every rank, the same shape on all. It travels where the backend gathers, and comes back to where `x` was."""
+    here = x.to(collective_device(group, x.device)).contiguous()
+    shares = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shares, here, group=group)
+    return [share.to(x.device) for share in shares]
+
+
+def collective_device(group: Any, otherwise: torch.device) -> torch.device:
+    """Where the group's backend works: gloo on the CPU, NCCL on a GPU; others anywhere."""
+    return {"gloo": torch.device("cpu"), "nccl": torch.device("cuda")}.get(dist.get_backend(group), otherwise)
+
+
+def several_ranks() -> bool:
+    """Whether torch.distributed runs on more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def all_sum(x: Tensor, group: Any = None) -> Tensor:
@@ -53,7 +150,4 @@ def _descending(score: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gather(top: Tensor, want: int, lowest: float, group: Any) -> Tensor:
     """The `want` largest of every rank, one after another; a rank with fewer fills up with `lowest`."""
-    top = torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest).contiguous()
-    shares = [torch.empty_like(top) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shares, top, group=group)
-    return torch.cat(shares)
+    return torch.cat(all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group))

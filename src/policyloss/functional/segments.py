@@ -125,6 +125,11 @@ class Sequences:
         """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`."""
         return self._across(self._sum_here(x))
 
+    def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """`sum` of each of `xs`; the ranks of a context-parallel group exchange all of them in one all-reduce."""
+        here = [self._sum_here(x) for x in xs]
+        return tuple(here) if self.cp_group is None else self._across(torch.stack(here)).unbind()
+
     def _sum_here(self, x: Tensor) -> Tensor:
         if self.offsets is None or self.ids is None:
             return x.sum(dim=-1)
@@ -159,16 +164,11 @@ class Sequences:
         return spread.view(self.shape)
 
     def runs(self, mask: Tensor) -> Sequences:
-        """The same tokens, cut anew into the contiguous runs of `mask` (the turns of a dialogue).
+        """The same tokens of this rank, cut anew into the contiguous runs of `mask` (the turns of a dialogue).
 
         A masked token belongs to the run before it, where it adds nothing. There are at most as many runs as tokens, so the
         shapes do not depend on the data and nothing is read back to the host; unused runs are empty.
         """
-        if self.cp_group is not None:
-            raise InputError(
-                "SegmentRatio cannot be used with cp_group: a run of the mask may cross ranks and its ends cannot be seen "
-                "locally. Use SequenceRatio, or gather whole sequences on a rank."
-            )
         flat = mask.reshape(-1)
         n = flat.shape[0]
         before = torch.nn.functional.pad(flat[:-1], (1, 0))

@@ -140,6 +140,12 @@ def geometric_clipped(
     return -advantages * geometric_ratio(log_ratio, advantages, eps_low, eps_high, lengths, sequences, epsilon)
 
 
+def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    """GMPO's c_t: the log-ratio, held within [-eps_low, eps_high] on the side the advantage pushes to. Token-shaped."""
+    sign = advantages.sign()
+    return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
+
+
 def geometric_ratio(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -150,8 +156,7 @@ def geometric_ratio(
     epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO's ratio, `exp(mean_t c_t)` of each token's sequence (see `geometric_clipped`)."""
-    sign = advantages.sign()
-    c = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
+    c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
     return sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
 
 
@@ -187,11 +192,11 @@ def draw(seed: int, *keys: Tensor) -> Tensor:
     """A non-negative random int64 for each token that depends on `seed` and on the bits of `keys` only.
 
     A token gets the same draw wherever it stands — padded or packed, in any micro-batch, on any rank — which a random generator
-    cannot give. (splitmix64 over the float bits.)
+    cannot give. (splitmix64 over the bits as float32, so that float64 draws the same.)
     """
     state = torch.full_like(keys[0], seed * 0x9E3779B9 + 0x1234567, dtype=torch.int64)
     for key in keys:
-        bits = key.contiguous().view(torch.int64 if key.dtype == torch.float64 else torch.int32).to(torch.int64)
+        bits = key.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
         state = _mix(state ^ (bits + 0x5851F42D4C957F2D))
     return state & 0x7FFFFFFFFFFFFFFF
 

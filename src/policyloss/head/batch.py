@@ -100,7 +100,7 @@ class Batch:
             t,
             mask=mask,
             sequences=sequences,
-            lengths=sequences.sum(mask.to(t.dtype)),
+            known_lengths=None,
             advantages=t.advantages.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,

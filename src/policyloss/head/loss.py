@@ -49,6 +49,7 @@ def linear_policy_loss(
     group_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
+    positions: Tensor | None = None,
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
@@ -84,6 +85,7 @@ def linear_policy_loss(
         group_ids=group_ids,
         totals=totals,
         cp_group=cp_group,
+        positions=positions,
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
@@ -162,6 +164,7 @@ class _Call:
     group_ids: Tensor | None = None
     totals: Totals | Literal["local"] | None = None
     cp_group: Any = None
+    positions: Tensor | None = None
     vocab_group: Any = None
     plan: str | Plan = "auto"
     skip_zero_advantage: bool = False
@@ -169,7 +172,12 @@ class _Call:
     @property
     def layout(self) -> dict[str, Any]:
         """Where sequences are."""
-        return {"cu_seqlens": self.cu_seqlens, "group_ids": self.group_ids, "cp_group": self.cp_group}
+        return {
+            "cu_seqlens": self.cu_seqlens,
+            "group_ids": self.group_ids,
+            "cp_group": self.cp_group,
+            "positions": self.positions,
+        }
 
     @property
     def others(self) -> dict[str, Tensor | None]:

@@ -32,7 +32,7 @@ class TokenMean:
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.tokens, t.lengths)
+        return totals.dp_size * reciprocal(totals.tokens, t.advantages)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SeqMeanTokenSum:
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.sequences, t.lengths)
+        return totals.dp_size * reciprocal(totals.sequences, t.advantages)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SeqMeanTokenSumNorm:
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
-        return (totals.dp_size / self.horizon) * reciprocal(totals.sequences, t.lengths)
+        return (totals.dp_size / self.horizon) * reciprocal(totals.sequences, t.advantages)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TokenSum:
     """The plain sum: `1` per token."""
 
     def __call__(self, t: Tokens) -> Tensor:
-        return torch.full((), float(_totals(t).dp_size), device=t.lengths.device, dtype=t.dtype)
+        return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TokenSumNorm:
         checks.number(self, "horizon", above=0, finite=True, hint="it is the constant that the sum is divided by.")
 
     def __call__(self, t: Tokens) -> Tensor:
-        return torch.full((), _totals(t).dp_size / self.horizon, device=t.lengths.device, dtype=t.dtype)
+        return torch.full((), _totals(t).dp_size / self.horizon, device=t.mask.device, dtype=t.dtype)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,14 @@ class Corrected(NamedTuple):
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
-    return correction.at_level(t.log_weight(), level, t.lengths, t.sequences)
+    return _reduced(t, t.log_weight(), {"token": "token", "geomean": "mean", "product": "sum"}[level])
+
+
+def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
+    """`correction.reduced`. With context parallel, a mean's sum and count cross ranks together, and nothing else is counted."""
+    if reduce == "mean":
+        return t.sequences.expand(t.sequence_mean(x))
+    return correction.reduced(x, reduce, t.mask, t.advantages, t.sequences)
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class DivergenceMask:
 
     def __call__(self, t: Tokens) -> Corrected:
         each = correction.choice_divergence(t.anchor_logp("rollout"), t.anchor_logp("old"), self.divergence, self.floor)
-        stat = correction.reduced(each, "token" if self.level == "token" else "mean", t.mask, t.lengths, t.sequences)
+        stat = _reduced(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(stat), keep)
@@ -191,7 +198,7 @@ class Reject:
 
     def __call__(self, t: Tokens) -> Corrected:
         estimate = correction.divergence(t.log_weight(), self.estimator)
-        stat = correction.reduced(estimate, self.reduce, t.mask, t.lengths, t.sequences)
+        stat = _reduced(t, estimate, self.reduce)
         return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
 
 

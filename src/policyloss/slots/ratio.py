@@ -13,6 +13,7 @@ from policyloss.errors import SpecError
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import bound, fill
 from policyloss.functional.ratio import LogClamp
+from policyloss.functional.shards import turns
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
@@ -103,10 +104,11 @@ class SequenceProduct:
             )
 
     def __call__(self, t: Tokens) -> Tensor:
-        total = t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp))
-        if self.rollout is not None:
-            total = total + t.sequences.sum(self._log_rollout_weight(t))
-        return t.sequences.expand(total)
+        of_tokens = bound(t.log_ratio_to(self.anchor), self.token_clamp)
+        if self.rollout is None:
+            return t.sequences.expand(t.sequences.sum(of_tokens))
+        total, rollout = t.sequences.sums(of_tokens, self._log_rollout_weight(t))
+        return t.sequences.expand(total + rollout)
 
     def _log_rollout_weight(self, t: Tokens) -> Tensor:
         weight = importance_weight(t.log_weight(), None)
@@ -119,7 +121,10 @@ class SequenceProduct:
 
 @dataclass(frozen=True)
 class SegmentRatio:
-    """GSPO's ratio within each contiguous run of the mask (a turn of a dialogue): `exp(mean over the run)`."""
+    """GSPO's ratio within each contiguous run of the mask (a turn of a dialogue): `exp(mean over the run)`.
+
+    Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions` and may cross ranks.
+    """
 
     reach: ClassVar[str] = "sequence"
     anchor: Anchor = "old"
@@ -130,9 +135,8 @@ class SegmentRatio:
         checks.log_clamp(self)
 
     def __call__(self, t: Tokens) -> Tensor:
-        runs = t.sequences.runs(t.mask)
-        lengths = runs.sum(t.mask.to(t.dtype)).clamp(min=1)
-        return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / lengths)
+        runs = turns(t.sequences, t.mask, t.positions)
+        return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
 
 
 VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)

@@ -126,7 +126,7 @@ def compute_grpo_passk_outcome_advantage(
     ids = group_numbers(index, scores)
     if 1 in Counter(ids.tolist()).values():
         raise InputError("index has a group with one row; pass@k needs at least 2 samples per group to have a second best.")
-    margin = passk_max_gap(scores, ids, scale=None)
+    margin = passk_max_gap(scores, ids, scale=None, group="local")
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
 
 
@@ -250,6 +250,7 @@ def compute_optimal_token_baseline_advantage(
         zero_tail=handle_zero_tail,
         bridge=False,
         eps=epsilon,
+        group="local",
     )
     return advantages, reward_to_go(token_level_rewards, response_mask)
 
@@ -277,6 +278,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
         zero_tail=handle_zero_tail,
         bridge=True,
         eps=epsilon,
+        group="local",
     )
     return advantages, reward_to_go(token_level_rewards, response_mask)
 

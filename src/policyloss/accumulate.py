@@ -1,0 +1,307 @@
+"""`accumulate`: the micro-batches of one optimizer step, each with the totals of the whole step.
+
+A loss divided by the counts of its own micro-batch depends on how the batch was cut. Here the step is counted first, over all
+micro-batches and all ranks, and every micro-batch divides by that count: their gradients add up to the gradient of the whole batch.
+
+Legend: N tokens and S sequences of all micro-batches of a rank, one after another (padded rows count as sequences of their width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import InputError, unknown_name
+from policyloss.functional.ranks import all_gather
+from policyloss.functional.segments import Sequences
+from policyloss.loss import check_spec, measure, policy_loss
+from policyloss.metrics import Metrics
+from policyloss.spec import LossSpec
+from policyloss.tokens import as_mask, check_group_ids, expand_advantages
+from policyloss.totals import GroupTokens, Totals, data_parallel_group
+
+# What the step was counted with, which no call may change, and what a call may give in place of what the micro-batch holds.
+_COUNTED = ("mask", "cu_seqlens", "group_ids")
+_TENSORS = ("old_logp", "advantages", "rollout_logp", "ref_logp")
+_IF_GIVEN = ("entropy", "positions")
+
+
+def accumulate(
+    spec: LossSpec,
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    group: Any = None,
+    cp_group: Any = None,
+    dp_size: int | None = None,
+    logp: Callable[[MicroBatch], Tensor] | None = None,
+) -> Accumulation:
+    """Count one optimizer step, and give out its micro-batches with the right totals.
+
+        step = pl.accumulate(spec, micro_batches, group=data_parallel_group)
+        for micro in step:
+            micro.loss(logp_of(model, micro["ids"])).backward()
+        optimizer.step()
+        print(step.reduce_metrics().compute())
+
+    micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what `spec` reads, under the names of
+    `policy_loss` (`old_logp`, `advantages`, `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed
+    `[N]`; other entries are the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded model
+    is a collective: a rank with fewer micro-batches repeats its last one with an all-False mask, which adds nothing.
+    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one over `cp_group`, one over
+    `group`, and a second one over `group` if there are `group_ids`.
+    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It gives the current
+    log-probabilities of a micro-batch, in the shape of its mask; it is called without gradient for all of them first, and they are
+    given to `measure`.
+    """
+    check_spec(spec)
+    _check(micro_batches)
+    for name, ranks in (("group", group), ("cp_group", cp_group)):
+        if ranks is not None and not (dist.is_available() and dist.is_initialized()):
+            raise InputError(f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it.")
+    if spec.needs_statistics and not callable(logp):
+        raise InputError(
+            "this loss needs numbers of the whole step that its mask does not give (survivors of a rejection, covariances or a "
+            "mean weight): pass logp=, a function that returns a micro-batch's current log-probabilities; or take a spec without "
+            'them (rejected="keep", no SelfNormalise, CovClip or CovKL).'
+        )
+    group = data_parallel_group(group, cp_group)
+    counts, number = _counted(micro_batches, group, cp_group, dp_size)
+    step = Accumulation(spec, counts, counts, group, cp_group)
+    empty = {**micro_batches[-1], "mask": torch.zeros_like(micro_batches[-1]["mask"], dtype=torch.bool)}
+    shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
+    step._micro_batches = [MicroBatch(step, data, i == number - 1) for i, data in enumerate(shares)]
+    if spec.needs_statistics and logp is not None:
+        step.totals = _measured(step, logp)
+    return step
+
+
+class Accumulation:
+    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's loss.
+
+        for micro in step:
+            micro.loss(logp_of(model, micro["ids"])).backward()
+
+    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…, totals=step.counts)`; the same
+    object unless the loss had to be measured. metrics: of this rank, merged over the micro-batches whose loss was taken so far.
+    """
+
+    def __init__(self, spec: LossSpec, totals: Totals, counts: Totals, group: Any = None, cp_group: Any = None) -> None:
+        self.spec = spec
+        self.totals = totals
+        self.counts = counts
+        self.group = group
+        self.cp_group = cp_group
+        self.metrics = Metrics()
+        self._micro_batches: list[MicroBatch] = []
+        self._iterated = False
+
+    def __len__(self) -> int:
+        """The number of micro-batches, the same on every rank of `group`."""
+        return len(self._micro_batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if self._iterated:
+            raise InputError(
+                "this step was iterated already, and a second time would add its gradients again; call policyloss.accumulate anew "
+                "for the next optimizer step, also on the same micro-batches."
+            )
+        self._iterated = True
+        return iter(self._micro_batches)
+
+    def add(self, metrics: Metrics) -> None:
+        """Merge the metrics of a policy loss that was not taken by `micro.loss`: `step.add(out.metrics)`.
+
+        Those of `value_loss` have the same names: add them up apart.
+        """
+        self.metrics = self.metrics + metrics
+
+    def reduce_metrics(self) -> Metrics:
+        """The metrics of all ranks of `group` and `cp_group` together: `step.reduce_metrics().compute()`. A collective."""
+        metrics = self.metrics
+        for group in (self.group, self.cp_group):
+            metrics = metrics if group is None else metrics.all_reduce(group)
+        return metrics
+
+
+class MicroBatch(Mapping[str, Any]):
+    """A micro-batch as the trainer made it (`micro["ids"]`), which knows the step it belongs to.
+
+        with contextlib.nullcontext() if micro.is_last else model.no_sync():
+            micro.loss(logp_of(model, micro["ids"])).backward()
+
+    is_last: whether it is the step's last on this rank, when gradients are to be averaged over ranks.
+    """
+
+    def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
+        self.is_last = is_last
+        self._step = step
+        self._data = data
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        return f"MicroBatch({', '.join(map(str, self._data))})"
+
+    def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
+        """What a loss function takes after its leading tensors: those the micro-batch holds, the step's totals and `cp_group`.
+
+            out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
+            step.add(out.metrics)
+
+        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`). `entropy` and `positions` are among
+        the arguments only if there are any.
+        """
+        for name in tensors:
+            if name in _COUNTED:
+                raise InputError(f"{name} cannot be replaced now: the step was counted with the micro-batch's own.")
+            if name not in _TENSORS + _IF_GIVEN:
+                raise InputError(unknown_name("tensor", name, _TENSORS + _IF_GIVEN))
+        found = {name: self._data.get(name) for name in _COUNTED + _TENSORS + _IF_GIVEN} | tensors
+        if found["advantages"] is None:
+            raise InputError(f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there.")
+        given = {name: x for name, x in found.items() if x is not None or name not in _IF_GIVEN}
+        return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
+
+    def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
+        """The share of the step's loss that lies here, to call `backward()` on; its metrics are merged into `step.metrics`.
+
+            micro.loss(logp, entropy=entropy).backward()
+
+        logp: `[B, T]` or `[N]`, as the mask. tensors: as in `arguments`.
+        """
+        out = policy_loss(self._step.spec, logp, **self.arguments(**tensors))
+        self._step.add(out.metrics)
+        return out.loss
+
+
+def _check(micro_batches: Any) -> None:
+    """Raise unless `micro_batches` is a sequence of mappings that hold a mask."""
+    if not isinstance(micro_batches, Sequence):
+        raise InputError(
+            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the step is counted before it "
+            "begins: collect an iterator's by list(…), and put a single micro-batch in a list."
+        )
+    for i, data in enumerate(micro_batches):
+        if not isinstance(data, Mapping):
+            raise InputError(f"micro_batches[{i}] must be a mapping of names to tensors, got {type(data).__name__}.")
+        if data.get("mask") is None:
+            raise InputError(f"micro_batches[{i}] has no mask (it has {', '.join(map(str, data)) or 'nothing'}); put it there.")
+    with_groups = [data.get("group_ids") is not None for data in micro_batches]
+    if any(with_groups) and not all(with_groups):
+        raise InputError(f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give all of them or none.")
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where sequences are in each of them."""
+
+    mask: Tensor
+    cu_seqlens: Tensor
+    group_ids: Tensor | None
+    layouts: list[Sequences]
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[Mapping[str, Any]]) -> _Pack:
+        """Check and pack one micro-batch or more."""
+        layouts, masks, lengths, groups = [], [], [], []
+        for i, data in enumerate(micro_batches):
+            mask, group_ids = data["mask"], data.get("group_ids")
+            try:
+                masks.append(as_mask(mask, mask).reshape(-1))
+                sequences = Sequences.of(mask, data.get("cu_seqlens"))
+                if group_ids is not None:
+                    check_group_ids(group_ids, sequences)
+                    groups.append(group_ids.to(mask.device))
+            except InputError as error:
+                raise InputError(f"micro_batches[{i}]: {error}") from None
+            layouts.append(sequences)
+            rows = torch.full(mask.shape[:1], mask.shape[-1], device=mask.device)
+            lengths.append(rows if sequences.offsets is None else sequences.offsets.diff().to(torch.int64))
+        offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+        return cls(torch.cat(masks), offsets, torch.cat(groups) if groups else None, layouts)
+
+
+def _counted(micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None) -> tuple[Totals, int]:
+    """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
+    if group is None:
+        _check_numbers([len(micro_batches)])
+        pack = _Pack.of(micro_batches)
+        counts = Totals.count(pack.mask, cu_seqlens=pack.cu_seqlens, group_ids=pack.group_ids, cp_group=cp_group, dp_size=dp_size)
+        return counts, len(micro_batches)
+    own, members = _share(micro_batches, cp_group)
+    tokens, sequences, numbers, with_ids = torch.stack(all_gather(own, group)).unbind(1)
+    number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
+    _check_numbers(number_of_each)
+    groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
+    ranks = len(number_of_each) * (1 if cp_group is None else dist.get_world_size(cp_group))
+    return Totals(tokens.sum(), sequences.sum(), groups, ranks if dp_size is None else dp_size), max(number_of_each)
+
+
+def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
+    """Tokens, sequences, micro-batches and group ids (−1: none given) of this rank as `[4]`; `[2, S]` ids and lengths if given."""
+    if not micro_batches:
+        return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
+    pack = _Pack.of(micro_batches)
+    lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask.to(torch.float32)).to(torch.int64)
+    ids = pack.group_ids
+    numbers = torch.tensor([len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device)
+    own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
+    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack([ids.to(torch.int64), lengths])
+
+
+def _check_numbers(numbers: list[int]) -> None:
+    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the forward of a sharded model."""
+    if 0 in numbers:
+        raise InputError(
+            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one to run its forward on: give "
+            "it one with an all-False mask, which adds nothing."
+        )
+
+
+def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
+    """The tokens of each prompt group, over the ranks of `group`. members: `[2, S]` ids and lengths of this rank's sequences."""
+    if min(members_of_each) < 0:
+        rank = members_of_each.index(-1)
+        raise InputError(f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none.")
+    shares = all_gather(torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group)
+    ids, lengths = torch.cat([share[:, :n] for share, n in zip(shares, members_of_each, strict=True)], dim=1)
+    each, place = torch.unique(ids, return_inverse=True)
+    return GroupTokens(each, torch.zeros(each.shape, device=ids.device).index_add(0, place, lengths.to(torch.float32)))
+
+
+def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
+    """`measure` on all micro-batches as one pack. The empty ones are run too: other ranks may wait for their forward."""
+    micro_batches = step._micro_batches
+    pack = _Pack.of(micro_batches)
+    flat: dict[str, list[Tensor]] = {}
+    for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
+        with torch.no_grad():
+            tensors = {"logp": logp(micro), **micro.arguments()}
+        if isinstance(tensors["advantages"], Tensor):
+            tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
+        for name in ("logp", *(n for n in _TENSORS + _IF_GIVEN if tensors.get(n) is not None)):
+            flat.setdefault(name, []).append(_flat(name, tensors[name], i, sequences))
+    whole: dict[str, Any] = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
+    old_logp = whole.pop("old_logp", None)
+    layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
+    return measure(step.spec, old_logp=old_logp, mask=pack.mask, **whole, **layout, group=step.group, dp_size=step.counts.dp_size)
+
+
+def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
+    """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
+    if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
+        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, got {seen}.")
+    return x.reshape(-1)

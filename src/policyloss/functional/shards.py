@@ -1,0 +1,200 @@
+"""Sequences whose tokens lie on several ranks, in the order of their positions: turns that cross ranks, and scans over time.
+
+Positions say where a token stands in its whole sequence; tokens may lie on the ranks in any way and any order. Only *valid* tokens'
+positions are read: what padding or masked tokens say of theirs does not matter, and masked tokens need not be there at all. A
+position that no rank holds a valid token for is a masked one. Two valid tokens of a sequence at one position are an error.
+
+Legend: `x` token-shaped (`[B, T]` or `[N]`), n valid tokens on this rank, M on all ranks, S sequences (the same on every rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.ranks import gather_rows
+from policyloss.functional.segments import Sequences
+
+
+class Turns(Protocol):
+    """The contiguous runs of a mask, R of them on all ranks together (and some that are empty)."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Valid tokens of each run `[R]`."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Token-shaped → `[R]`, over all ranks; `x` must be 0 at masked tokens."""
+
+    def expand(self, s: Tensor) -> Tensor:
+        """`[R]` → token-shaped."""
+
+
+def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns:
+    """The runs of `mask`: neighbouring tokens on one rank, or with a context-parallel group tokens at consecutive `positions`."""
+    if sequences.cp_group is None:
+        return _TurnsHere(sequences.runs(mask), mask)
+    return _turns_across(sequences, mask, checked_positions(positions, mask, "SegmentRatio"))
+
+
+def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> Tensor:
+    """`positions`, or an error unless they are one integer per token. reader: what needs them."""
+    if positions is None:
+        raise InputError(
+            f"{reader} depends on the order of tokens, and with cp_group they lie on several ranks: pass positions=, each token's "
+            "place in its whole sequence."
+        )
+    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+        kind = f"dtype {positions.dtype}" if isinstance(positions, Tensor) else type(positions).__name__
+        raise InputError(f"positions must be a tensor of integers, each token's place in its whole sequence, got {kind}.")
+    if positions.shape != tokens.shape:
+        raise InputError(f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each.")
+    return positions
+
+
+@dataclass(frozen=True)
+class _TurnsHere:
+    runs: Sequences
+    mask: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.runs.sum(self.mask.to(torch.float32))
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.runs.sum(x)
+
+    def expand(self, s: Tensor) -> Tensor:
+        return self.runs.expand(s)
+
+
+@dataclass(frozen=True)
+class _TurnsAcross:
+    """`runs` lies over this rank's tokens, sorted by run (`order`); `back` undoes that. The last run holds the masked tokens."""
+
+    runs: Sequences
+    order: Tensor
+    back: Tensor
+    shape: tuple[int, ...]
+    lengths: Tensor
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.runs.sum(x.reshape(-1)[self.order])
+
+    def expand(self, s: Tensor) -> Tensor:
+        return self.runs.expand(s)[self.back].view(self.shape)
+
+
+class _Spans(NamedTuple):
+    """Intervals of positions, `first` to `last` of a sequence, that nothing lies between; `span_of`: which one each item is in."""
+
+    span_of: Tensor
+    sequence: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def _joined(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
+    """Join intervals where one begins right after another ends."""
+    order = _sorted(sequence, first)
+    sequence, first, last = sequence[order], first[order], last[order]
+    begins, ends = (torch.ones_like(order, dtype=torch.bool) for _ in range(2))
+    begins[1:] = (sequence[1:] != sequence[:-1]) | (first[1:] != last[:-1] + 1)
+    ends[:-1] = begins[1:]
+    return _Spans((begins.cumsum(0) - 1)[_undone(order)], sequence[begins], first[begins], last[ends])
+
+
+def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
+    """Each rank joins its own tokens; only the ends of what it found travel, and are joined once more."""
+    at, sequence, position = _valid_tokens(sequences, mask, positions)
+    here = _joined(sequence, position, position)
+    ends, own = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
+    whole = _joined(*ends)
+    _refuse_overlap(whole.sequence, whole.first, whole.last)
+    count = whole.first.shape[0]
+    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, whole.span_of[own][here.span_of])
+    ordered, order = torch.sort(ids, stable=True)
+    offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
+    runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
+    lengths = torch.nn.functional.pad(whole.last - whole.first + 1, (0, 1))
+    return _TurnsAcross(runs, order, _undone(order), tuple(mask.shape), lengths)
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """The valid tokens of all ranks as one pack, sequence after sequence in the order of positions.
+
+    columns: what was brought together, `[M]` each. mask: all True, `[M]`. cu_seqlens: `[S+1]`. at, place: where this rank's n valid
+    tokens are, among its own tokens (flat) and in the pack.
+    """
+
+    columns: list[Tensor]
+    mask: Tensor
+    cu_seqlens: Tensor
+    at: Tensor
+    place: Tensor
+    shape: tuple[int, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, sequences: Sequences, mask: Tensor, positions: Tensor, *xs: Tensor) -> WholeSequences:
+        """Bring together the valid tokens of `xs` from the ranks of the context-parallel group of `sequences`."""
+        at, sequence, position = _valid_tokens(sequences, mask, positions)
+        values = [x.reshape(-1)[at] for x in xs]
+        whole, own = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
+        order = _sorted(whole[0], whole[1])
+        ordered = whole[0][order]
+        _refuse_overlap(ordered, whole[1][order], whole[1][order])
+        cu_seqlens = torch.searchsorted(ordered, torch.arange(sequences.count + 1, device=at.device))
+        valid = torch.ones_like(order, dtype=torch.bool)
+        return cls([x[order] for x in whole[2:]], valid, cu_seqlens, at, _undone(order)[own], sequences.shape)
+
+    @property
+    def inside(self) -> Tensor:
+        """Which places hold a token, if each sequence is a row: `[S, longest]`."""
+        lengths = self.cu_seqlens.diff()
+        return torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device) < lengths.unsqueeze(1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """`x` `[M]` as rows `[S, longest]`, 0 in the padding."""
+        inside = self.inside
+        return x.new_zeros(inside.shape).masked_scatter(inside, x)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The tokens of `x` `[M]` that this rank holds, token-shaped, 0 at masked ones."""
+        mine = x.new_zeros(self.shape)
+        mine.view(-1)[self.at] = x[self.place]
+        return mine
+
+
+def _valid_tokens(sequences: Sequences, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the valid tokens are (flat), the sequence each belongs to, and its position there; `[n]` each."""
+    at = mask.reshape(-1).nonzero().squeeze(-1)
+    sequence = at // max(sequences.shape[-1], 1) if sequences.ids is None else sequences.ids[at]
+    return at, sequence, positions.reshape(-1)[at].to(torch.int64)
+
+
+def _sorted(sequence: Tensor, position: Tensor) -> Tensor:
+    """The order by sequence, then position."""
+    by_position = position.argsort(stable=True)
+    return by_position[sequence[by_position].argsort(stable=True)]
+
+
+def _undone(order: Tensor) -> Tensor:
+    """The permutation that brings `order` back."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:
+    """Raise if sorted intervals share a position. Every rank sees the same ones, so that all raise or none."""
+    twice = (sequence[1:] == sequence[:-1]) & (first[1:] <= last[:-1])
+    if twice.any():
+        i = int(twice.nonzero()[0]) + 1
+        raise InputError(
+            f"position {int(first[i])} of sequence {int(sequence[i])} belongs to two valid tokens on the ranks of cp_group; "
+            "positions count the tokens of the whole sequence, not those of a rank's shard."
+        )

@@ -1,0 +1,126 @@
+"""Which normalisation explains a gradient that moved.
+
+A micro-batch m alone has the gradient g_m, normalised as the trainer does it. A trainer that averages gives the whole batch as
+`g = Σ_m v_m · g_m` and the cut as `g_cut = Σ_m w_m · g_m`, and what v and w are proportional to is the diagnosis: valid tokens,
+sequences, nothing (1/k each), or a plain sum. A law must fit every cut at once, because one cut alone leaves several open.
+
+Legend: k micro-batches, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POWERS = (0, -1, 1, -2)  # of k: what a loop divides by, or multiplies with, on top of its weights
+
+
+class Counts(NamedTuple):
+    """What each micro-batch holds, `[k]` each: valid tokens, sequences that have some, all sequences, all positions."""
+
+    tokens: Tensor
+    sequences: Tensor
+    rows: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One cut: the whole's gradient and the cut's `[P]`, each micro-batch's alone `[k, P]`, and what the micro-batches hold."""
+
+    name: str
+    whole: Tensor
+    cut: Tensor
+    alone: Tensor
+    counts: Counts
+
+    @property
+    def k(self) -> int:
+        """The number of micro-batches."""
+        return self.alone.shape[0]
+
+
+class Law(NamedTuple):
+    """A way to weigh micro-batches: its formula, its words, and what a loss that does it in one pass is called."""
+
+    weights: Callable[[Counts], Tensor]
+    words: str
+    mean: str
+
+
+def _share(x: Tensor) -> Tensor:
+    return x / x.sum()
+
+
+# Where several fit, the first is taken: the plainest, and for a loop the one that needs no counting.
+LAWS = {
+    "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
+    "sum": Law(lambda c: torch.ones_like(c.tokens), "in full", "sum"),
+    "tokens": Law(lambda c: _share(c.tokens), "by its share of the valid tokens", "mean over the tokens"),
+    "sequences": Law(lambda c: _share(c.sequences), "by its share of the sequences", "mean over the sequences (or padded rows)"),
+    "rows": Law(lambda c: _share(c.rows), "by its share of the rows, fully masked ones too", "mean over the rows"),
+    "positions": Law(lambda c: _share(c.positions), "by its share of all positions, masked ones too", "mean over all positions"),
+    "packs": Law(lambda c: _share(c.tokens) * _share(c.sequences), "by its share of the tokens times that of the sequences", ""),
+}
+WHOLE_LAWS = [name for name in LAWS if name != "equal"]
+
+
+class Weighing(NamedTuple):
+    """What was found: the law of the whole batch, the law of the loop, and the power of k that the loop adds."""
+
+    whole: str
+    loop: str
+    power: int
+
+
+def fitting_power(factors: list[tuple[int, float]], tolerance: float) -> int | None:
+    """The p ≠ 0 for which every (k, factor) has `factor = k^p`, or None."""
+    for power in POWERS[1:]:
+        if all(abs(factor - k**power) <= tolerance * k**power for k, factor in factors):
+            return power
+    return None
+
+
+def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing | None:
+    """The pair of laws that explains every experiment: the whole's, and the loop's with a power of k."""
+
+    def misfit(law: str, power: int, target: str) -> float:
+        weights = LAWS[law].weights
+        return max(_misfit(getattr(e, target), e.alone, weights(e.counts) * float(e.k) ** power) for e in experiments)
+
+    whole = _first_of_the_best({(law, 0): misfit(law, 0, "whole") for law in WHOLE_LAWS}, tolerance)
+    loop = _first_of_the_best({(law, power): misfit(law, power, "cut") for power in POWERS for law in LAWS}, tolerance)
+    return None if whole is None or loop is None else Weighing(whole[0], *loop)
+
+
+def _first_of_the_best(misfits: dict[tuple[str, int], float], tolerance: float) -> tuple[str, int] | None:
+    """The first that fits about as well as the best. A wide tolerance (half precision) may admit laws that fit much worse."""
+    best = min(misfits.values())
+    return next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None) if best <= tolerance else None
+
+
+def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
+    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none fit or they are not unique."""
+    scale = alone.norm(dim=1)
+    unit = alone / scale[:, None]
+    gram = unit @ unit.T
+    if not gram.isfinite().all() or torch.linalg.cond(gram) > 1 / tolerance:
+        return None
+    weights = torch.linalg.solve(gram, unit @ gradient) / scale
+    return weights if _misfit(gradient, alone, weights) <= tolerance else None
+
+
+def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool:
+    """Whether any weights at all make `gradient` of the micro-batches' own ones, unique or not."""
+    basis = torch.linalg.qr(alone.T).Q
+    return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(gradient.norm())
+
+
+def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
+    """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to the terms: where they cancel, rounding does not."""
+    size = max(float(gradient.norm()), float((weights.abs() * alone.norm(dim=1)).sum()))
+    return float((gradient - weights @ alone).norm()) / size
