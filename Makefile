@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format docs bench peers conformance record clean
+.PHONY: demo tour evidence test lint format docs bench peers conformance record clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -12,8 +12,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## tour of three losses: their numbers, and a drawing of loss and gradient over the ratio
+demo: $(STAMP)  ## train a small model by reinforcement (about a minute), and draw the run as a page
+	rm -rf out/demo
+	$(BIN)/policyloss train --out out/demo
+	$(BIN)/policyloss report out/demo --out out/demo.html
+
+tour: $(STAMP)  ## three losses: their numbers, and a drawing of loss and gradient over the ratio
 	$(BIN)/python examples/tour.py --out out
+
+evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on two cores), and write the page
+	$(BIN)/python -m benchmarks.evidence
+	$(BIN)/python -m docs.generate
 
 test: $(STAMP)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,14 @@ COMMANDS = (
 )
 
 
+TRAINING = {
+    "train": "train a language model with any of these losses",
+    "eval": "evaluate the policy of a run on held-out prompts",
+    "sample": "sample completions from the policy of a run",
+    "report": "draw one or more runs as one HTML page",
+}
+
+
 def read_loss(name: str) -> Any:
     """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
     from policyloss.presets import PRESETS
@@ -124,6 +133,8 @@ def parser() -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_to(subparsers)
+    for name, about in TRAINING.items():
+        subparsers.add_parser(name, help=about, add_help=False)  # it reads its options by itself
     return top
 
 
@@ -132,8 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = parser().parse_args(argv)
+        if given and given[0] in TRAINING:
+            return _training_command(given[0])(given[1:])
+        args = parser().parse_args(given)
         print(args.run(args), flush=True)
     except PolicyLossError as error:
         print(f"policyloss: {error}", file=sys.stderr)
@@ -142,6 +156,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`| head`). Python would complain again when it flushes at exit, so give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _training_command(name: str) -> Callable[[Sequence[str]], int]:
+    """The function behind a command that needs more than torch, or an error that says what to install."""
+    module, extra = ("policyloss.report.command", "report") if name == "report" else ("policyloss.train.commands", "train")
+    try:
+        found: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "policyloss":
+            raise
+        raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[{extra}]'.") from None
+    return found
 
 
 def _json(data: Any) -> str:

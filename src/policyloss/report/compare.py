@@ -1,0 +1,74 @@
+"""What differs between runs: their settings, key by key, and their losses, by `policyloss.diff`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from policyloss.errors import PolicyLossError
+from policyloss.explain import Explanation, diff, explain
+from policyloss.presets import PRESETS
+from policyloss.report.reading import Notes
+from policyloss.spec import LossSpec
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as {"a.b": JSON text}; lists stay whole."""
+    out: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return out
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose values are not all the same."""
+    tables = [flat(s) for s in settings]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None if the spec cannot be read."""
+    asked = config.get("loss")
+    asked = asked if isinstance(asked, str) and asked else "unknown"
+    card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
+    if spec is None:
+        return card
+    try:
+        said = explain(LossSpec.from_dict(spec))
+    except (PolicyLossError, TypeError, KeyError, AttributeError) as error:
+        notes.append(f"The loss in config.json cannot be explained: {error}")
+        return card
+    return {"name": _loss_name(asked, said), "spec": spec, "explain": said.to_dict(), "text": str(said)}
+
+
+def _loss_name(asked: str, said: Explanation) -> str:
+    """What the run called its loss, if that is what it is; else the preset it is, or the one it is a change of."""
+    if said.preset is not None:
+        return asked if asked in said.also else said.preset
+    base = asked if asked in PRESETS else said.near
+    return f"{base}, changed" if base else "custom"
+
+
+def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss against the first run's."""
+    known = [run for run in runs if run["loss"]["explain"] is not None]
+    found: list[dict[str, Any]] = []
+    seen = [run["loss"]["spec"] for run in known[:1]]
+    for run in known[1:]:
+        if run["loss"]["spec"] in seen:
+            continue
+        seen.append(run["loss"]["spec"])
+        result = diff(LossSpec.from_dict(seen[0]), LossSpec.from_dict(run["loss"]["spec"]))
+        if not result.equal:
+            found.append({"a": known[0]["label"], "b": run["label"], "text": str(result), **_without_names(result.to_dict())})
+    return found
+
+
+def _without_names(said: dict[str, Any]) -> dict[str, Any]:
+    return {"changes": said["changes"], "notes": said["notes"]}

@@ -1,0 +1,90 @@
+"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. It asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from policyloss.report import cards
+from policyloss.report.panels import OTHER
+from policyloss.report.text import escaped, island
+from policyloss.report.view import view
+
+_SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The page of `data`, which is what `collect` gave. A policy in its head forbids every request and every other script."""
+    shown = view(data)
+    style = _asset("page.css")
+    script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
+    names = ", ".join(run["label"] for run in data["runs"])
+    charts = _charts(shown["panels"])
+    more = charts.pop(OTHER, "")
+    sections = [
+        *(charts.pop(name, "") for name in ("Learning", "Policy")),
+        _section("ratios", "Ratio distribution", _asset("ratios.html")) if any(run["histogram"] for run in shown["runs"]) else "",
+        *charts.values(),
+        _section("tokens", "Tokens", _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS),
+        _section("losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)),
+        _section("settings", "Settings", cards.settings(data, "config")),
+        more,
+        _section("environment", "Environment", cards.settings(data, "environment")),
+    ]
+    sections = sections if shown["panels"] else [_NO_STEPS, *sections]
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escaped(names)} · training report</title>
+<style>{style}</style></head><body>
+<header><h1>Training report</h1>{cards.overview(data["runs"])}{cards.notes(data["runs"])}</header>
+<noscript><p class="card">The charts and the token view are drawn by a script in this file, which is switched off.</p></noscript>
+{_asset("toolbar.html")}<main>{"".join(sections)}</main><div id="tip" role="status" hidden></div>
+<script type="application/json" id="data">{island(shown)}</script>
+<script>{script}</script></body></html>
+"""
+
+
+def _asset(name: str) -> str:
+    return (files("policyloss.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Only this very style and script, pictures only from the page itself, no request at all."""
+    allowed = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "img-src": "data:"}
+    rules = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", *(f"{name} {value}" for name, value in allowed.items())]
+    return "; ".join(rules)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{title}</h2>{body}</section>'
+
+
+def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
+    """The charts by section: a figure for each panel, into which the script draws."""
+    figures: dict[str, list[str]] = {}
+    for i, panel in enumerate(panels):
+        figures.setdefault(panel["section"], []).append(_figure(i, escaped(panel["title"]), escaped(panel["hint"])))
+    grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
+    found = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
+    if OTHER in grids:
+        summary = f"<summary><h2>{OTHER} ({len(figures[OTHER])})</h2></summary>"
+        found[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'
+    return found
+
+
+def _figure(index: int, title: str, hint: str) -> str:
+    button = '<button type="button" class="log" aria-pressed="false">log</button>'
+    caption = f'<figcaption><h3>{title}</h3> <span class="quiet">{hint}</span>{button}</figcaption>'
+    picture = f'<svg tabindex="0" role="img" aria-label="{title} over steps; arrow keys read it step by step"></svg>'
+    return f'<figure class="chart" data-panel="{index}">{caption}{picture}<p class="keys"></p></figure>\n'
+
+
+_NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
+_NO_TOKENS = '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to show.</p>'

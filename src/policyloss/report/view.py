@@ -1,0 +1,82 @@
+"""What the page's own code needs, as compact data: series with shared step lists, histograms cut to where they are not empty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from policyloss.report.panels import panels_for
+from policyloss.report.rollouts import NUMBERS
+
+_LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}  # so that rounding alone, of an on-policy run, has no colour
+
+
+def view(data: Mapping[str, Any]) -> dict[str, Any]:
+    """{"runs": […], "panels": […], "scales": {mode: the value of the strongest colour}}."""
+    runs = [_run(run) for run in data["runs"]]
+    keys = {key for run in runs for key in run["series"]}
+    rows = [row for run in data["runs"] for row in run["rollouts"]]
+    return {"runs": runs, "panels": panels_for(keys), "scales": _scales(rows)}
+
+
+def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+    named = {**run["metrics"], **{f"timing/{key}": line for key, line in run["timing"].items()}}
+    steps: list[list[int]] = []
+    series = {}
+    for key, line in named.items():
+        if line["step"] not in steps:
+            steps.append(line["step"])
+        series[key] = [steps.index(line["step"]), _short(line["value"])]
+    return {
+        "label": run["label"],
+        "steps": steps,
+        "series": series,
+        "histogram": _cut(run["ratio_histogram"]),
+        "band": _band(run["loss"]["spec"]),
+        "rollouts": [{**row, **{name: _short(row[name]) for name in NUMBERS}} for row in run["rollouts"]],
+    }
+
+
+def _short(values: Iterable[Any]) -> list[Any]:
+    """Six significant digits are more than a screen can show."""
+    return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") for v in values]
+
+
+def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The histogram without the outer bins that are empty at every step."""
+    if histogram is None:
+        return None
+    used = [i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])]
+    low, high = (used[0], used[-1] + 1) if used else (0, 1)
+    counts = [row[low:high] for row in histogram["counts"]]
+    return {"edges": _short(histogram["edges"][low : high + 1]), "step": histogram["step"], "counts": counts}
+
+
+def _band(spec: Any) -> list[float] | None:
+    """The ratios between which the trust region holds nothing, if the loss has such and is of tokens, as the histogram is."""
+    parts = spec if isinstance(spec, dict) else {}
+    ratio, trust = parts.get("ratio"), parts.get("trust")
+    if not isinstance(ratio, dict) or ratio.get("type") != "TokenRatio" or not isinstance(trust, dict):
+        return None
+    low, high = trust.get("eps_low"), trust.get("eps_high")
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return [1 - low, 1 + high]
+    low, high = trust.get("ratio_min"), trust.get("ratio_max")
+    return [low, high] if isinstance(low, (int, float)) and isinstance(high, (int, float)) else None
+
+
+def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """For each colouring, the size that gets the full colour: 98 % of the tokens lie within, and one scale serves all runs."""
+    values: dict[str, list[float]] = {"ratio": [], "advantage": [], "rollout": []}
+    for row in rows:
+        values["ratio"] += [abs(math.log(r)) for r in row["ratio"] if r is not None and r > 0]
+        values["advantage"] += [abs(a) for a in row["token_advantage"] if a is not None]
+        pairs = zip(row["logp"], row["rollout_logp"], strict=True)
+        values["rollout"] += [abs(a - b) for a, b in pairs if a is not None and b is not None]
+    return {mode: max(_percentile(found, 0.98), _LEAST[mode]) or 1.0 for mode, found in values.items()}
+
+
+def _percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return float(f"{ordered[int(share * (len(ordered) - 1))]:.3g}") if ordered else 0.0

@@ -1,0 +1,265 @@
+"""What a training run is: one flat, typed set of options. What makes no sense is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from policyloss.advantage import ESTIMATORS
+from policyloss.errors import InputError, unknown_name
+from policyloss.presets import preset
+from policyloss.spec import LossSpec
+
+# Estimators that take rewards and groups of one step and nothing that a run does not have.
+ADVANTAGES = ("gae", *(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline")))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model by reinforcement learning with any policy loss."""
+
+    loss: str = "dapo"
+    """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with --loss.SLOT.OPTION VALUE, for example
+    --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
+    task: str = "sort"
+    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and "answer" in every line."""
+    reward: str | None = None
+    """How a .jsonl task is scored: exact, math, or module:function."""
+    model: str = "tiny"
+    """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a causal language model."""
+    out: Path = Path("runs/latest")
+    """The run directory. One that holds a run is continued with --resume, and never overwritten."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint, with the options it was started with."""
+    steps: int = 120
+    """Training steps: each samples once and updates epochs × minibatches times."""
+    seed: int = 0
+    """Everything random follows from it."""
+
+    prompts: int = 16
+    """Prompts per step."""
+    group_size: int = 8
+    """Completions of each prompt."""
+    max_new_tokens: int = 16
+    """Longest completion; what has not ended by then is cut."""
+    temperature: float = 1.0
+    """Of the sampler and of the policy that is trained."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that hold this much probability; 1 is off."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 is off."""
+    sampling_tokens: int = 16384
+    """Tokens of one batch of the sampler, prompts and completions together."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and sample other prompts in their place."""
+    dynamic_tries: int = 4
+    """How often dynamic sampling draws before it is content with fewer groups."""
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """Completions that were cut: train on them as they are, take them out of the loss, or give them reward −1."""
+    staleness: int = 0
+    """Train on completions that were sampled this many steps ago."""
+
+    advantage: str | None = None
+    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; gae for the loss "ppo", else grpo."""
+    passk: int = 4
+    """k of the advantage passk_combinatorial."""
+    gamma: float = 1.0
+    """Discount of gae and reinforce_pp."""
+    lam: float = 1.0
+    """λ of gae."""
+    old_logp: Literal["recompute", "rollout"] = "recompute"
+    """Where old_logp comes from: a forward of the policy before its first update (decoupled), or the sampler (bypass)."""
+
+    epochs: int = 1
+    """How often a step's completions are gone through."""
+    minibatches: int = 2
+    """Optimizer steps in each epoch."""
+    micro_tokens: int = 4096
+    """Tokens of one forward and backward; smaller needs less memory, and changes no number but rounding."""
+    lr: float = 1e-3
+    """Learning rate of the policy."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What becomes of the learning rate over the steps of the run."""
+    lr_warmup: int = 0
+    """Steps over which it rises from 0."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Of AdamW."""
+    grad_clip: float = 1.0
+    """Largest norm of a gradient; 0 is off."""
+    head: Literal["fused", "logits"] = "fused"
+    """How the loss gets from hidden states to log-probabilities: window by window without keeping logits, or by all logits."""
+
+    critic_lr: float = 1e-3
+    """Learning rate of the critic."""
+    value_clip: float = 0.2
+    """How far a value may move from its old one before its loss is clipped; 0 is off."""
+    critic_steps: int = 0
+    """First steps in which only the critic is trained."""
+
+    warmup_steps: int | None = None
+    """Supervised steps on the task's own answers before the first sample; by default those of the built-in task for model "tiny",
+    and none otherwise."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the weights."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: every rank holds the model, or a part of it."""
+
+    eval_every: int = 20
+    """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
+    eval_prompts: int = 256
+    """Held-out prompts of an evaluation."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints; one is written at the end, and when the run is interrupted."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    rollouts_every: int = 20
+    """Steps between samples in rollouts.jsonl, token by token; 0 writes none."""
+    rollouts_rows: int = 8
+    """Completions of such a sample."""
+    track: Literal["wandb", "trackio"] | None = None
+    """Log to this tracker too, if it is installed."""
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "prompts", "group_size", "max_new_tokens", "sampling_tokens", "dynamic_tries", "epochs", "minibatches")
+        for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk"):
+            _at_least(self, name, 1)
+        every = ("eval_every", "checkpoint_every", "rollouts_every", "rollouts_rows")
+        for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps"):
+            _at_least(self, name, 0)
+        for name in ("lr", "critic_lr", "weight_decay", "grad_clip", "value_clip"):
+            _at_least(self, name, 0)
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{_flag(name)} must be between 0 and 1, got {getattr(self, name)}.")
+        if not self.temperature > 0:
+            raise InputError(f"--temperature must be above 0 to sample different completions, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"--top-p must be above 0 and at most 1, got {self.top_p}.")
+        if self.advantage is not None and self.advantage not in ADVANTAGES:
+            raise InputError(unknown_name("advantage", self.advantage, ADVANTAGES))
+        if self.minibatches > self.prompts * self.group_size:
+            raise InputError(
+                f"--minibatches {self.minibatches} is more than the {self.prompts * self.group_size} completions of a step "
+                "(--prompts × --group-size)."
+            )
+        if self.group_size == 1 and self.estimator in ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg"):
+            raise InputError(
+                f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a completion with: all would be 0. "
+                "Use several completions per prompt, --advantage gae (with a critic), remax or reinforce_pp."
+            )
+        if self.dynamic_sampling and self.estimator in ("gae", "reinforce_pp", "remax"):
+            raise InputError(
+                f"--dynamic-sampling drops groups whose rewards are equal, but with the advantage {self.estimator!r} they have a "
+                "gradient; use it with a group advantage such as grpo."
+            )
+        if self.task.endswith(".jsonl") and self.reward is None:
+            raise InputError(f"--task {self.task} needs --reward exact, math or module:function.")
+
+    @property
+    def estimator(self) -> str:
+        """The name of the advantage estimator."""
+        return self.advantage or ("gae" if self.loss in ("ppo", "decoupled_ppo") else "grpo")
+
+    @property
+    def with_critic(self) -> bool:
+        """Whether values are learned."""
+        return self.estimator == "gae"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {name: str(x) if isinstance(x, Path) else x for name, x in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
+        """Back from `to_dict`; an unknown option is an error."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in data:
+            if name not in known:
+                raise InputError(unknown_name("option", name, known))
+        return cls(**{**data, "out": Path(data["out"]), "betas": tuple(data["betas"])})
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(config: TrainConfig, name: str, least: int) -> None:
+    if not getattr(config, name) >= least:
+        raise InputError(f"{_flag(name)} must be at least {least}, got {getattr(config, name)}.")
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
+    """The command line after `policyloss train`: options by tyro, and `--loss.SLOT.OPTION VALUE` as changes of the loss."""
+    import tyro
+
+    rest, changes = _split_loss_options(arguments)
+    config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
+    spec = read_spec(config.loss, changes)
+    check_together(config, spec)
+    return config, spec
+
+
+def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
+    """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
+    from policyloss.cli import read_loss
+
+    found = read_loss(loss)
+    spec = preset(found) if isinstance(found, str) else found
+    if not changes:
+        return spec
+    data = spec.to_dict()
+    for path, text in changes:
+        _change(data, path, text)
+    return LossSpec.from_dict(data)
+
+
+def check_together(config: TrainConfig, spec: LossSpec) -> None:
+    """Raise where the loss and the options contradict each other."""
+    if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
+        raise InputError(
+            f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp rollout they are the same numbers; "
+            "use --old-logp recompute."
+        )
+
+
+def _split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    rest: list[str] = []
+    changes: list[tuple[str, str]] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if not argument.startswith("--loss."):
+            rest.append(argument)
+            continue
+        path, equals, value = argument.removeprefix("--loss.").partition("=")
+        if not equals:
+            given = next(waiting, None)
+            if given is None:
+                raise InputError(f"{argument} needs a value.")
+            value = given
+        changes.append((path.replace("-", "_"), value))
+    return rest, changes
+
+
+def _change(data: dict[str, Any], path: str, text: str) -> None:
+    """Set one entry of a spec's dictionary. Numbers, true, false and null are read as JSON, other words as they are."""
+    *slots, name = path.split(".")
+    place: Any = data
+    for slot in slots:
+        if not isinstance(place, dict) or slot not in place:
+            valid = sorted(place) if isinstance(place, dict) else []
+            raise InputError(f"--loss.{path}: the loss has no part {slot!r} here; valid are {', '.join(valid) or 'none'}.")
+        place = place[slot]
+    if not isinstance(place, dict):
+        raise InputError(f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be set.")
+    try:
+        place[name] = json.loads(text)
+    except ValueError:
+        place[name] = text

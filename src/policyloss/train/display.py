@@ -1,0 +1,128 @@
+"""What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# Heading, metric, how a number is written. A column that has no number yet is left out.
+COLUMNS = (
+    ("reward", "reward/mean", ".3f"),
+    ("accuracy", "accuracy", ".3f"),
+    ("held-out", "eval/accuracy", ".3f"),
+    ("KL old", "policy/kl_old_k3", ".2g"),
+    ("KL ref", "policy/kl_ref", ".2g"),
+    ("clip", "policy/clip_fraction", ".3f"),
+    ("grad norm", "grad_norm", ".3g"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+)
+ROWS = 8  # steps that the live table shows
+RECENT = 20  # steps that the time left is reckoned from
+REFRESH_S = 0.1  # a table that is drawn more often flickers
+
+
+class Display:
+    """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and `warn` work outside of it too.
+
+    quiet: show nothing, as on every rank but the first. every: without a terminal, a line each so many steps, and for the first,
+    the last, and each with a held-out accuracy; by default about 20 lines.
+    """
+
+    def __init__(self, total: int, *, quiet: bool = False, every: int | None = None, console: Console | None = None) -> None:
+        self._total, self._every = total, every or max(1, math.ceil(total / 20))
+        self._console = Console(quiet=quiet) if console is None else console
+        self._rows: deque[dict[str, str]] = deque(maxlen=ROWS)
+        self._titles: set[str] = set()
+        self._held_out = ""
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._done = 0
+        self._live: Live | None = None
+        self._drawn = -math.inf
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal and not self._console.quiet:
+            self._live = Live(self.view(), console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.update(self.view(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def say(self, text: str) -> None:
+        """Print a line, above the table if there is one."""
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line that begins with "warning"."""
+        self._print(f"warning: {text}", style="yellow")
+
+    def warmup(self, total: int) -> Callable[..., None]:
+        """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the loop. One line, or about four."""
+
+        def progress(done: int, loss: float | None = None) -> None:
+            text = f"warm-up {done:>{len(str(total))}}/{total}" + ("" if loss is None else f"  loss {loss:.3f}")
+            if self._console.is_terminal:
+                self._print(text.ljust(60), end="\n" if done >= total else "\r")
+            elif done >= total or done % math.ceil(total / 4) == 0:
+                self._print(text)
+
+        return progress
+
+    def update(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
+        """Show what is known after `step` steps. timing: the seconds of the last, "step_s", and its speed, "tokens_per_s"."""
+        self._done = step
+        if step:  # before the first, there was no step to take the time of
+            self._seconds.append(timing.get("step_s", math.nan))
+        known = {**metrics, **timing}
+        row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
+        row |= {title: format(known[name], form) for title, name, form in COLUMNS if known.get(name) is not None}
+        row["ETA"] = self._time_left()
+        self._held_out = row.get("held-out", self._held_out)  # measured now and then; the table shows the last one
+        self._rows.append({"held-out": self._held_out, **row})
+        self._titles |= row.keys()
+        if self._live is not None:
+            due = time.monotonic() >= self._drawn + REFRESH_S
+            self._live.update(self.view(), refresh=due)
+            self._drawn = time.monotonic() if due else self._drawn
+        elif self._done in (0, 1, self._total) or self._done % self._every == 0 or "eval/accuracy" in metrics:
+            self._print("  ".join(f"{title} {text}" for title, text in row.items()))
+
+    def view(self) -> Group:
+        """The bar and the table of the last steps."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        titles = ["step", *(title for title, _, _ in COLUMNS), "ETA"]
+        shown = [title for title in titles if title in self._titles]
+        for title in shown:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(Text(row.get(title, "")) for title in shown))
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=max(self._total, 1), completed=self._done))
+        return Group(bar, table)
+
+    def _time_left(self) -> str:
+        """The mean time of the recent steps, for each step that is left."""
+        mean = math.fsum(self._seconds) / len(self._seconds) if self._seconds else math.nan
+        seconds = mean * max(self._total - self._done, 0)
+        if not math.isfinite(seconds):
+            return "?"
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+    def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
+        # Nothing in the text is markup, and a line of a log is not cut where a terminal would end.
+        self._console.print(text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True)

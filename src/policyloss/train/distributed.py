@@ -1,0 +1,107 @@
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; one process is one rank of itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among others. group: what to all-reduce over, or None if there is one process."""
+
+    rank: int
+    world: int
+    device: torch.device
+    group: Any = None
+
+    @classmethod
+    def start(cls, device: str) -> Ranks:
+        """Join the others if torchrun started them. device: cpu, cuda or auto."""
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls(0, 1, torch.device(kind))
+        here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), world, here, dist.group.WORLD)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    @property
+    def statistics(self) -> Any:
+        """The group that advantages share their statistics over."""
+        return self.group if self.world > 1 else "local"
+
+    def gather(self, x: Any) -> list[Any]:
+        """`x` of every rank, in their order."""
+        if self.world == 1:
+            return [x]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, x, group=self.group)
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`x` added up over all ranks."""
+        if self.world > 1:
+            x = x.clone()
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            dist.barrier(group=self.group)
+
+
+def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]) -> nn.Module:
+    """`module` for training on these ranks. layers: what "fsdp" gathers one at a time."""
+    if ranks.world == 1:
+        return module
+    if parallel == "ddp":
+        return DistributedDataParallel(module, process_group=ranks.group)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+@contextmanager
+def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
+    """Average gradients over ranks with the last backward of a step, and not before."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    with module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext():
+        yield
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """With all of a sharded module's parameters at hand, so that ranks may run its forward each as often as they like."""
+    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()

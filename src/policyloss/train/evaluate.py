@@ -1,0 +1,84 @@
+"""Greedy evaluation: one completion per example, scored by the task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from policyloss.errors import InputError
+from policyloss.train.rollout import Progress, sample
+
+if TYPE_CHECKING:
+    from policyloss.train.tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the model said to one example."""
+
+    example: int
+    prompt: str
+    answer: str
+    text: str  # the completion
+    score: float
+    length: int  # tokens, with the end token
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the examples: Σ_i x_i / n."""
+
+    accuracy: float  # share with score >= 1
+    score: float
+    mean_length: float
+    finished: float  # share that ended by an end token
+    results: tuple[Result, ...]  # in the order of the examples
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Evaluation:
+        """The means of `results`; ranks that each evaluated a share join their lists and call this."""
+        if not results:
+            raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
+        n = len(results)
+        return cls(
+            accuracy=sum(r.score >= 1 for r in results) / n,
+            score=sum(r.score for r in results) / n,
+            mean_length=sum(r.length for r in results) / n,
+            finished=sum(r.finished for r in results) / n,
+            results=tuple(results),
+        )
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    batch_tokens: int,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """The likeliest completion (token by token) of each example's prompt, scored with `task.score`, whose errors are not caught."""
+    samples = sample(
+        model,
+        tokenizer,
+        [(example.id, place, example.prompt) for place, example in enumerate(examples)],
+        max_new_tokens=max_new_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        uniforms=None,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+    return Evaluation.of(
+        [
+            Result(e.id, e.prompt, e.answer, s.text, float(task.score(e, s.text)), len(s.completion_ids), s.finished)
+            for e, s in zip(examples, samples, strict=True)
+        ]
+    )

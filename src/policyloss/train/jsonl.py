@@ -1,0 +1,127 @@
+"""A file of JSON lines, one row each with its step: appended whole, cut back on resume, readable after a crash at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policyloss.errors import InputError
+from policyloss.train.files import sync, write_error
+
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+
+
+class JsonLines:
+    """Appends rows `{"step": …, …}` to a file. last: the step of the last row, or None.
+
+    A row reaches the file as a whole line or not at all; if a crash of the machine cut the last line short, it is dropped when the
+    file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise write_error(path, error, "Nothing was written.") from error
+        self.last: int | None = None
+        self.truncate(None)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write `rows`, in an order of steps that never goes back."""
+        last = self.last
+        for row in rows:
+            step = row.get("step")
+            if not isinstance(step, int) or step < 0:
+                raise InputError(f"a row of {self.path.name} needs a step, an integer ≥ 0, got {step!r}.")
+            if last is not None and step < last:
+                raise InputError(f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to write it again.")
+            last = step
+        data = b"".join(line_of(row) + b"\n" for row in rows)
+        before = os.fstat(self._handle).st_size
+        try:
+            self._write(data)
+        except BaseException as error:
+            os.ftruncate(self._handle, before)  # no half line
+            if isinstance(error, OSError):
+                raise write_error(self.path, error, "What was in it before is kept.") from error
+            raise
+        self.last = last
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._handle, data) :]
+
+    def truncate(self, step: int | None) -> None:
+        """Drop every row after `step` (None: no row), and what follows the last readable row; the bytes before stay as they are."""
+        end, at, last = 0, 0, None
+        with open(self.path, "rb") as file:
+            for line in file:
+                at += len(line)
+                found = _step_of(line)
+                if found is None:
+                    continue
+                if step is not None and found > step:
+                    break
+                end, last = at, found
+        if end < os.fstat(self._handle).st_size:
+            os.ftruncate(self._handle, end)
+            os.fsync(self._handle)
+        self.last = last
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, so that they outlive a crash of the machine."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Bring the rows to the disk and close the file."""
+        self.sync()
+        os.close(self._handle)
+        sync(self.path.parent)
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of JSON, its step first.
+
+    JSON has no NaN and no infinity: such a number is written as null, and the row's `"nonfinite"` says which it was, by place:
+    `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}`.
+    """
+    row = {"step": row["step"], **row}
+    try:
+        return json.dumps(row, allow_nan=False).encode()
+    except TypeError as error:
+        raise InputError(f"a row of step {row['step']} holds something that JSON cannot: {error}.") from None
+    except ValueError:
+        were: dict[str, str] = {}
+        finite = {key: _finite(value, key, were) for key, value in row.items()}
+        return json.dumps({**finite, "nonfinite": were}, allow_nan=False).encode()
+
+
+def _finite(value: Any, place: str, were: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        were[place] = repr(float(value))
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner, f"{place}/{key}", were) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner, f"{place}/{i}", were) for i, inner in enumerate(value)]
+    return value
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line of JSON; None if it is not one."""
+    if not line.endswith(b"\n"):
+        return None
+    found = _STEP.match(line)
+    if found and line.endswith(b"}\n"):  # as `line_of` writes it: to parse a long row for its first number would take far longer
+        return int(found[1])
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None

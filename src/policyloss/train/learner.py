@@ -1,0 +1,262 @@
+"""One step of learning: from scored completions to updated weights.
+
+The order of things, which every policy-gradient method of the field shares: freeze what the old policy, the reference and the
+critic say of the completions; turn rewards into advantages; then take several optimizer steps on them, each divided by its own
+global counts (`policyloss.accumulate`), so that neither micro-batches nor ranks change the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import policyloss as pl
+from policyloss.metrics import Metrics
+from policyloss.train.advantages import Judged, judge
+from policyloss.train.batches import Pack, minibatches
+from policyloss.train.config import TrainConfig
+from policyloss.train.distributed import Ranks, synchronised
+from policyloss.train.models import Critic, parts
+
+
+class Policy(nn.Module):
+    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it."""
+
+    def __init__(self, model: Any, temperature: float, head: str) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.head = head
+
+    def forward(self, micro: Any, step: pl.Accumulation | None = None) -> Any:
+        """Loss and log-probabilities of a micro-batch of `step`, its metrics merged into the step's; without a step, `LogProbs`."""
+        body, weight, bias = parts(self.model)
+        x = body(input_ids=micro["ids"][None], position_ids=micro["position_ids"][None], use_cache=False).last_hidden_state[0]
+        targets, mask = micro["targets"], micro["mask"]
+        if step is None:
+            return pl.linear_logprobs(x, weight, targets, bias, self.temperature, entropy=True, mask=mask)
+        if self.head == "fused":
+            out = pl.linear_policy_loss(step.spec, x, weight, targets, **micro.arguments(), bias=bias, temperature=self.temperature)
+            step.add(out.metrics)
+            return out.loss, out.logp
+        logits = nn.functional.linear(x, weight, bias)
+        found = pl.logprobs(logits, targets, self.temperature, entropy=True, mask=mask)
+        assert isinstance(found, pl.LogProbs)
+        return micro.loss(found.logp, entropy=found.entropy), found.logp.detach()
+
+
+@dataclass
+class Learned:
+    """What a step did. metrics: of the policy, summed over its updates and merged over ranks; values: of the critic.
+
+    logp: `[N]` of this rank's pack, as the loss last saw them.
+    """
+
+    metrics: dict[str, float]
+    values: dict[str, float]
+    updates: int
+    grad_norm: float
+    critic_grad_norm: float
+    pack: Pack
+    logp: Tensor
+
+
+@dataclass
+class Learner:
+    """The policy, its critic and reference (if there are), and how they learn. `updates` counts optimizer steps over the run."""
+
+    config: TrainConfig
+    spec: pl.LossSpec
+    ranks: Ranks
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None = None
+    critic: nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    updates: int = field(default=0)
+
+    def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
+        """Update the weights with this rank's sequences.
+
+        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks makes the same minibatches.
+        """
+        pack = self._frozen(pack.to(self.ranks.device))
+        judged = self._judged(pack, greedy)
+        pack = pack.with_tokens(advantages=judged.advantages)
+        if judged.returns is not None:
+            pack = pack.with_tokens(returns=judged.returns)
+        place = {index: i for i, index in enumerate(indices)}
+        metrics, values = Metrics(), Metrics()
+        norms: list[float] = []
+        critic_norms: list[float] = []
+        logp = torch.zeros_like(pack.tokens["old_logp"])
+        updates = 0
+        for epoch in range(self.config.epochs):
+            for chosen in minibatches(total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)):
+                own = [place[index] for index in chosen if index in place]
+                found, norm, seen = self._update(pack, own, train=step >= self.config.critic_steps)
+                metrics, norms = metrics + found, [*norms, norm]
+                for i, x in seen.items():
+                    logp[_span(pack, i)] = x
+                if self.critic is not None:
+                    value_metrics, critic_norm = self._update_critic(pack, own)
+                    values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
+                updates += 1
+        self.updates += updates
+        return Learned(
+            self._computed(metrics, updates),
+            self._computed(values, updates),
+            updates,
+            _mean(norms),
+            _mean(critic_norms),
+            pack,
+            logp,
+        )
+
+    @torch.no_grad()
+    def _frozen(self, pack: Pack) -> Pack:
+        """The pack with what other policies and the critic say of it, before anything is updated."""
+        budget = self.config.micro_tokens
+        if self.config.old_logp == "rollout":
+            pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
+        else:
+            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, lambda micro: self.policy(micro).logp, self.ranks))
+        if self.reference is not None:
+            reference = self.reference
+            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, lambda micro: reference(micro).logp, self.ranks))
+        if self.critic is not None:
+            pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
+        return pack
+
+    def _values(self, micro: Any) -> Tensor:
+        assert self.critic is not None
+        found: Tensor = self.critic(micro["ids"][None], micro["position_ids"][None])[0].float()
+        return found
+
+    def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
+        if self.config.estimator == "remax":  # a rank without completions has one that nothing is learned from
+            greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
+        greedy = None if greedy is None else greedy.to(self.ranks.device)
+        values = pack.tokens.get("old_values")
+        return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
+
+    def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
+        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has none gets an empty one."""
+        if not own:
+            empty = pack.select([0])
+            return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
+        packs = pack.select(own).cut(self.config.micro_tokens)
+        left = iter(own)
+        return packs, [[next(left) for _ in part.lengths] for part in packs]
+
+    def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor]]:
+        """One optimizer step of the policy; also what it saw: the log-probabilities of each sequence."""
+        packs, members = self._micro_batches(pack, own)
+
+        def current(micro: Any) -> Tensor:
+            logp: Tensor = self.policy(micro).logp
+            return logp
+
+        step = pl.accumulate(self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current)
+        seen: dict[int, Tensor] = {}
+        for micro, part, chosen in zip(step, _padded(packs, len(step)), _padded(members, len(step)), strict=True):
+            with synchronised(self.policy, micro.is_last):
+                loss, logp = self.policy(micro, step)
+                loss.backward()
+            if chosen:
+                seen |= dict(zip(chosen, logp.split(part.lengths), strict=True))
+        norm = _stepped(self.policy, self.optimizer, self.config.grad_clip, train)
+        return step.reduce_metrics(), norm, seen
+
+    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float]:
+        """One optimizer step of the critic, on the same sequences."""
+        assert self.critic is not None
+        assert self.critic_optimizer is not None
+        packs, _ = self._micro_batches(pack, own)
+        step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
+        metrics = Metrics()
+        for micro in step:
+            with synchronised(self.critic, micro.is_last):
+                out = pl.value_loss(
+                    self._values(micro),
+                    micro["returns"],
+                    micro["old_values"],
+                    micro["mask"],
+                    clip=self.config.value_clip or None,
+                    cu_seqlens=micro["cu_seqlens"],
+                    totals=step.counts,
+                )
+                out.loss.backward()  # type: ignore[no-untyped-call]
+            metrics = metrics + out.metrics
+        norm = _stepped(self.critic, self.critic_optimizer, self.config.grad_clip, True)
+        return (metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)), norm
+
+    @staticmethod
+    def _computed(metrics: Metrics, updates: int) -> dict[str, float]:
+        """As floats; the loss is the mean over the updates."""
+        return {name: x / updates if name == "loss" else x for name, x in metrics.compute().items()}
+
+
+_COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
+
+
+def _padded(items: list[Any], count: int) -> list[Any]:
+    """As many as the step has micro-batches: those it added repeat the last, and hold nothing of ours."""
+    return [*items, *[[]] * (count - len(items))]
+
+
+def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
+    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a sharded module is a collective."""
+    packs = pack.cut(budget)
+    most = max(ranks.gather(len(packs)))
+    found = [of_micro(part.micro_batch()) for part in packs]
+    for _ in range(most - len(packs)):
+        of_micro(packs[-1].micro_batch())
+    return torch.cat(found).float()
+
+
+def _span(pack: Pack, i: int) -> slice:
+    start = sum(pack.lengths[:i])
+    return slice(start, start + pack.lengths[i])
+
+
+def _stepped(module: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float, train: bool) -> float:
+    """Clip, step, forget the gradients. → the gradient's norm before it was clipped."""
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if train:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _mixed(seed: int, step: int, epoch: int) -> int:
+    """One seed of three numbers."""
+    return (seed * 1_000_003 + step) * 1_009 + epoch
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """The share of the learning rate at a step: a rise over `lr_warmup` steps, then the schedule."""
+    if step < config.lr_warmup:
+        return (step + 1) / config.lr_warmup
+    done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
+
+
+def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over what requires a gradient."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+
+
+__all__ = ["Critic", "Learned", "Learner", "Policy", "adamw", "rate"]

@@ -1,0 +1,118 @@
+"""Who is using a run directory: the file `lock` names a process, and a lock whose process has ended is no lock."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from policyloss.train.files import StorageError, write_error
+
+if sys.platform != "win32":
+    import fcntl
+
+
+class Lock:
+    """Holds `folder/lock` until `release`. It names this process: its id, its host, and when it began.
+
+    The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live one is refused. A lock from
+    another host is refused, because from here one cannot see whether its process lives, unless `take_over` says that it does not.
+    """
+
+    def __init__(self, folder: Path, *, take_over: bool = False) -> None:
+        self.path = folder / "lock"
+        self.owner: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "began": _began(os.getpid())}
+        try:
+            with self._alone() as handle:
+                self._refuse_if_held(os.read(handle, 4096), take_over)
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps(self.owner).encode(), 0)
+                os.fsync(handle)
+        except OSError as error:
+            raise write_error(self.path, error, "Nothing else was written.") from error
+
+    def release(self) -> None:
+        """Give the directory free, if it is still this process that holds it."""
+        with suppress(OSError), self._alone() as handle:
+            if _read(os.read(handle, 4096)) == self.owner:
+                self.path.unlink()
+
+    @contextmanager
+    def _alone(self) -> Iterator[int]:
+        """The lock file, opened, with other processes kept out for the moment: two that meet a dead lock must not both take it."""
+        while True:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if sys.platform != "win32":
+                    with suppress(OSError):  # some network disks cannot; then what the file says must do
+                        fcntl.flock(handle, fcntl.LOCK_EX)
+                if _same_file(handle, self.path):  # else another process removed the file meanwhile: open the new one
+                    yield handle
+                    return
+            finally:
+                os.close(handle)
+
+    def _refuse_if_held(self, data: bytes, take_over: bool) -> None:
+        holder = _read(data)
+        if holder is None or take_over:
+            return
+        pid, host = holder["pid"], holder["host"]
+        if host != self.owner["host"]:
+            raise StorageError(
+                f"{self.path.parent} is locked by process {pid} on {host}, and from {self.owner['host']} one cannot see whether it "
+                f"still runs. If it does not, delete {self.path} and start again; or use another directory."
+            )
+        if _runs(pid, holder.get("began")):
+            raise StorageError(
+                f"{self.path.parent} is in use by process {pid} on this host. Wait for it, stop it, or use another directory."
+            )
+
+
+def _read(data: bytes) -> dict[str, Any] | None:
+    """The holder of a lock; None for an empty or half-written file, which a crash left before it was a lock."""
+    try:
+        holder = json.loads(data)
+    except ValueError:
+        return None
+    return holder if isinstance(holder, dict) and isinstance(holder.get("pid"), int) and "host" in holder else None
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _runs(pid: int, began: Any) -> bool:
+    """Whether the process that took the lock is alive. Ids are given again: one that began at another time is another process."""
+    if sys.platform == "win32":
+        return True  # where asking ends the process asked about
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    now = _began(pid)
+    return now != _ENDED and (began is None or now in (None, began))
+
+
+_ENDED = "ended"
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in the system's own count since it was started; None where the system does not tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    # The second field is the program's name, in parentheses, and may hold anything: count from the last parenthesis on.
+    state, *fields = stat.rpartition(")")[2].split()
+    return _ENDED if state in "ZX" else f"{boot} {fields[18]}"  # Z: killed, and nobody has asked for its exit code yet

@@ -1,0 +1,189 @@
+"""`policyloss train`: sample, score, judge, update, again — the whole run in the order in which it happens.
+
+Everything random follows from the seed and the number of the step, and a checkpoint holds all that changes. So a run that was
+killed and resumed gives, on the same CPU, the bits of one that was not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import policyloss as pl
+from policyloss.train.batches import Pack
+from policyloss.train.collect import Collector, Completions
+from policyloss.train.config import TrainConfig
+from policyloss.train.display import Display
+from policyloss.train.distributed import Ranks, gathered
+from policyloss.train.evaluate import Evaluation, evaluate
+from policyloss.train.learner import Learned, rate
+from policyloss.train.run_dir import RunDir
+from policyloss.train.setup import Models, build, distribute
+from policyloss.train.shown import ratio_histogram, rollout_rows
+from policyloss.train.stored import restore, store
+from policyloss.train.track import service_module
+
+INTERRUPTED = 130
+
+
+def train(config: TrainConfig, spec: pl.LossSpec) -> int:
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume."""
+    if config.resume:
+        config, spec = started_with(config)
+    if config.track:
+        service_module(config.track)  # an error now, not when there is a run directory already
+    ranks = Ranks.start(config.device)
+    run = None
+    if ranks.is_first:
+        run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, config.to_dict(), spec.to_dict())
+        if config.track:
+            run.track(config.track)
+    try:
+        return Training(config, spec, ranks, run).run()
+    finally:
+        if run is not None:
+            run.close()
+
+
+def started_with(config: TrainConfig) -> tuple[TrainConfig, pl.LossSpec]:
+    """The options and the loss of the run in `config.out`. Of the options given now, `steps` alone counts: it may be more."""
+    said = RunDir.read_config(config.out)
+    first = TrainConfig.from_dict(said["config"])
+    steps = max(first.steps, config.steps) if config.steps != TrainConfig.steps else first.steps
+    now = {**first.to_dict(), "out": str(config.out), "steps": steps, "resume": True}
+    return TrainConfig.from_dict(now), pl.LossSpec.from_dict(said["loss"])
+
+
+class Training:
+    """A run in progress. step: how many are done. queue: completions that wait for their step (`staleness`)."""
+
+    def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None) -> None:
+        self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
+        self.display = Display(config.steps, quiet=not ranks.is_first)
+        self.models: Models = build(config, spec, ranks, say=self.display.say)
+        self.collector = Collector(config, self.models.task, self.models.tokenizer, ranks, warn=self.display.warn)
+        self.queue: deque[Completions] = deque()
+        self.step = 0
+
+    def run(self) -> int:
+        """Every step that is left."""
+        config = self.config
+        self._start()
+        with self.display, self._interruptible() as interrupted:
+            while self.step < config.steps and not interrupted():
+                self._step()
+                last = self.step == config.steps
+                if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                    store(self)
+            if self.step < config.steps:
+                store(self)
+                self.display.say(f"stopped after step {self.step}; go on with: policyloss train --resume --out {config.out}")
+                return INTERRUPTED
+        self.display.say(f"done; everything is in {config.out}. To look at it: policyloss report {config.out}")
+        return 0
+
+    def _start(self) -> None:
+        """Step 0: the policy as it is before it is trained; or, of a run that is resumed, as it was."""
+        if self.config.resume:
+            distribute(self.models, self.config, self.ranks)
+            restore(self)
+            return
+        self.models.warm_up(self.config, self.display)
+        distribute(self.models, self.config, self.ranks)
+        began = time.perf_counter()
+        self._log(self._evaluation(), {"step_s": time.perf_counter() - began})
+        store(self)
+
+    def _step(self) -> None:
+        """Sample, score, learn."""
+        config, began = self.config, time.perf_counter()
+        while len(self.queue) <= config.staleness:
+            with gathered(self.models.policy):
+                self.queue.append(self.collector.collect(self.models.model))
+        completions = self.queue.popleft()
+        sampled = time.perf_counter()
+        learned = self._learn(completions)
+        timing = {"sample_s": sampled - began, "learn_s": time.perf_counter() - sampled, "step_s": time.perf_counter() - began}
+        timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
+        self.step += 1
+        metrics = {**completions.statistics, **self._learned(learned)}
+        if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
+            metrics |= self._evaluation()
+        self._log(metrics, timing)
+        every = config.rollouts_every
+        if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
+            rows = rollout_rows(self.step, completions, learned, self.models, self.spec, config.rollouts_rows)
+            self.run_dir.rollouts(rows)
+
+    def _learn(self, completions: Completions) -> Learned:
+        """One step of learning, with the learning rate of now."""
+        learner, config = self.models.learner, self.config
+        share = rate(config, self.step)
+        for optimizer, lr in ((learner.optimizer, config.lr), (learner.critic_optimizer, config.critic_lr)):
+            for group in [] if optimizer is None else optimizer.param_groups:
+                group["lr"] = lr * share
+        keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
+        index = {key: i for i, key in enumerate(keys)}
+        own = [index[key] for key in completions.keys]
+        pack = Pack.of(completions.samples, train_on_cut=config.overlong != "mask") if own else Pack.nothing()
+        return learner.learn(pack, own, len(keys), self.step, completions.greedy)
+
+    def _learned(self, learned: Learned) -> dict[str, Any]:
+        """What a step of learning says of itself, by name."""
+        mask = learned.pack.tokens["mask"]
+        chosen = learned.pack.tokens["advantages"][mask].double()
+        n, total, squares = self.ranks.sum(torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])).tolist()
+        mean = total / max(n, 1)
+        found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
+        found |= {f"value/{name}": x for name, x in learned.values.items()}
+        found |= {"advantage/mean": mean, "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5}
+        found |= {"grad_norm": learned.grad_norm, "updates": float(learned.updates)}
+        found["lr"] = self.config.lr * rate(self.config, self.step - 1)
+        if self.models.learner.critic is not None:
+            found["critic_grad_norm"] = learned.critic_grad_norm
+        return found | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
+
+    def _evaluation(self) -> dict[str, float]:
+        """Accuracy on held-out prompts, each rank on its share."""
+        config, task, models = self.config, self.models.task, self.models
+        examples = list(task.held_out[: config.eval_prompts])[self.ranks.rank :: self.ranks.world]
+        budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+        with gathered(models.policy):
+            own = evaluate(models.model, models.tokenizer, self.collector.forgiving, examples, **budget).results if examples else ()
+        found = Evaluation.of([result for share in self.ranks.gather(own) for result in share])
+        return {"eval/accuracy": found.accuracy, "eval/reward": found.score, "eval/length": found.mean_length}
+
+    def _log(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
+        """To the run directory and the display."""
+        if self.run_dir is not None:
+            self.run_dir.log(self.step, metrics, timing)
+        self.display.update(self.step, metrics, timing)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[Any]:
+        """A function that says whether Ctrl-C was pressed: the step is finished first. A second one stops at once."""
+        pressed: list[int] = []
+
+        def press(number: int, frame: Any) -> None:
+            if pressed:
+                raise KeyboardInterrupt
+            pressed.append(number)
+            self.display.say("finishing this step, then writing a checkpoint; Ctrl-C again stops at once")
+
+        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)} if _in_main_thread() else {}
+        try:
+            yield lambda: any(self.ranks.gather(bool(pressed)))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,111 @@
+"""Models: a tiny one made on the spot, or any causal language model of Hugging Face; its body and head; and a critic made of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from policyloss.errors import InputError
+from policyloss.train.examples import Task
+from policyloss.train.tiny import tiny_model, tiny_tokenizer
+
+
+def load(
+    model: str, task: Task, *, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode and its tokenizer, which has a token to end with and one to pad with.
+
+    model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local folder, or a name on the hub.
+    Weights are read from safetensors files only, and no code that comes with them is run.
+    """
+    if model == "tiny":
+        tokenizer = tiny_tokenizer(task)
+        found = tiny_model(tokenizer, seed).to(dtype)
+    else:
+        found, tokenizer = _stored(model, dtype)
+    _complete(tokenizer, model)
+    found.to(device).eval()
+    _check_parts(found, model)
+    return found, tokenizer
+
+
+def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
+    """(body, weight, bias): logits = `body(input_ids=…, position_ids=…, use_cache=False).last_hidden_state @ weight.T + bias`.
+
+    weight: `[V, H]`, the embedding itself where the two are tied; bias: `[V]` or None.
+    """
+    head = model.get_output_embeddings()
+    body = model.base_model
+    if head is None or body is model:
+        raise InputError(f"{type(model).__name__} has no head of its own over a body; use a causal language model.")
+    return body, head.weight, getattr(head, "bias", None)
+
+
+class Critic(nn.Module):
+    """A copy of a model's body, and one number per token: `V_t = w · hidden_t + b`, which is 0 before it has learned."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        body, weight, _ = parts(model)
+        self.body = copy.deepcopy(body).requires_grad_(True)
+        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """int64 `[B, N]`, `[B, N]` → values `[B, N]`. One row may hold several sequences, whose positions begin at 0 again."""
+        hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden).squeeze(-1)
+        return values
+
+    def start_from(self, model: PreTrainedModel) -> None:
+        """Take over the weights of the model's body, as they are now."""
+        self.body.load_state_dict(parts(model)[0].state_dict())
+
+
+def _stored(model: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in a folder or on the hub."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    path = Path(model).expanduser()
+    if looks_local and not path.is_dir():
+        raise InputError(f"there is no folder {model}; give that of a model, a name on the hub, or 'tiny'.")
+    where = str(path) if path.is_dir() else model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+        found = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot load the model {model!r}: {error} "
+            "It must be a folder or hub name with config.json, tokenizer files and weights as safetensors."
+        ) from error
+    return cast(PreTrainedModel, found), cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _complete(tokenizer: Any, model: str) -> None:
+    """See that it can end, and pad; many have no token for the latter, and padding is masked, so any will do."""
+    if tokenizer.eos_token is None:
+        raise InputError(f"the tokenizer of {model!r} has no end token (eos_token), so no completion could end; set one.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+@torch.no_grad()
+def _check_parts(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that does more than a product after its body (scaled or capped logits): its policy would be another one."""
+    body, weight, bias = parts(model)
+    ids = torch.arange(min(4, weight.shape[0]), device=weight.device)[None]
+    positions = torch.arange(ids.shape[1], device=weight.device)[None]
+    own = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    gap = (nn.functional.linear(hidden, weight, bias).float() - own).abs().max()
+    # The same products in the same order; the bound is 8 roundings of the largest logit.
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * own.abs().max():
+        raise InputError(
+            f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times its head: {gap:.3g} apart. "
+            "Models that scale or cap their logits are not supported here."
+        )

@@ -1,0 +1,101 @@
+"""Rewards: functions from an example and a completion to a number, 1 for a right answer. None of them can fail unnoticed."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from policyloss.errors import InputError, PolicyLossError, unknown_name
+from policyloss.train.examples import Example, Reward, normalised
+
+
+class RewardError(PolicyLossError):
+    """A reward function failed on one completion. Knows the example and the completion."""
+
+    def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
+        super().__init__(f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}.")
+        self.example = example
+        self.completion = completion
+
+
+def make_reward(name: str) -> Reward:
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number` of an importable module.
+
+    What it returns must be a finite number; anything else, and whatever it raises, becomes a `RewardError`.
+    """
+    if name in _BUILT_IN:
+        return checked(name, _BUILT_IN[name]())
+    if ":" in name:
+        return checked(name, _imported(name))
+    raise InputError(unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own.")
+
+
+def checked(name: str, function: Any) -> Reward:
+    """`function` as a reward called `name`: its errors and its NaNs become `RewardError`s."""
+
+    def reward(example: Example, completion: str) -> float:
+        try:
+            found = function(example, completion)
+        except Exception as error:
+            raise RewardError(name, example, completion, f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, Real) or not math.isfinite(found):
+            shown = repr(found) if isinstance(found, Real) else f"{found!r} ({type(found).__name__})"
+            raise RewardError(name, example, completion, f"returned {shown} where a finite number belongs")
+        return float(found)
+
+    return reward
+
+
+def _exact() -> Reward:
+    """1 if the completion is the answer, up to white space; else 0."""
+    return lambda example, completion: float(normalised(completion) == normalised(example.answer))
+
+
+def _math() -> Reward:
+    """1 if the completion ends in an expression of the same value as the answer; else 0. Both may be LaTeX, boxed or not."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise InputError("the reward 'math' needs the package math-verify: pip install math-verify.") from error
+
+    def reward(example: Example, completion: str) -> float:
+        # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
+        answer = parse(example.answer if "$" in example.answer or "\\boxed" in example.answer else f"${example.answer}$")
+        if not answer:
+            raise InputError(f"the answer {example.answer!r} cannot be read as mathematics")
+        return float(verify(answer, parse(completion)))
+
+    return reward
+
+
+_BUILT_IN = {"exact": _exact, "math": _math}
+
+
+def _imported(name: str) -> Any:
+    """The function that `module:function` names."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise InputError(f"the reward {name!r} is not of the form module:function.")
+    function = getattr(_module(module_name, name), attribute, None)
+    if not callable(function):
+        raise InputError(f"the reward {name!r}: the module {module_name!r} has no function {attribute!r}.")
+    return function
+
+
+def _module(module: str, reward: str) -> ModuleType:
+    """Import it; the current folder counts, as it does for `python -m`."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise  # found, but it imports something that is missing: its own message says what
+        raise InputError(f"the reward {reward!r}: there is no module {module!r} here or among the installed ones.") from error
+    finally:
+        sys.path.remove(here)

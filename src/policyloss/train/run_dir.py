@@ -1,0 +1,222 @@
+"""The directory of a run: what it is, and what it did, in files that any tool reads.
+
+    config.json        {"policyloss": version, "config": {…}, "loss": {…}}
+    environment.json   versions and hardware at the start; "resumed" lists those of each resume
+    metrics.jsonl      one line per step, only numbers that a rerun repeats bit for bit
+    timing.jsonl       seconds and tokens per second of each step
+    rollouts.jsonl     sampled completions, token by token
+    tensorboard/       events
+    checkpoints/       step_000010/, …
+    lock               the process that uses the directory
+
+JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `jsonl.line_of`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from policyloss.errors import InputError
+from policyloss.train.checkpoint import discard_after
+from policyloss.train.files import StorageError, from_json, replace_file, to_json, write_error
+from policyloss.train.jsonl import JsonLines
+from policyloss.train.lock import Lock
+from policyloss.train.track import TensorBoard, Tracker, service
+
+# What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
+_OF_A_RUN = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "tensorboard", "checkpoints")
+_PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+
+
+class RunDir:
+    """An open run directory, locked by this process until `close`. A context manager.
+
+    path, config and spec are what it was made with; `checkpoints` is the folder for `checkpoint.save`.
+    """
+
+    def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
+        self.path, self._lock = path, lock
+        self.config: dict[str, Any] = contents["config"]
+        self.spec: dict[str, Any] = contents["loss"]
+        self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")}
+        self._board: TensorBoard | None = None
+        self._resumed_after: int | None = None
+        self._services: list[Tracker] = []
+
+    @classmethod
+    def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any], *, take_over: bool = False) -> RunDir:
+        """Start a run in `path`, which is made if need be. A directory that holds a run already is refused: resume it with `open`.
+
+        config and spec: JSON. take_over: ignore a lock (see `Lock`).
+        """
+        import policyloss
+
+        path = Path(path)
+        contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
+        data = to_json(contents, "run", indent=2)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(path, error, "Nothing was written.") from error
+        lock = Lock(path, take_over=take_over)
+        try:
+            there = [name for name in _OF_A_RUN if (path / name).exists()]
+            if there:
+                raise InputError(f"{path} holds a run already ({', '.join(there)}); resume it, or use another directory.")
+            replace_file(path / "config.json", data)
+            replace_file(path / "environment.json", to_json({**environment(), "resumed": []}, "environment", indent=2))
+            return cls(path, lock, from_json(data))
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, take_over: bool = False) -> RunDir:
+        """Open the run in `path` to continue it. Call `truncate` next, with the step of the checkpoint it continues from."""
+        path = Path(path)
+        contents = cls.read_config(path)
+        lock = Lock(path, take_over=take_over)
+        try:
+            _note_resume(path / "environment.json")
+            return cls(path, lock, contents)
+        except BaseException:
+            lock.release()
+            raise
+
+    @staticmethod
+    def read_config(path: Path) -> dict[str, Any]:
+        """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without opening or locking the run."""
+        file = Path(path) / "config.json"
+        try:
+            contents: Any = from_json(file.read_bytes())
+        except FileNotFoundError:
+            raise InputError(f"{path} holds no run: there is no {file}. Give the directory of a run, or start one.") from None
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot read {file}: {error}.") from None
+        if not isinstance(contents, dict) or not {"policyloss", "config", "loss"} <= contents.keys():
+            raise InputError(f"{file} is not that of a run: it needs the keys policyloss, config and loss.")
+        return contents
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def track(self, name: str) -> None:
+        """Send the numbers to a service as well: "wandb" or "trackio"."""
+        self._services.append(service(name, self.path, self.config))
+
+    def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
+        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to TensorBoard and other trackers.
+
+        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`. They are in the files, safe from kill -9, when
+        this returns. Steps must grow; on resume `truncate` makes room.
+        """
+        last = self._lines["metrics"].last
+        if last is not None and step <= last:
+            raise InputError(f"step {step} was logged already (the last one is {last}); truncate({step - 1}) first to redo it.")
+        self._lines["metrics"].append([{"step": step, **metrics}])
+        self._lines["timing"].append([{"step": step, **timing}])
+        if self._board is None:
+            self._board = TensorBoard(self.path / "tensorboard", resumed_after=self._resumed_after)
+        for tracker in self._trackers():
+            tracker.log(step, {**metrics, **{f"timing/{name}": value for name, value in timing.items()}})
+
+    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write sampled completions, each a dict with its "step"."""
+        self._lines["rollouts"].append(rows)
+
+    def truncate(self, step: int) -> None:
+        """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and TensorBoard hides later events.
+
+        The lines that stay keep their bytes. After a crash in the middle, do it again.
+        """
+        discard_after(self.checkpoints, step)  # first: the latest checkpoint must never be of a step whose lines are gone
+        for lines in self._lines.values():
+            lines.truncate(step)
+        last = self._lines["metrics"].last
+        if (-1 if last is None else last) < step:
+            warnings.warn(
+                f"{self.path / 'metrics.jsonl'} ends at step {last}, before step {step} where the run continues: lines are lost.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._resumed_after = step
+
+    def sync(self) -> None:
+        """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot lose what comes before it.
+
+        What kill -9 can lose needs no sync: the lines are in the system's hands once `log` returns.
+        """
+        try:
+            for lines in self._lines.values():
+                lines.sync()
+        except OSError as error:
+            raise write_error(self.path, error, "Earlier checkpoints are untouched.") from error
+        for tracker in self._trackers():
+            tracker.flush()
+
+    def close(self) -> None:
+        """Write out everything, say to trackers that the run ended, and give the directory free."""
+        try:
+            for tracker in self._trackers():
+                tracker.close()
+            for lines in self._lines.values():
+                lines.close()
+        finally:
+            self._lock.release()
+
+    def _trackers(self) -> list[Tracker]:
+        return [*([self._board] if self._board else []), *self._services]
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers of a run may depend on beside its config: versions, hardware, threads; and who started it, and when."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _note_resume(path: Path) -> None:
+    """Add the environment of this resume to that of the start."""
+    try:
+        started: Any = from_json(path.read_bytes())
+    except (OSError, ValueError):
+        started = {}
+    resumed = started.get("resumed", []) if isinstance(started, dict) else []
+    replace_file(path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2))

@@ -1,0 +1,103 @@
+"""Everything a run needs before its first step: task, tokenizer, policy, reference, critic, optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import policyloss as pl
+from policyloss.errors import InputError
+from policyloss.train.batches import Pack
+from policyloss.train.config import TrainConfig
+from policyloss.train.distributed import Ranks, wrapped
+from policyloss.train.learner import Learner, Policy, adamw
+from policyloss.train.models import Critic, load, parts
+from policyloss.train.tasks import Task, make_task
+from policyloss.train.warmup import WARMUP_STEPS, warm_up
+
+
+@dataclass
+class Models:
+    """model: the language model itself, which samples. policy: the same, wrapped for training on several ranks."""
+
+    task: Task
+    tokenizer: Any
+    model: Any
+    policy: nn.Module
+    learner: Learner
+
+    def warm_up(self, config: TrainConfig, display: Any) -> None:
+        """Supervised steps on the task's own answers, then everything that starts as a copy of the policy."""
+        steps = config.warmup_steps
+        if steps is None:
+            steps = WARMUP_STEPS if config.model == "tiny" else 0
+        if steps:
+            warm_up(self.model, self.tokenizer, self.task, steps=steps, seed=config.seed, progress=display.warmup(steps))
+        self.copy_policy()
+
+    def copy_policy(self) -> None:
+        """Let the reference be the policy as it is now, and let the critic read tokens as it does."""
+        learner = self.learner
+        if learner.reference is not None:
+            learner.reference.load_state_dict({f"model.{k}": v for k, v in self.model.state_dict().items()})
+        if isinstance(learner.critic, Critic):
+            learner.critic.start_from(self.model)
+
+
+def build(config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, say: Callable[[str], None]) -> Models:
+    """Make or load all of it. Nothing is trained yet."""
+    task = make_task(config.task, reward=config.reward, seed=config.seed)
+    dtype = getattr(torch, config.dtype)
+    model, tokenizer = load(config.model, task, dtype=dtype, device=ranks.device, seed=config.seed)
+    model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
+    _check_vocabulary(model, tokenizer)
+    say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters")
+    reference = critic = critic_optimizer = None
+    if "ref_logp" in spec.reads:
+        reference = Policy(copy.deepcopy(model), config.temperature, config.head).requires_grad_(False)
+    if config.with_critic:
+        critic = Critic(model).to(ranks.device)
+        critic_optimizer = adamw(critic, config.critic_lr, config)
+    policy = Policy(model, config.temperature, config.head)
+    learner = Learner(config, spec, ranks, policy, adamw(policy, config.lr, config), reference, critic, critic_optimizer)
+    return Models(task, tokenizer, model, policy, learner)
+
+
+def distribute(models: Models, config: TrainConfig, ranks: Ranks) -> None:
+    """Wrap policy and critic for several ranks, once their weights are what they start from."""
+    if ranks.world == 1:
+        return
+    learner = models.learner
+    models.policy = learner.policy = wrapped(models.policy, ranks, config.parallel, _layers(models.model))
+    learner.optimizer = adamw(models.policy, config.lr, config)
+    if config.parallel == "fsdp":
+        with torch.no_grad():  # the whole must be run before a part of it, which is what samples
+            models.policy(Pack.nothing().to(ranks.device).micro_batch())
+    if learner.critic is not None:
+        learner.critic = wrapped(learner.critic, ranks, config.parallel, [])
+        learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The blocks of the model's body, which a sharded model gathers one after the other."""
+    body = parts(model)[0]
+    lists = [list(m) for m in body.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _check_vocabulary(model: Any, tokenizer: Any) -> None:
+    size = parts(model)[1].shape[0]
+    if len(tokenizer) > size:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's head has {size}; they do not belong together."
+        )
+
+
+def _size(model: nn.Module) -> str:
+    n = sum(p.numel() for p in model.parameters())
+    return f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n / 1e3:.0f} k"

@@ -1,0 +1,97 @@
+"""What a run shows of single tokens: the distribution of ratios, and some completions token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policyloss as pl
+from policyloss.train.batches import Pack
+from policyloss.train.collect import Completions
+from policyloss.train.distributed import Ranks
+from policyloss.train.learner import Learned
+
+# Of a ratio, evenly spaced in its logarithm; the first and the last bin take what lies beyond.
+EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
+
+
+def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
+    """How often the ratio to the old policy fell between which edges, over the tokens of all ranks."""
+    tokens = learned.pack.tokens
+    ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
+    place = torch.bucketize(ratio, EDGES[1:-1])
+    counts = torch.bincount(place, minlength=EDGES.shape[0] - 1).double()
+    counts = ranks.sum(counts.to(ranks.device)).cpu()
+    return {"edges": EDGES.tolist(), "counts": counts.tolist()}
+
+
+def rollout_rows(
+    step: int, completions: Completions, learned: Learned, models: Any, spec: pl.LossSpec, count: int
+) -> list[dict[str, Any]]:
+    """The first `count` completions of this rank, token by token, as rows of rollouts.jsonl."""
+    chosen = list(range(min(count, len(completions.samples))))
+    if not chosen:
+        return []
+    pack = learned.pack.with_tokens(logp=learned.logp)
+    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(chosen).to(torch.device("cpu"))
+    rows = []
+    for i, part in enumerate(_parts(pack)):
+        sample = completions.samples[i]
+        example = models.task.train[sample.example]
+        ids = sample.completion_ids.tolist()
+        logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
+        rows.append(
+            {
+                "step": step,
+                "example": sample.example,
+                "group": sample.group,
+                "prompt": example.prompt,
+                "completion": sample.text,
+                "answer": example.answer,
+                "reward": sample.reward,
+                "advantage": advantage.mean().item(),
+                "finished": sample.finished,
+                "ids": ids,
+                "tokens": [models.tokenizer.decode([token]) for token in ids],
+                "logp": logp.tolist(),
+                "old_logp": old.tolist(),
+                "rollout_logp": part["rollout_logp"].tolist(),
+                "ratio": (logp - old).exp().tolist(),
+                "token_advantage": advantage.tolist(),
+                "clipped": part["clipped"].tolist(),
+            }
+        )
+    return rows
+
+
+def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
+    """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]` bool.
+
+    Read off the loss itself, without its KL and entropy terms: the derivative with respect to logp is exactly 0 there.
+    """
+    t = pack.tokens
+    logp = t["logp"].clone().requires_grad_()
+    others = {name: t[name] for name in ("rollout_logp", "ref_logp") if name in t}
+    bare = spec.replace(kl=None, entropy_coef=0.0)
+    with torch.enable_grad():
+        out = pl.policy_loss(
+            bare,
+            logp,
+            t["old_logp"],
+            t["advantages"],
+            t["mask"],
+            **others,
+            cu_seqlens=pack.cu_seqlens,
+            group_ids=pack.sequences["group_ids"],
+            totals="local",
+        )
+        (slope,) = torch.autograd.grad(out.loss, logp)
+    return t["mask"] & (slope == 0) & (t["advantages"] != 0)
+
+
+def _parts(pack: Pack) -> list[dict[str, Tensor]]:
+    """The completion tokens of each sequence, also of one that is not trained on."""
+    parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
+    return [{name: x[i][parts["completion"][i]] for name, x in parts.items()} for i in range(len(pack.lengths))]

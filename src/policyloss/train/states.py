@@ -1,0 +1,134 @@
+"""What a checkpoint holds beside weights: the state of an optimizer by parameter name, and of the random number generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from policyloss.errors import InputError
+
+# How a step is computed, not what it computes: these stay as the optimizer that continues was made.
+HOW = ("foreach", "fused", "capturable", "differentiable")
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON. Nothing is copied.
+
+    Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters, and state that is not a tensor.
+    The names are those of `model.named_parameters()`, so the order in which parameters were given to the optimizer does not matter.
+    """
+    names = _names(model, optimizer)
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                plain.setdefault(name, {})[key] = value
+            else:
+                raise InputError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}; a checkpoint holds tensors "
+                    "and numbers only. Use an optimizer such as AdamW or SGD."
+                )
+    groups = [{"parameters": [names[p] for p in group["params"]], "options": _options(group)} for group in optimizer.param_groups]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": plain}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
+
+    The next step is then the one that the saved optimizer would have made. `optimizer.load_state_dict` would not do: it casts a
+    float32 moment of a bfloat16 parameter to bfloat16.
+    """
+    names = _names(model, optimizer)
+    _refuse_other_optimizer(optimizer, names, numbers)
+    parameters = {name: parameter for parameter, name in names.items()}
+    options = {name: group for group in optimizer.param_groups for name in (names[p] for p in group["params"])}
+    state: dict[Tensor, dict[str, Any]] = {}
+    for name, plain in numbers["state"].items():
+        state.setdefault(parameters[name], {}).update(plain)
+    for place, value in tensors.items():
+        name, _, key = place.rpartition("/")
+        if name not in parameters:
+            raise InputError(f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the optimizer.")
+        parameter = parameters[name]
+        if value.dim() and value.shape != parameter.shape:
+            raise InputError(f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is {tuple(parameter.shape)}.")
+        if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
+            raise InputError(f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded a layout for it.")
+        # A step count stays on the host, unless a fused or captured step reads it on the device.
+        on_host = key == "step" and not (options[name].get("fused") or options[name].get("capturable"))
+        state.setdefault(parameter, {})[key] = value.detach().to("cpu" if on_host else parameter.device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
+        for key, value in saved["options"].items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # a captured step reads this very tensor
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def rng_state() -> dict[str, Tensor]:
+    """The state of torch's generator, of each CUDA device's, and of Python's `random`, as tensors."""
+    version, numbers, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state |= {f"cuda{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+    return state
+
+
+def load_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Bring the generators back to `rng_state()`. State of a CUDA device that is not there is left out."""
+    version, *numbers = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
+    torch.set_rng_state(state["torch"].cpu())
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda{i}" in state:
+            torch.cuda.set_rng_state(state[f"cuda{i}"].cpu(), i)
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """The name of each parameter of `optimizer`."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [tuple(p.shape) for p in held if p not in names]
+    if unknown:
+        raise InputError(
+            f"the optimizer holds parameters of shapes {unknown} that the model does not have; give the model they are of."
+        )
+    return {p: names[p] for p in held}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in group.items() if key not in ("params", *HOW)}
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
+
+
+def _refuse_other_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], numbers: Mapping[str, Any]) -> None:
+    if numbers["class"] != type(optimizer).__name__:
+        raise InputError(f"the checkpoint holds the state of {numbers['class']}, but the optimizer is {type(optimizer).__name__}.")
+    if len(numbers["groups"]) != len(optimizer.param_groups):
+        raise InputError(
+            f"the checkpoint's optimizer had {len(numbers['groups'])} groups of parameters, but this one has "
+            f"{len(optimizer.param_groups)}; make it as it was."
+        )
+    for i, (group, saved) in enumerate(zip(optimizer.param_groups, numbers["groups"], strict=True)):
+        here, there = {names[p] for p in group["params"]}, set(saved["parameters"])
+        if here != there:
+            raise InputError(
+                f"group {i} of the optimizer: {sorted(there - here)} are only in the checkpoint, {sorted(here - there)} only here; "
+                "use the model and the groups of the run."
+            )

@@ -1,0 +1,33 @@
+"""Tasks by name: the built-in one, those of reasoning-gym, and files of prompts and answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from policyloss.errors import InputError
+from policyloss.train.data_file import file_task
+from policyloss.train.examples import Example, Task
+from policyloss.train.gym import gym_task
+from policyloss.train.rewards import make_reward
+from policyloss.train.sorting import SortTask
+
+GYM = "reasoning_gym:"
+
+
+def make_task(name: str, *, reward: str | None, seed: int) -> Task:
+    """The task called `name`: "sort", "reasoning_gym:<data set>", or the path of a .jsonl file.
+
+    reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The seed chooses training prompts
+    where they are generated; what is held out does not depend on it, so runs with different seeds can be compared.
+    """
+    chosen = None if reward is None else make_reward(reward)
+    if name == "sort":
+        return SortTask.of(seed, chosen or make_reward("exact"))
+    if name.startswith(GYM):
+        return gym_task(name, name.removeprefix(GYM), seed, chosen)
+    if name.endswith(".jsonl"):
+        return file_task(Path(name), chosen or make_reward("exact"))
+    raise InputError(f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in .jsonl.")
+
+
+__all__ = ["Example", "Task", "make_task"]

@@ -1,0 +1,46 @@
+"""The model "tiny": a real Llama of two layers with a real tokenizer of single characters. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from policyloss.train.examples import Task
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
+
+
+def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    """One token per character: printable ASCII, and what else the training examples hold."""
+    seen = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(seen)])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    return cast(
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN),
+    )
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A Llama with 138 thousand random weights that follow from `seed`; the generator of the caller is left as it was."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cast(PreTrainedModel, LlamaForCausalLM(config))
