@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo tour evidence test lint format docs bench peers conformance record clean
+.PHONY: demo tour evidence test test-slow lint format docs bench peers conformance record clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,9 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 
 test: $(STAMP)  ## the whole test suite
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

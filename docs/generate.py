@@ -1,4 +1,4 @@
-"""Writes the generated pages: presets and their index, metrics, names, conformance, performance, and the README's preset table.
+"""Writes the generated pages: presets, their index, metrics, names, conformance, performance, evidence, the README's preset table.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from docs.conformance_page import conformance_page
+from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
@@ -46,6 +47,7 @@ def pages() -> dict[str, str]:
     made["docs/names.md"] = names_page()
     made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     made |= performance_pages(ROOT / BENCHMARKS)
+    made |= evidence_pages(ROOT / BENCHMARKS)
     readme = ROOT / "README.md"
     if readme.is_file() and (text := readme.read_text(encoding="utf-8")).strip():
         made["README.md"] = with_table(text)

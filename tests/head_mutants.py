@@ -86,8 +86,8 @@ HEAD = (
     (
         "head_weight_gradient_of_the_last_window",
         "head/backward.py",
-        "            add_product(self.weight, dz.t(), rows.hidden, 1 / scale)",
-        "            rounded_product(dz.t(), rows.hidden, self.weight, 1 / scale)",
+        "                add_product(self.weight, dz.t(), x, 1 / scale)",
+        "                rounded_product(dz.t(), x, self.weight, 1 / scale)",
         _CALLS + "test_bf16_gradients_do_not_degrade_with_the_number_of_windows",
     ),
     (

@@ -97,8 +97,8 @@ MUTANTS = (
     Mutant(
         "local_denominator",
         "slots/aggregate.py",
-        "return totals.dp_size * reciprocal(totals.tokens, t.lengths)",
-        "return totals.dp_size * reciprocal(t.lengths.sum(), t.lengths)",
+        "return totals.dp_size * reciprocal(totals.tokens, t.advantages)",
+        "return totals.dp_size * reciprocal(t.lengths.sum(), t.advantages)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -245,13 +246,19 @@ def test_unwritten_memory_holds_nan() -> None:
 # The clock ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_rounds_rotate_few_rounds_and_preparation_outside_the_clock() -> None:
+def test_each_round_has_an_order_of_its_own_and_preparation_is_outside_the_clock() -> None:
     calls: list[str] = []
     providers = {name: (lambda name=name: calls.append(name)) for name in "abc"}
     prepare = {"b": lambda: calls.append("prepare b")}
-    times = harness.time_interleaved(providers, 3, warmup=0, prepare=prepare, few={"c": 1})
-    assert calls == ["a", "prepare b", "b", "c", "prepare b", "b", "a", "a", "prepare b", "b"]
+    times = harness.time_interleaved(providers, 40, warmup=0, prepare=prepare, few={"c": 1})
     assert set(times) == set("abc")
+    assert {name: calls.count(name) for name in ("a", "b", "c", "prepare b")} == {"a": 40, "b": 40, "c": 1, "prepare b": 40}
+    assert all(before == "prepare b" for before, name in itertools.pairwise(calls) if name == "b")
+    # In which of the 40 rounds b comes first is drawn: nearly half of them, and the same ones every time.
+    rounds = [name for name in calls if name in "ab"]
+    first = [rounds[i] for i in range(0, 80, 2)]
+    assert 10 < first.count("b") < 30
+    assert all(set(rounds[i : i + 2]) == {"a", "b"} for i in range(0, 80, 2))
 
 
 # Targets --------------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from cases import assert_same
 from ranks_models_work import CASES, ENGINES, SHARES, work
 from ranks_work import told
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the model is a Llama of transformers")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the model is a Llama of transformers"),
+]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 

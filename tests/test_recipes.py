@@ -60,6 +60,7 @@ def distance(a: Saved, b: Saved) -> float:
     return max(float((x.double() - b["parameters"][name].double()).abs().max()) for name, x in a["parameters"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_a_recipe_ends_where_the_whole_batch_does(name: str, folder: Path) -> None:
     """The whole batch: one process, one micro-batch, float64, `policy_loss` without `accumulate`."""
@@ -70,11 +71,13 @@ def test_a_recipe_ends_where_the_whole_batch_does(name: str, folder: Path) -> No
     assert recipe["metrics"]["tokens"] == 76  # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [one for one in EACH if one.values != ("plain_loop",)])
 def test_a_recipe_ends_where_the_plain_loop_does(name: str, folder: Path) -> None:
     assert distance(saved(folder, name), saved(folder, "plain_loop")) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_batch_tells_a_wrong_denominator_from_a_right_one(folder: Path) -> None:
     """The mean of the micro-batches' own means, and no training at all, are four orders of magnitude outside the tolerance."""
     for other in ("mean_of_means", "untrained"):

@@ -56,6 +56,7 @@ def test_a_loss_that_makes_no_sense(arguments: list[str], words: list[str]) -> N
         ({"minibatches": 200, "prompts": 4}, ["--minibatches 200", "32"]),
         ({"dynamic_sampling": True, "advantage": "gae"}, ["--dynamic-sampling", "gae"]),
         ({"task": "data.jsonl"}, ["data.jsonl", "--reward"]),
+        ({"advantage": "passk_combinatorial", "passk": 4, "group_size": 4}, ["--passk 4", "--group-size 4"]),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, object], words: list[str]) -> None:

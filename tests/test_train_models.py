@@ -18,6 +18,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -54,6 +56,17 @@ def small(kind: str) -> Any:
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**IDS, n_embd=16, n_layer=2, n_head=2, n_positions=64)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**IDS, **SIZES)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**IDS, **SIZES, head_dim=8)),
+        "opt": lambda: OPTForCausalLM(
+            OPTConfig(
+                **IDS,
+                hidden_size=16,
+                word_embed_proj_dim=16,
+                ffn_dim=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=64,
+            )
+        ),
         "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**IDS, **SIZES, head_dim=8, final_logit_softcapping=1.0)),
     }[kind]()
     with torch.no_grad():
@@ -118,6 +131,11 @@ def test_weights_are_those_that_were_stored_in_the_dtype_that_was_asked_for(stor
 def test_logits_that_are_more_than_a_product_are_refused(stored: Any) -> None:
     with pytest.raises(InputError, match=r"gemma2.*Gemma2ForCausalLM.* are not its last hidden states times its head"):
         loaded(stored("gemma2"))
+
+
+def test_a_model_that_mixes_the_sequences_of_a_pack_is_refused(stored: Any) -> None:
+    with pytest.raises(InputError, match=r"opt.*OPTForCausalLM.* does not keep the sequences of a pack apart"):
+        loaded(stored("opt"))
 
 
 def test_a_body_alone_is_refused() -> None:

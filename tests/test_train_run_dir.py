@@ -205,6 +205,7 @@ def test_lines_that_are_missing_are_reported(run: RunDir) -> None:
 
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunDir.create(tmp_path, CONFIG, SPEC).close()
+    save(tmp_path / "checkpoints", 0, {}, {}, keep=None)
     with pytest.raises(InputError, match=r"holds a run already.*resume it"):
         RunDir.create(tmp_path, {"lr": 2}, SPEC)
     assert RunDir.read_config(tmp_path)["config"] == CONFIG
@@ -432,3 +433,28 @@ def test_a_step_without_its_time_has_no_time_left() -> None:
     with Display(10, console=Console(file=out)) as display:
         display.update(1, {"reward/mean": math.nan, "accuracy": None}, {})
     assert out.getvalue() == "step  1/10  reward nan  ETA ?\n"
+
+
+def test_a_start_that_failed_does_not_block_its_directory(tmp_path: Path) -> None:
+    """Without a checkpoint there is nothing to resume; but what no run has written is never deleted."""
+    first = RunDir.create(tmp_path / "run", {"steps": 1}, {})
+    first.log(0, {"eval/accuracy": 0.5}, {"step_s": 1.0})
+    first.close()
+    second = RunDir.create(tmp_path / "run", {"steps": 2}, {})
+    second.log(0, {"eval/accuracy": 0.25}, {"step_s": 1.0})
+    second.close()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
+    assert RunDir.read_config(tmp_path / "run")["config"] == {"steps": 2}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text("mine")
+    with pytest.raises(InputError, match="holds a run already"):
+        RunDir.create(tmp_path / "other", {"steps": 1}, {})
+    assert (tmp_path / "other" / "metrics.jsonl").read_text() == "mine"
+
+
+def test_more_steps_are_written_down(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", {"steps": 1}, {"trust": 1})
+    run.rewrite({"steps": 5})
+    run.close()
+    assert RunDir.read_config(tmp_path / "run")["config"] == {"steps": 5}
+    assert RunDir.read_config(tmp_path / "run")["loss"] == {"trust": 1}

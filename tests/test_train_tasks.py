@@ -102,6 +102,8 @@ def test_reasoning_gym_with_another_reward_and_with_an_unknown_name() -> None:
     assert task.score(Example("p", "8", 0), "8") == 1.0  # no entry of the package is needed
     with pytest.raises(InputError, match=r"unknown task of reasoning_gym 'chain_sums'; did you mean 'chain_sum'\?"):
         make_task("reasoning_gym:chain_sums", reward=None, seed=0)
+    with pytest.raises(InputError, match=r"reasoning_gym:composite cannot be made with its default settings: Must specify"):
+        make_task("reasoning_gym:composite", reward=None, seed=0)
 
 
 def test_reasoning_gym_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from policyloss.presets import preset
 from policyloss.spec import LossSpec
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
-ADVANTAGES = ("gae", *(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline")))
+ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class TrainConfig:
     """The run directory. One that holds a run is continued with --resume, and never overwritten."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, with the options it was started with."""
-    steps: int = 120
+    extend: int | None = None
+    """With --resume: train until this many steps are done, if they are more than the run was started for."""
+    steps: int = 60
     """Training steps: each samples once and updates epochs × minibatches times."""
     seed: int = 0
     """Everything random follows from it."""
@@ -80,7 +82,7 @@ class TrainConfig:
     """Optimizer steps in each epoch."""
     micro_tokens: int = 4096
     """Tokens of one forward and backward; smaller needs less memory, and changes no number but rounding."""
-    lr: float = 1e-3
+    lr: float = 5e-4
     """Learning rate of the policy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate over the steps of the run."""
@@ -154,6 +156,11 @@ class TrainConfig:
             raise InputError(
                 f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a completion with: all would be 0. "
                 "Use several completions per prompt, --advantage gae (with a critic), remax or reinforce_pp."
+            )
+        if self.estimator == "passk_combinatorial" and self.passk >= self.group_size:
+            raise InputError(
+                f"--passk {self.passk} must be below --group-size {self.group_size}: where a subset holds all completions, every "
+                "advantage is 0."
             )
         if self.dynamic_sampling and self.estimator in ("gae", "reinforce_pp", "remax"):
             raise InputError(

@@ -38,7 +38,14 @@ def _creator(dataset: str) -> Any:
         raise InputError(f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install reasoning-gym.") from error
     if dataset not in DATASETS:
         raise InputError(unknown_name("task of reasoning_gym", dataset, DATASETS))
-    return lambda seed, size: reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+
+    def create(seed: int, size: int) -> Any:
+        try:
+            return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+        except (AssertionError, TypeError, ValueError) as error:  # "composite", for one, is nothing without settings
+            raise InputError(f"the task reasoning_gym:{dataset} cannot be made with its default settings: {error}.") from error
+
+    return create
 
 
 def _different(source: Any, seen: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -43,6 +43,8 @@ def train(config: TrainConfig, spec: pl.LossSpec) -> int:
     run = None
     if ranks.is_first:
         run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, config.to_dict(), spec.to_dict())
+        if config.steps != run.config["steps"]:
+            run.rewrite(config.to_dict())
         if config.track:
             run.track(config.track)
     try:
@@ -53,10 +55,10 @@ def train(config: TrainConfig, spec: pl.LossSpec) -> int:
 
 
 def started_with(config: TrainConfig) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of the run in `config.out`. Of the options given now, `steps` alone counts: it may be more."""
+    """The options and the loss of the run in `config.out`. Of the options given now, `extend` alone counts."""
     said = RunDir.read_config(config.out)
     first = TrainConfig.from_dict(said["config"])
-    steps = max(first.steps, config.steps) if config.steps != TrainConfig.steps else first.steps
+    steps = max(first.steps, config.extend or 0)
     now = {**first.to_dict(), "out": str(config.out), "steps": steps, "resume": True}
     return TrainConfig.from_dict(now), pl.LossSpec.from_dict(said["loss"])
 

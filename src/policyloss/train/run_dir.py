@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import sys
 import time
@@ -73,8 +74,10 @@ class RunDir:
         lock = Lock(path, take_over=take_over)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
-            if there:
+            if there and (not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))):
                 raise InputError(f"{path} holds a run already ({', '.join(there)}); resume it, or use another directory.")
+            for name in there:  # a start that ended before its first checkpoint: there is nothing to resume
+                shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
             replace_file(path / "environment.json", to_json({**environment(), "resumed": []}, "environment", indent=2))
             return cls(path, lock, from_json(data))
@@ -108,6 +111,12 @@ class RunDir:
         if not isinstance(contents, dict) or not {"policyloss", "config", "loss"} <= contents.keys():
             raise InputError(f"{file} is not that of a run: it needs the keys policyloss, config and loss.")
         return contents
+
+    def rewrite(self, config: dict[str, Any]) -> None:
+        """Write config.json anew, for a run that goes on with more steps than it was started for."""
+        contents = {**self.read_config(self.path), "config": config}
+        replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
+        self.config = config
 
     @property
     def checkpoints(self) -> Path:
