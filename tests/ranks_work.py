@@ -6,8 +6,6 @@ Gradients, losses and metrics of all cases of a world travel at its end, in one 
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -39,6 +37,7 @@ from ranks_cases import (
     specs_of,
 )
 from ranks_more import COUNTED, PER_SEQUENCE, PER_TOKEN, counted, error, optimal_baseline, warned, where
+from started import started_once
 
 WORLDS = (1, 2, 4)
 
@@ -48,22 +47,12 @@ def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], coun
 
     The processes are forked from one that has imported torch and `imports` already, which takes longer than everything else.
     """
-    base = factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{body.__module__}_{body.__name__}"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 180
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            set_forkserver_preload(["torch", "policyloss", imports])
-            torch.multiprocessing.start_processes(body, args=(str(folder),), nprocs=count, start_method="forkserver")
-        finally:
-            done.touch()
-    return folder
+
+    def start(place: Path) -> None:
+        set_forkserver_preload(["torch", "policyloss", imports])
+        torch.multiprocessing.start_processes(body, args=(str(place),), nprocs=count, start_method="forkserver")
+
+    return started_once(factory, f"{body.__module__}_{body.__name__}", start)
 
 
 class Groups:

@@ -5,9 +5,6 @@ Loss, gradients and metrics agree to 1e-12 in float64, for every preset and for 
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import torch.multiprocessing
 import policyloss as pl
 from accumulate_ranks import BATCH, DP_CASES, MEASURED, PROMPT, SHARES, SPECS, Share, current, micro_batches, taken, work
 from cases import PRESETS, assert_same, run
+from started import started_once
 
 CUTS: dict[str, Share] = {
     "uneven, layouts mixed": [([6], "padded"), ([5, 0, 4, 1], "packed"), ([], "packed"), ([2, 3], "padded"), ([], "padded")],
@@ -267,20 +265,9 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "accumulate_ranks"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 120
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            torch.multiprocessing.spawn(work, args=(str(folder),), nprocs=2)
-        finally:
-            done.touch()
+    folder = started_once(
+        tmp_path_factory, "accumulate_ranks", lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2)
+    )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -6,9 +6,6 @@ data-parallel ranks, their average is (`dp_size`). Metrics merged by `all_reduce
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import torch.multiprocessing
 
 import policyloss as pl
 from cases import BY_CORRECTION, PRESETS, Result, assert_same, make_batch, run
+from started import started_once
 from two_ranks import BATCH, DP_ROWS, SHARDINGS, VALUE_AGGREGATES, cp_cases, shard, whole_gradient, work
 
 Said = list[dict[str, Any]]
@@ -25,20 +23,9 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "two_ranks"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 180
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            torch.multiprocessing.spawn(work, args=(str(folder),), nprocs=2)
-        finally:
-            done.touch()
+    folder = started_once(
+        tmp_path_factory, "two_ranks", lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2)
+    )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

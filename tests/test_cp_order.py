@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from cp_order_ranks import (
     work,
 )
 from policyloss import advantage
+from started import started_once
 
 Said = list[dict[str, Any]]
 
@@ -40,22 +39,13 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of the four ranks said of every case. Parallel test workers share one start of processes: the first's."""
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cp_order"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 180
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            # Importing torch is most of the work: one process imports it, and the four are copies of that one.
-            multiprocessing.set_forkserver_preload(["torch", "policyloss"])
-            torch.multiprocessing.start_processes(work, args=(str(folder),), nprocs=4, start_method="forkserver")
-        finally:
-            done.touch()
+
+    def start(place: Path) -> None:
+        # Importing torch is most of the work: one process imports it, and the four are copies of that one.
+        multiprocessing.set_forkserver_preload(["torch", "policyloss"])
+        torch.multiprocessing.start_processes(work, args=(str(place),), nprocs=4, start_method="forkserver")
+
+    folder = started_once(tmp_path_factory, "cp_order", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
 

@@ -5,8 +5,6 @@ The expected numbers come from the contract line and `policy_loss` on the whole 
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,6 +36,7 @@ from head_ranks import (
     loss_cases,
     plan_cases,
 )
+from started import started_once
 from two_ranks import DP_ROWS, SHARDINGS, held
 
 Said = list[dict[str, Any]]
@@ -46,23 +45,14 @@ TOLERANCE = 1e-12
 
 def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int) -> Path:
     """The folder where `count` processes said theirs. Parallel test workers share one set of them: the first starts it."""
-    base = factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"head_ranks_{body.__name__}"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 180
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
+
+    def start(place: Path) -> None:
         try:
-            torch.multiprocessing.spawn(body, args=(str(folder),), nprocs=count)
+            torch.multiprocessing.spawn(body, args=(str(place),), nprocs=count)
         except (ProcessExitedException, ProcessRaisedException) as stopped:  # what was said before stands; the rest is missed below
             print(stopped)
-        finally:
-            done.touch()
-    return folder
+
+    return started_once(factory, f"head_ranks_{body.__name__}", start)
 
 
 def read(folder: Path, name: str, count: int) -> Said:

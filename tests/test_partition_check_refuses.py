@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from partition_trainers import (
     trainer,
     work,
 )
+from started import started_once
 
 
 def test_equal_lengths_are_told() -> None:
@@ -140,23 +139,14 @@ def test_a_reference_shows_what_every_cut_has() -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "partition_ranks"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 180
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
+
+    def start(place: Path) -> None:
         model = make_model()
         steps = {type(a).__name__: library_trainer(pl.preset("ppo").replace(aggregate=a), model) for a in RIGHT}
         references = {name: pl.partition_check(step, make_batch()).gradient for name, step in steps.items()}
-        try:
-            torch.multiprocessing.spawn(work, args=(str(folder), references), nprocs=2)
-        finally:
-            done.touch()
+        torch.multiprocessing.spawn(work, args=(str(place), references), nprocs=2)
+
+    folder = started_once(tmp_path_factory, "partition_ranks", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from recipe_ranks import RANKS, RECIPES, ROOT
+from started import started_once
 
 Saved = dict[str, Any]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -28,21 +28,8 @@ TOLERANCE = 1e-6  # of float32 parameters; they are below 1, and five steps move
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every recipe saved its result. Parallel test workers share one run: the first starts it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "recipes"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 300
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            subprocess.run([sys.executable, ROOT / "tests" / "recipe_ranks.py", folder], check=True, timeout=300)
-        finally:
-            done.touch()
-    return folder
+    command = [sys.executable, ROOT / "tests" / "recipe_ranks.py"]
+    return started_once(tmp_path_factory, "recipes", lambda place: subprocess.run([*command, place], check=True, timeout=300))
 
 
 def saved(folder: Path, name: str) -> Saved:

@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +36,7 @@ from policyloss.train.checkpoint import (
 )
 from policyloss.train.files import StorageError
 from policyloss.train.sharded import load_sharded, save_sharded
+from started import started_once
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -417,22 +417,12 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the four ranks worked. Parallel test workers share one start of processes: the first's."""
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train_ranks"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 120
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-    else:
-        try:
-            multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.sharded"])
-            torch.multiprocessing.start_processes(train_ranks.work, args=(str(folder),), nprocs=4, start_method="forkserver")
-        finally:
-            done.touch()
-    return folder
+
+    def start(place: Path) -> None:
+        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.sharded"])
+        torch.multiprocessing.start_processes(train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver")
+
+    return started_once(tmp_path_factory, "train_ranks", start)
 
 
 @pytest.fixture(scope="module")

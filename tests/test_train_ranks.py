@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.multiprocessing
 
+from started import started_once
 from train_loop_ranks import lines, make_model, resume, train, work
 
 # Three prompts on two ranks: one has twice the work of the other; with one prompt, the second rank has none.
@@ -45,17 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Parallel test workers share it, and one pair of processes: the first starts it.
     """
-    base = tmp_path_factory.getbasetemp()
-    folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train_loop_ranks"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        deadline = time.monotonic() + 240
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return folder
-    try:
+
+    def start(folder: Path) -> None:
         model = make_model(folder / "model")
         for name, options in RUNS.items():
             assert train(folder / name, model=model, **options) == 0
@@ -67,9 +57,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # One import of everything for both, which takes longer than their work.
         multiprocessing.set_forkserver_preload(["torch", "policyloss.train.commands", "torch.distributed.fsdp", "train_loop_ranks"])
         torch.multiprocessing.start_processes(work, args=(str(folder), wanted), nprocs=2, start_method="forkserver")
-    finally:
-        done.touch()
-    return folder
+
+    return started_once(tmp_path_factory, "train_loop_ranks", start)
 
 
 def assert_same_metrics(found: Path, expected: Path) -> None:
