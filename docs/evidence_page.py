@@ -87,8 +87,8 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
     about = (
         f"Each preset trains the built-in task, putting digits in order, with `policyloss train`: {seeds} seeds, {steps} steps of "
         "128 completions, with the trainer's own options, one learning rate among them, but for those in the table. "
-        f"{same_start(all_runs)} That is after a warm-up on imperfect answers, nine of ten with the last digit left where it "
-        "stood: what lifts it is the reward. The accuracy is that of greedy answers to 256 held-out prompts, every 5 steps. Each "
+        f"{same_start(all_runs)} Warm-up shows imperfect answers, nine of ten with the last digit left where it stood, so that "
+        "what lifts the accuracy is the reward. It is that of greedy answers to 256 held-out prompts, every 5 steps. Each "
         "figure is the median over the seeds, with the range behind it; a dash is never, or nothing to measure. Seconds are those "
         "of sampling and learning on one thread, without warm-up and evaluation; runs shared a machine, so they say less than "
         "steps do. "
