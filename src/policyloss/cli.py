@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 if what was asked for makes no sense."""
+    """Run the command line and return its exit code: 0, 2 if what was asked for makes no sense, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
@@ -152,6 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolicyLossError as error:
         print(f"policyloss: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("policyloss: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain again when it flushes at exit, so give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

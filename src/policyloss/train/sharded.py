@@ -236,6 +236,8 @@ def _on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
         (mine,) = said
         said = [None] * dist.get_world_size(group)
         dist.all_gather_object(said, mine, group=group)
+    elif error is not None:
+        raise error  # nobody else has to hear of it
     failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]
     if failures:
         raise StorageError(" ".join(failures)) from error
