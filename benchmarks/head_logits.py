@@ -57,7 +57,6 @@ class Rows:
         """Forward without gradient."""
         with torch.no_grad():
             out = pl.logprobs(self.logits, self.ids, entropy=True)
-        assert isinstance(out, pl.LogProbs)
         return out.logp, out.entropy
 
     def prepare_backward(self) -> None:

@@ -223,9 +223,9 @@ def test_a_group_needs_torch_distributed(name: str) -> None:
         pl.accumulate(REINFORCE, [ONE], **{name: object()})
 
 
-def test_a_spec_is_not_a_name() -> None:
-    with pytest.raises(pl.InputError, match="spec must be a LossSpec, got str"):
-        pl.accumulate("dapo", [ONE])  # type: ignore[arg-type]
+def test_a_spec_is_not_a_part() -> None:
+    with pytest.raises(pl.InputError, match="spec must be a LossSpec or the name of a preset, got Clip"):
+        pl.accumulate(pl.Clip(0.2), [ONE])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("logp", [None, torch.zeros(1, 2)], ids=["missing", "a tensor"])

@@ -388,7 +388,7 @@ def test_bad_input_is_told_in_the_same_words(change: dict[str, Any], spec: str) 
 
 def test_a_spec_is_needed() -> None:
     with pytest.raises(InputError, match="spec must be a LossSpec"):
-        compiled_loss("ppo")  # type: ignore[arg-type]
+        compiled_loss(0.2)  # type: ignore[arg-type]
 
 
 def test_where_the_compiler_fails_the_trace_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,5 +370,5 @@ def test_the_page_of_a_preset_is_whole_and_json_ready(name: str) -> None:
 def test_unknown_things_are_errors_that_help() -> None:
     with pytest.raises(pl.SpecError, match="did you mean 'dapo'"):
         pl.explain("dappo")
-    with pytest.raises(pl.SpecError, match="give a LossSpec or the name of a preset, got int"):
+    with pytest.raises(pl.InputError, match="spec must be a LossSpec or the name of a preset, got int"):
         pl.explain(3)  # type: ignore[arg-type]

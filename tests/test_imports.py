@@ -30,13 +30,13 @@ MAY_IMPORT = {
     "totals": {"errors", "functional", "tokens"},
     "metrics": {"errors", "functional"},
     "slots": {"errors", "functional", "tokens", "totals", "slots"},
-    "spec": {"errors", "slots"},
+    "spec": {"errors", "tokens", "slots"},
     "presets": {"errors", "slots", "spec"},
     "policy_metrics": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
-    "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "policy_metrics"},
+    "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "policy_metrics"},
     "value": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss"},
-    "head": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss", "head"},
-    "accumulate": {"errors", "functional", "tokens", "totals", "metrics", "spec", "loss"},
+    "head": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "loss", "head"},
+    "accumulate": {"errors", "functional", "tokens", "totals", "metrics", "spec", "presets", "loss"},
     **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
 }
 

@@ -223,7 +223,7 @@ REFUSED = {
         lambda: pl.LossSpec.from_dict({"aggregate": {"type": "TokenMean", "n": 3}}),
         ["TokenMean", "'n'", "no fields"],
     ),
-    "missing field": (lambda: pl.LossSpec.from_dict({"trust": {"type": "Clip", "eps_low": 0.2}}), ["Clip", "needs", "eps_high"]),
+    "missing field": (lambda: pl.LossSpec.from_dict({"trust": {"type": "Clip", "eps_high": 0.2}}), ["Clip", "needs", "eps_low"]),
     "no type": (lambda: pl.LossSpec.from_dict({"kl": {"coef": 0.1}}), ["'kl'", '"type"', "KL"]),
     "type of another slot": (lambda: pl.LossSpec.from_dict({"ratio": {"type": "Clip"}}), ["ratio type", "'Clip'", "TokenRatio"]),
     "text for a part": (lambda: pl.LossSpec.from_dict({"trust": "Clip"}), ["'trust'", "mapping", "'Clip'"]),

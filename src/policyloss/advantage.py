@@ -29,14 +29,15 @@ from policyloss.advantages.estimators import (
 )
 from policyloss.advantages.optimal_baseline import optimal_token_baseline
 from policyloss.advantages.returns import GAE, discounted_returns, gae
-from policyloss.errors import InputError, unknown_name
+from policyloss.errors import InputError, match_name, unknown_name
 
 
 def estimator(name: str) -> Callable[..., Any]:
     """The estimator called `name`, or an error that lists the names."""
-    if name not in ESTIMATORS:
+    known = match_name(name, ESTIMATORS)
+    if known is None:
         raise InputError(unknown_name("advantage estimator", name, ESTIMATORS))
-    return ESTIMATORS[name]
+    return ESTIMATORS[known]
 
 
 __all__ = [

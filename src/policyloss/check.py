@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.ranks import several_ranks
 from policyloss.loss import measure, policy_loss
-from policyloss.presets import preset
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -145,7 +145,9 @@ class Batch:
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "logp"}
 
 
-def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec | None = None, seed: int = 0) -> CheckReport:
+def check_loss(
+    loss: Callable[[Tokens], Any] | LossSpec | PresetName | str, *, base: LossSpec | str | None = None, seed: int = 0
+) -> CheckReport:
     """Test a loss of your own for what the library promises of every loss.
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
@@ -157,9 +159,10 @@ def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec
     """
     if several_ranks():
         raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
-    if isinstance(loss, str):
-        loss = preset(loss)
-    spec = loss if isinstance(loss, LossSpec) else (base or LossSpec()).replace(trust=loss)
+    if isinstance(loss, (str, LossSpec)):
+        spec = as_spec(loss)
+    else:
+        spec = (LossSpec() if base is None else as_spec(base)).replace(trust=loss)
     batch = Batch.random(seed=seed)
     results = [_run("runs", _runs, spec, batch)]
     if results[0].passed:

@@ -18,8 +18,9 @@ from policyloss.functional.segments import check_cu_seqlens
 from policyloss.functional.stats import count
 from policyloss.fusing import fused
 from policyloss.graphed import Graphed, can_be_graphed
-from policyloss.loss import LossOutput, check_spec, pipeline, policy_loss
+from policyloss.loss import LossOutput, pipeline, policy_loss
 from policyloss.metrics import Layout, Metrics
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -33,7 +34,7 @@ _NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", 
 
 
 def compiled_loss(
-    spec: LossSpec,
+    spec: LossSpec | PresetName | str,
     *,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
@@ -69,14 +70,14 @@ class CompiledLoss:
 
     def __init__(
         self,
-        spec: LossSpec,
+        spec: LossSpec | PresetName | str,
         *,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
         two_stages: bool | None = None,
         cuda_graph: bool = False,
     ) -> None:
-        check_spec(spec)
+        spec = as_spec(spec)
         self.spec = spec
         self.dynamic = dynamic
         self.options = options

@@ -18,9 +18,20 @@ class InputError(PolicyLossError):
     """Tensors that do not fit the call: a missing argument, a wrong shape, dtype or layout."""
 
 
+def match_name(name: str, valid: Iterable[str]) -> str | None:
+    """The entry of `valid` that `name` means: letter case and "-" for "_" make no difference."""
+    plain = {_plain(known): known for known in valid}
+    return plain.get(_plain(name)) if isinstance(name, str) else None
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
     names = sorted(valid)
-    close = get_close_matches(str(name), names, n=1)
+    plain = {_plain(known): known for known in names}
+    close = [plain[key] for key in get_close_matches(_plain(str(name)), plain, n=1)]
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}."

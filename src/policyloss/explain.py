@@ -6,14 +6,14 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explaining.difference import as_spec, diff, plain, shown
+from policyloss.explaining.difference import diff, plain, shown
 from policyloss.explaining.formulas import Formula, formula
 from policyloss.explaining.names import Elsewhere, elsewhere
 from policyloss.explaining.provenance import Sourced, nearest, same_presets, sources
 from policyloss.explaining.traps import Trap, traps
 from policyloss.explaining.words import describe
 from policyloss.explaining.zero_gradient import Condition, ZeroGradient, zero_gradient
-from policyloss.presets import PRESETS, Preset
+from policyloss.presets import Preset, as_spec, find_preset
 from policyloss.spec import LossSpec
 
 __all__ = ["Explanation", "diff", "explain"]
@@ -103,7 +103,7 @@ def explain(spec: LossSpec | str | Any) -> Explanation:
         from policyloss.compat.trl.config import BESIDE, spec_from_config
 
         spec = spec_from_config(spec, handled=BESIDE)
-    named = PRESETS.get(spec) if isinstance(spec, str) else None
+    named = find_preset(spec) if isinstance(spec, str) else None
     spec = as_spec(spec)
     same = same_presets(spec)
     exact = named or (same[0] if same else None)

@@ -16,6 +16,7 @@ from policyloss.functional.masking import compute_dtype, fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
+from policyloss.presets import PresetName, as_spec
 from policyloss.slots.correction import Combined, combine, self_normalised
 from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
@@ -35,7 +36,7 @@ class LossOutput:
 
 
 def policy_loss(
-    spec: LossSpec,
+    spec: LossSpec | PresetName | str,
     logp: Tensor,
     old_logp: Tensor | None,
     advantages: Tensor,
@@ -67,7 +68,7 @@ def policy_loss(
       each token's place in its whole sequence; read only with `cp_group`, by parts that depend on the order of tokens
       (`SegmentRatio`), and only at valid tokens.
     """
-    check_spec(spec)
+    spec = as_spec(spec)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
@@ -94,12 +95,6 @@ class _Parts(NamedTuple):
     total: Tensor
     scale: Tensor
     metrics: Metrics
-
-
-def check_spec(spec: Any) -> None:
-    """Raise unless `spec` is a LossSpec."""
-    if not isinstance(spec, LossSpec):
-        raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
 
 
 def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
@@ -203,7 +198,7 @@ def set_ratio(spec: LossSpec, t: Tokens) -> None:
 
 
 def measure(
-    spec: LossSpec,
+    spec: LossSpec | PresetName | str,
     logp: Tensor,
     old_logp: Tensor | None,
     advantages: Tensor,
@@ -226,7 +221,7 @@ def measure(
     "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
-    check_spec(spec)
+    spec = as_spec(spec)
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import InputError, SpecError, match_name, unknown_name
 from policyloss.slots.aggregate import (
     LengthWeighted,
     SeqMeanTokenMean,
@@ -459,6 +460,45 @@ _ALL = (
     ),
 )
 
+# The names, for type checkers and editors.
+PresetName = Literal[
+    "ppo",
+    "ppo_dual_clip",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "gspo_turn",
+    "cispo",
+    "cispo_unified",
+    "rollout_is",
+    "sapo",
+    "gmpo",
+    "gpg",
+    "reinforce",
+    "importance_sampling",
+    "tis",
+    "seq_tis",
+    "icepop",
+    "seq_mask_tis",
+    "opsm",
+    "decoupled_ppo",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "prime_rl",
+    "dro",
+    "topr",
+    "luspo",
+    "vespo",
+    "rloo_loss",
+    "two_sided",
+    "aipo",
+]
+
 PRESETS: dict[str, Preset] = {p.name: p for p in _ALL}
 
 
@@ -467,8 +507,30 @@ def presets() -> tuple[str, ...]:
     return tuple(PRESETS)
 
 
-def preset(name: str) -> LossSpec:
-    """The loss called `name`, as a frozen `LossSpec`."""
-    if name not in PRESETS:
+def find_preset(name: str) -> Preset:
+    """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
+    known = match_name(name, PRESETS)
+    if known is None:
         raise SpecError(unknown_name("preset", name, PRESETS))
-    return PRESETS[name].spec
+    return PRESETS[known]
+
+
+def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
+    """The loss called `name`, as a frozen `LossSpec`; `numbers` change fields of its parts by name.
+
+        pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
+
+    A field name that several parts of the loss have is an error: use `spec.replace(slot=…)`.
+    """
+    return find_preset(name).spec.with_fields(**numbers)
+
+
+def as_spec(spec: LossSpec | PresetName | str) -> LossSpec:
+    """`spec` itself, or the preset of that name. Every function that takes a spec calls this."""
+    if isinstance(spec, LossSpec):
+        return spec
+    if isinstance(spec, str):
+        return find_preset(spec).spec
+    raise InputError(
+        f"spec must be a LossSpec or the name of a preset, got {type(spec).__name__}; policyloss.presets() lists the names."
+    )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from torch import Tensor
 
 from policyloss.errors import SpecError, unknown_name
 from policyloss.slots import aggregate, checks, correction, kl, ratio, trust
+from policyloss.tokens import Tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # part of typing since Python 3.11
+
+Correction = Callable[[Tokens], correction.Corrected] | correction.SelfNormalise
 
 REJECTED = ("keep", "renormalise", "drop_sequence")
 _VARIANTS: dict[str, tuple[type, ...]] = {
@@ -143,7 +151,28 @@ class LossSpec:
         """Whether a token without advantage has no loss: no KL, no entropy bonus, and a trust region that is a multiple of A."""
         return self.kl is None and not self.entropy_coef and getattr(self.trust, "follows_advantage", False)
 
-    def replace(self, **slots: Any) -> LossSpec:
+    def with_fields(self, **numbers: Any) -> LossSpec:
+        """The same loss with other values in fields that are named without their part: `eps_high=0.3`.
+
+        A name may be a field of any part, or one of `rejected` and `entropy_coef`. A name that several parts
+        have, or none, is an error.
+        """
+        changed = self
+        for name, value in numbers.items():
+            if name in ("rejected", "entropy_coef"):
+                changed = dataclasses.replace(changed, **{name: value})
+                continue
+            places = [path for path in _field_paths(changed) if path[-1] == name]
+            if not places:
+                valid = {str(path[-1]) for path in _field_paths(changed)} | {"rejected", "entropy_coef"}
+                raise SpecError(unknown_name("number of this loss", name, valid))
+            if len(places) > 1:
+                where = " and ".join(".".join(map(str, path)) for path in places)
+                raise SpecError(f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…).")
+            changed = _with_value(changed, places[0], value)
+        return changed
+
+    def replace(self, **slots: Unpack[Slots]) -> LossSpec:
         """The same loss with other parts in the named slots."""
         for name in slots:
             if name not in SLOTS:
@@ -180,6 +209,48 @@ class LossSpec:
             else:
                 slots[key] = value
         return cls(**slots)
+
+
+class Slots(TypedDict, total=False):
+    """What may fill each slot, as type checkers see it: every part is a callable of `Tokens`."""
+
+    ratio: Callable[[Tokens], Tensor]
+    trust: Callable[[Tokens], trust.Surrogate | Tensor]
+    correction: Correction | Sequence[Correction] | None
+    rejected: Literal["keep", "renormalise", "drop_sequence"]
+    kl: Callable[[Tokens], Tensor] | None
+    entropy_coef: float
+    aggregate: Callable[[Tokens], Tensor]
+
+
+def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where the numbers of a spec are: `("trust", "eps_low")`, `("correction", 0, "high")`."""
+    if isinstance(owner, tuple):
+        for i, part in enumerate(owner):
+            yield from _field_paths(part, (*path, i))
+        return
+    for f in dataclasses.fields(owner):
+        value = getattr(owner, f.name)
+        if _holds_fields(value):
+            yield from _field_paths(value, (*path, f.name))
+        elif path:
+            yield (*path, f.name)
+
+
+def _holds_fields(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_holds_fields, value))
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """`owner` with the entry at `path` replaced, every part on the way made anew and so checked."""
+    first, rest = path[0], path[1:]
+    if isinstance(owner, tuple):
+        new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]
+        return tuple(new)
+    inner = _with_value(getattr(owner, str(first)), rest, value) if rest else value
+    return dataclasses.replace(owner, **{str(first): inner})
 
 
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))

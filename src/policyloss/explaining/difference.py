@@ -8,12 +8,11 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from policyloss.errors import SpecError
 from policyloss.explaining.formulas import formula
 from policyloss.explaining.provenance import is_part, part_name, same_presets
 from policyloss.explaining.trust_formulas import number
 from policyloss.explaining.words import SLOTS, describe_slot
-from policyloss.presets import preset
+from policyloss.presets import PresetName, as_spec
 from policyloss.slots import aggregate, trust
 from policyloss.spec import LossSpec
 
@@ -65,20 +64,11 @@ class Difference:
         return "\n\n".join([*blocks, *self.notes])
 
 
-def diff(a: LossSpec | str, b: LossSpec | str) -> Difference:
+def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
     """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
     first, second = as_spec(a), as_spec(b)
     changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
-
-
-def as_spec(spec: LossSpec | str) -> LossSpec:
-    """A spec, or the preset of that name."""
-    if isinstance(spec, LossSpec):
-        return spec
-    if isinstance(spec, str):
-        return preset(spec)
-    raise SpecError(f"give a LossSpec or the name of a preset, got {type(spec).__name__}.")
 
 
 def shown(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,48 @@ from policyloss.head.rows import Statistics
 from policyloss.head.vocabulary import Vocabulary
 
 
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: Literal[False] = False,
+    mask: Tensor | None = None,
+    plan: str | Plan = "auto",
+    *,
+    softcap: float | None = None,
+    vocab_group: Any = None,
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    *,
+    entropy: Literal[True],
+    mask: Tensor | None = None,
+    plan: str | Plan = "auto",
+    softcap: float | None = None,
+    vocab_group: Any = None,
+) -> LogProbs: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    mask: Tensor | None = None,
+    plan: str | Plan = "auto",
+    *,
+    softcap: float | None = None,
+    vocab_group: Any = None,
+) -> Tensor | LogProbs: ...
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,

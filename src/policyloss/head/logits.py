@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,39 @@ from policyloss.head.rows import Scaling, Statistics, finished, row_gradient, ro
 from policyloss.head.vocabulary import Vocabulary
 
 
+@overload
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    entropy: Literal[False] = False,
+    *,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    overwrite_logits: bool = False,
+) -> Tensor: ...
+@overload
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    entropy: Literal[True],
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    overwrite_logits: bool = False,
+) -> LogProbs: ...
+@overload
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    *,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    overwrite_logits: bool = False,
+) -> Tensor | LogProbs: ...
 def logprobs(
     logits: Tensor,
     ids: Tensor,

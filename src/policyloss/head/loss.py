@@ -16,7 +16,8 @@ from policyloss.head.batch import Batch, Window, batch_of, sequence_windows, tok
 from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
-from policyloss.loss import LossOutput, check_spec, policy_loss
+from policyloss.loss import LossOutput, policy_loss
+from policyloss.presets import PresetName, as_spec
 from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -32,7 +33,7 @@ class HeadOutput(LossOutput):
 
 
 def linear_policy_loss(
-    spec: LossSpec,
+    spec: LossSpec | PresetName | str,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -69,7 +70,7 @@ def linear_policy_loss(
     were computed.
     """
     call = _Call(
-        spec,
+        as_spec(spec),
         hidden,
         weight,
         ids,
@@ -97,7 +98,7 @@ def linear_policy_loss(
 
 
 def explain_plan(
-    spec: LossSpec | None,
+    spec: LossSpec | PresetName | str | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -115,7 +116,7 @@ def explain_plan(
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask, which say which rows matter.")
-    return _Call(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+    return _Call(as_spec(spec), hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
 
 
 def _plan_of_logprobs(
@@ -186,7 +187,6 @@ class _Call:
 
     def decide(self) -> _Decided:
         """Check the arguments, find the rows that matter, choose the plan."""
-        check_spec(self.spec)
         head = head_of(self.hidden, self.weight, self.ids, self.bias, self.temperature, self.softcap, self.vocab_group)
         given = resolve(self.totals)
         stand_in = torch.zeros(self.ids.shape, dtype=head.dtype, device=self.hidden.device)
@@ -236,7 +236,6 @@ class _Call:
             softcap=self.softcap,
             vocab_group=self.vocab_group,
         )
-        assert isinstance(out, LogProbs)
         entropy = out.entropy if self.spec.entropy_coef else out.entropy.detach()
         said = self._loss(self.spec, out.logp, entropy, mask, self.totals)
         return HeadOutput(said.loss, said.metrics, out.logp.detach(), out.entropy.detach())

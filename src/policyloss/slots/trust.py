@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class Surrogate(NamedTuple):
     dropped: Tensor | None = None
 
 
+# Stands for "as far up as down" until the part is made; no part holds it afterwards.
+_SYMMETRIC = cast("float", None)
+
+
 def _ratio(t: Tokens) -> Tensor:
     assert t.ratio is not None, "the ratio slot runs before the trust slot"
     return t.ratio
@@ -49,16 +53,19 @@ def _check_eps(owner: Clip | TwoSidedClip | CovClip | GeometricClip) -> None:
 class Clip:
     """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
 
-    eps_low, eps_high: distances from 1 (math.inf: no bound). dual: None for off, else > 1 (Ye et al. use 3).
+    eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
+    dual: None for off, else > 1 (Ye et al. use 3).
     """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     eps_low: float
-    eps_high: float
+    eps_high: float = _SYMMETRIC
     dual: float | None = None
 
     def __post_init__(self) -> None:
+        if self.eps_high is _SYMMETRIC:
+            object.__setattr__(self, "eps_high", self.eps_low)
         _check_eps(self)
         checks.number(
             self,
