@@ -39,7 +39,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## write the generated pages (preset table, one page per preset, metrics)
+docs: $(STAMP)  ## write the generated pages (one page per preset, metrics, names, …)
 	$(BIN)/python -m docs.generate
 
 peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of them is installed or committed

@@ -1,4 +1,4 @@
-"""Writes the generated pages: presets, their index, metrics, names, conformance, performance, evidence, the README's preset table.
+"""Writes the generated pages: presets, their index, metrics, names, conformance, performance, evidence.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -26,7 +26,6 @@ from policyloss.presets import PRESETS, Preset
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
 BENCHMARKS = "benchmarks/results"
-BEGIN, END = "<!-- presets:begin -->", "<!-- presets:end -->"
 VALUE_FORMULAS = {
     "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
     "tokens": "valid tokens",
@@ -48,18 +47,7 @@ def pages() -> dict[str, str]:
     made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     made |= performance_pages(ROOT / BENCHMARKS)
     made |= evidence_pages(ROOT / BENCHMARKS)
-    readme = ROOT / "README.md"
-    if readme.is_file() and (text := readme.read_text(encoding="utf-8")).strip():
-        made["README.md"] = with_table(text)
     return made
-
-
-def with_table(readme: str) -> str:
-    """The README with the preset table between its two markers."""
-    if BEGIN not in readme or END not in readme:
-        raise SystemExit(f"README.md needs the markers {BEGIN} and {END} around its preset table.")
-    before, rest = readme.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{preset_table('docs/presets/')}\n{END}{rest.split(END, 1)[1]}"
 
 
 def preset_table(folder: str) -> str:
