@@ -121,7 +121,7 @@ HEAD = (
     (
         "head_opsm_not_in_the_value",
         "head/loss.py",
-        "correction = self.spec.correction if batch.weight is None",
+        "correction = batch.corrections if batch.weight is None",
         "correction = () if batch.weight is None",
         _LOSS + "test_skipping_tokens_without_advantage",
     ),

@@ -163,6 +163,11 @@ class Tokens:
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
+        if x is None and name == "logp":  # left out by the head alone, while the log-probabilities are not computed
+            raise InputError(
+                "a part that says reads_logp = False read logp: leave that attribute out, so that the head computes the "
+                "log-probabilities before it asks that part."
+            )
         if x is None:
             raise InputError(f"this loss reads {name}, which was not given; pass {name}= to policy_loss.")
         return x

@@ -297,13 +297,18 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
             weight = said.weight if weight is None else weight * said.weight
         if said.keep is not None:
             keep = said.keep if keep is None else keep & said.keep
-            name = type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+            name = correction_name(part)
             verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
     if keep is not None:
         # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
         weight = torch.where(keep | weight.isnan(), weight, 0)
     return Combined(weight, keep, verdicts, {})
+
+
+def correction_name(part: Any) -> str:
+    """What metrics call a correction."""
+    return type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
 
 
 def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
