@@ -98,7 +98,7 @@ MUTANTS = (
         "local_denominator",
         "slots/aggregate.py",
         "return totals.dp_size * reciprocal(totals.tokens, t.advantages)",
-        "return totals.dp_size * reciprocal(t.lengths.sum(), t.advantages)",
+        "return totals.dp_size * reciprocal(t.counts.sum(), t.advantages)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(

@@ -113,7 +113,7 @@ class Batch:
             t,
             mask=mask,
             sequences=sequences,
-            known_lengths=None,
+            known_counts=None,
             advantages=t.advantages.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,
@@ -195,7 +195,7 @@ def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
         if weight is not None:
             silent = silent | (weight == 0)
         if spec.reach == "sequence":
-            silent = t.sequences.expand(t.sequences.sum((t.mask & ~silent).to(t.dtype)) == 0)
+            silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
     return Batch(spec, t, weight, corrections, live)
 
@@ -215,8 +215,8 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`. Reads lengths back."""
     t = batch.tokens
-    per_sequence = t.sequences.sum(batch.live.view(t.mask.shape).to(t.dtype))
-    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.lengths.long(), per_sequence.long()]).tolist()
+    per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
+    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.counts, per_sequence]).tolist()
     total = t.mask.numel()
     stops = [*starts[1:], total]
     found = []

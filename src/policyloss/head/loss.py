@@ -196,7 +196,7 @@ class _Call:
         reach, why = self._reach(given)
         batch = None if reach == "batch" else batch_of(self.spec, t, given)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
-        longest = t.lengths.max().long() if t.lengths.numel() else rows.sum()
+        longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
         work = Work(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction
-from policyloss.functional.masking import fill
+from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.ranks import all_sum
 from policyloss.functional.stats import count, mean_or_zero
 from policyloss.slots import checks
@@ -267,11 +267,12 @@ class SelfNormalise:
 
     def statistics(self, t: Tokens, weight: Tensor, group: Any = None) -> dict[str, Tensor]:
         """The batch-wide mean weight."""
+        wide = accumulator_dtype(weight.device)
         if self.over == "tokens":
-            pair = torch.stack([t.sequences.sum(weight).sum(), t.lengths.sum()])
+            total, n = t.sequences.sum(weight).sum(dtype=wide), t.counts.sum()
         else:
-            pair = torch.stack([t.sequence_mean(weight).sum(), (t.lengths > 0).sum().to(t.dtype)])
-        total, n = all_sum(pair, group).unbind()
+            total, n = t.sequence_mean(weight).sum(dtype=wide), (t.counts > 0).sum()
+        total, n = all_sum(torch.stack([total, n.to(wide)]), group).unbind()
         return {"weight_mean": total / n.clamp(min=1)}
 
 
@@ -332,7 +333,7 @@ def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "to
     keep = part(t).keep
     kept = t.mask if keep is None else t.mask & keep
     if per == "sequence":
-        left = t.sequences.sum(kept.to(t.dtype)) > 0
+        left = t.sequences.sum(kept) > 0
         kept, of = left, torch.ones_like(left)
     else:
         of = t.mask
