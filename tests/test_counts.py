@@ -124,6 +124,23 @@ def test_the_number_of_groups_is_a_whole_number() -> None:
     assert int(seen[0].groups) == 3
 
 
+def test_sums_over_packs_are_rounded_once() -> None:
+    """2²⁴ and a thousand ones: added one by one in float32 the ones are lost, and padded rows know better."""
+    x = torch.ones(1001)
+    x[0] = 2**24
+    sequences = pl.functional.Sequences.of(x, torch.tensor([0, 1001]))
+    assert sequences.sum(x).tolist() == [2**24 + 1000]
+    assert sequences.sum(x).dtype == torch.float32
+
+
+def test_flags_add_up_to_integers() -> None:
+    flags = torch.tensor([True, False, True, True])
+    rows, pack = pl.functional.Sequences.of(flags.view(2, 2)), pl.functional.Sequences.of(flags, torch.tensor([0, 3, 4]))
+    for found, expected in ((rows.sum(flags.view(2, 2)), [1, 2]), (pack.sum(flags), [2, 1])):
+        assert found.dtype == torch.int64
+        assert found.tolist() == expected
+
+
 def test_sizes_of_plain_groups_in_half_precision() -> None:
     """300 rewards of one prompt: bfloat16 counts to 256."""
     found = PlainGroups.indexed(torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64))

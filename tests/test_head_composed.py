@@ -262,6 +262,39 @@ def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measu
             run_loss(spec, batch, plan="one_pass")
 
 
+def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
+    """The named calls, in both layouts, against `policy_loss` over the logits; none may be refused."""
+    whole = make_head_batch(seed=2, rows=6, width=WINDOW)
+    for batch in (whole, whole.packed()):
+        expected = run_oracle(spec, batch)
+        for call in calls:
+            found = outcome(spec, batch, False, call)
+            assert found is not None, call
+            assert error_of(found, expected, metrics=call != "skip") <= loss_tolerance(batch), call
+
+
+def test_a_test_of_sequences_beside_a_weight_of_tokens() -> None:
+    """What does not read logp is asked of the whole batch: a window of single tokens is no sequence to judge."""
+    for test in (pl.Reject("k1", "max", high=0.25), pl.SequenceMask(0.9, 1.1, weight=None), pl.Veto(0.75, 1.5)):
+        spec = pl.LossSpec(correction=(weight_of_the_token, test))
+        assert spec.reach == "token"
+        check_every_call(spec, *CALLS)
+
+
+def test_a_callable_that_reads_the_entropy() -> None:
+    """Its slope goes through the entropy too, whatever the entropy's own coefficient is."""
+    for coefficient in (0.0, 0.01):
+        spec = pl.LossSpec(kl=entropy_floor, entropy_coef=coefficient)
+        check_every_call(spec, "auto", *LOSS_PLANS, "small windows")
+
+
+def test_an_average_with_one_weight_per_row() -> None:
+    """Left to broadcasting, as `policy_loss` leaves it."""
+    spec = pl.LossSpec(aggregate=by_column)
+    assert spec.reach == "token"
+    check_every_call(spec, *CALLS)
+
+
 @reaching("token")
 def token_that_asks_its_sequence(t: pl.Tokens) -> Tensor:
     return -t.advantages * t.ratio * t.sequences.expand(t.lengths.sqrt())
