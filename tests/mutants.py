@@ -23,6 +23,9 @@ from part_mutants import PARTS
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "src" / "policyloss"
 CLEAN = "clean"
+# Without collecting garbage after each run (a second, as torch is large), and without rewriting assertions nobody will read.
+_PLUGINS = ("cacheprovider", "xdist", "unraisableexception")
+_FAST = ("-x", "-q", "--no-header", "--assert=plain", *(f"-pno:{name}" for name in _PLUGINS))
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,7 @@ def run_tests(folder: Path, tests: list[str]) -> int:
     sys.path.insert(0, str(folder))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+            code = pytest.main([*_FAST, *tests])
         loaded = Path(sys.modules[PACKAGE.name].__file__ or "")
         if folder not in loaded.parents:
             raise ImportError(f"the tests ran against {loaded}, not against the copy in {folder}")
