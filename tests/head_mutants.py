@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _LOGITS, _LINEAR, _LOSS = "test_head_logits.py::", "test_head_linear.py::", "test_head_loss.py::"
-_ERRORS, _CALLS = "test_head_errors.py::", "test_head_calls.py::"
+_ERRORS, _CALLS, _COMPOSED = "test_head_errors.py::", "test_head_calls.py::", "test_head_composed.py::"
 
 HEAD = (
     (
@@ -114,15 +114,43 @@ HEAD = (
     (
         "head_entropy_bonus_without_slope",
         "head/batch.py",
-        '"entropy": bool(self.spec.entropy_coef)}',
+        '"entropy": entropy_has_slope(self.spec)}',
         '"entropy": False}',
         _CALLS + "test_gradcheck",
     ),
     (
         "head_opsm_not_in_the_value",
         "head/loss.py",
-        "correction = self.spec.correction if batch.weight is None",
+        "correction = batch.corrections if batch.weight is None",
         "correction = () if batch.weight is None",
         _LOSS + "test_skipping_tokens_without_advantage",
+    ),
+    (
+        "head_mean_weight_of_a_window",
+        "head/loss.py",
+        "windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))",
+        "windowed = (spec.trust,)",
+        _COMPOSED + "test_weights_normalised_beside_a_correction_that_reads_logp",
+    ),
+    (
+        "head_sequences_judged_by_a_window",
+        "head/batch.py",
+        'if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):',
+        "if part is not None:",
+        _COMPOSED + "test_a_test_of_sequences_beside_a_weight_of_tokens",
+    ),
+    (
+        "head_entropy_of_a_callable_without_slope",
+        "head/batch.py",
+        "return bool(spec.entropy_coef) or not spec.is_data",
+        "return bool(spec.entropy_coef)",
+        _COMPOSED + "test_a_callable_that_reads_the_entropy",
+    ),
+    (
+        "head_average_not_broadcast",
+        "head/batch.py",
+        "return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)",
+        "return weight",
+        _COMPOSED + "test_an_average_with_one_weight_per_row",
     ),
 )

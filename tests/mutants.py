@@ -18,10 +18,14 @@ from pathlib import Path
 import pytest
 
 from head_mutants import HEAD
+from part_mutants import PARTS
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "src" / "policyloss"
 CLEAN = "clean"
+# Without collecting garbage after each run (a second, as torch is large), and without rewriting assertions nobody will read.
+_PLUGINS = ("cacheprovider", "xdist", "unraisableexception")
+_FAST = ("-x", "-q", "--no-header", "--assert=plain", *(f"-pno:{name}" for name in _PLUGINS))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ MUTANTS = (
         "local_denominator",
         "slots/aggregate.py",
         "return totals.dp_size * reciprocal(totals.tokens, t.advantages)",
-        "return totals.dp_size * reciprocal(t.lengths.sum(), t.advantages)",
+        "return totals.dp_size * reciprocal(t.counts.sum(), t.advantages)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(
@@ -237,7 +241,7 @@ MUTANTS = (
         "isinstance(spec.kl, KL)",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
-    *(Mutant(*mutant) for mutant in HEAD),
+    *(Mutant(*mutant) for mutant in (*HEAD, *PARTS)),
 )
 
 
@@ -261,7 +265,7 @@ def run_tests(folder: Path, tests: list[str]) -> int:
     sys.path.insert(0, str(folder))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+            code = pytest.main([*_FAST, *tests])
         loaded = Path(sys.modules[PACKAGE.name].__file__ or "")
         if folder not in loaded.parents:
             raise ImportError(f"the tests ran against {loaded}, not against the copy in {folder}")

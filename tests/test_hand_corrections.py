@@ -3,13 +3,15 @@
 At ratio 1 and A = −1 a token's surrogate is 1 and so is its gradient, so the loss shows the weights themselves.
 """
 
-from math import e, exp, inf, log
+from math import e, exp, inf, isnan, log
 
 import pytest
 import torch
 
 import policyloss as pl
 from calls import assert_loss, evaluate, rows, weighted
+from policyloss.functional.correction import at_level, nan_where_undecided
+from policyloss.functional.segments import Sequences
 from policyloss.slots.correction import rejected_share
 
 LOG2 = log(2)
@@ -79,6 +81,24 @@ def test_sequences_are_judged_apart():
     assert_loss(weighted(corrected(pl.Truncate(inf, level="product")), w), (8 + 2) / 4, [[1, 1], [0.25, 0.25]])
 
 
+def test_levels_of_a_weight():
+    # Weights (4, ½, –) of a sequence of two valid tokens: logs ln 4 and −ln 2, sum ln 2, mean ln 2 / 2.
+    log_w, mask = rows([4, 0.5, 1]).log(), rows([1, 1, 0]) != 0
+    sequences = Sequences.of(mask)
+    for level, expected in (("token", [4, 0.5, 1]), ("geomean", [2**0.5] * 3), ("product", [2] * 3)):
+        found = at_level(log_w, level, sequences.sum(mask), sequences).exp()
+        torch.testing.assert_close(found, rows(expected), rtol=1e-14, atol=0)
+
+
+def test_a_statistic_that_is_nan_decides_nothing():
+    # A token without a rollout logp has no estimate: it is neither kept nor dropped, and shows in the loss.
+    for part in (pl.Reject("k2", high=0.5), pl.Veto(), pl.SequenceMask(0.5, 1.5, weight=None)):
+        result = evaluate(corrected(part), [-1, -1], [-1, -1], [0, 0], rollout_logp=[float("nan"), -1])
+        assert isnan(result.loss), part
+    # The weight of a test is 1 where it can decide.
+    assert nan_where_undecided(rows([5, -inf])).tolist() == [[1, 1]]
+
+
 # --- Rejection by an estimate of KL(rollout‖old) ------------------------------------------------------------------------------
 
 # d = (ln 2, −ln 2, 0): k1 = −d; k2 = ½·ln²2 twice; k3 = eᵈ − 1 − d = 1 − ln 2, ln 2 − ½, 0, which add up to ½.
@@ -136,6 +156,20 @@ def test_divergence_mask(divergence, level, values):
                     result = evaluate(corrected(part), old, old, torch.full_like(old, -1.0), mask, rollout_logp=rollout)
                     assert_loss(result, (kept * w).sum().item() / 3, kept * w / 3)
                     assert result.metrics["rejected_fraction"] == pytest.approx(1 - kept.sum().item() / 3, abs=1e-15)
+
+
+def test_total_variation_has_no_sign():
+    # rollout p = ¼, old q = ½: |p − q| = ¼ although p − q = −¼. A bound of 0.2 rejects, one of 0.3 keeps.
+    for high, kept in ((0.2, 0), (0.3, 1)):
+        part = pl.DivergenceMask("tv", high, weight=None)
+        assert_loss(evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=log(0.25)), kept, kept)
+
+
+def test_the_maximum_is_over_valid_tokens():
+    # k1 = −d = (−ln 2, –): the maximum is −ln 2. A masked token, whose estimate is 0, is not the larger one.
+    for high, kept in ((-0.5, 1), (-0.8, 0)):
+        part = pl.Reject("k1", "max", high=high)
+        assert_loss(weighted(corrected(part), [2, 1], mask=[1, 0]), kept, [kept, 0])
 
 
 def test_divergence_mask_holds_probabilities_off_zero_and_one():

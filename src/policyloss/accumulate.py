@@ -255,7 +255,7 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     if not micro_batches:
         return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
     pack = _Pack.of(micro_batches)
-    lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask.to(torch.float32)).to(torch.int64)
+    lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
     ids = pack.group_ids
     numbers = torch.tensor([len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device)
     own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
@@ -279,7 +279,7 @@ def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTok
     shares = all_gather(torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group)
     ids, lengths = torch.cat([share[:, :n] for share, n in zip(shares, members_of_each, strict=True)], dim=1)
     each, place = torch.unique(ids, return_inverse=True)
-    return GroupTokens(each, torch.zeros(each.shape, device=ids.device).index_add(0, place, lengths.to(torch.float32)))
+    return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))
 
 
 def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:

@@ -133,16 +133,23 @@ class LossSpec:
         return tuple(name for part in (self.trust, *self.correction) for name in getattr(part, "statistics_names", ()))
 
     @property
+    def corrections_by_logp(self) -> tuple[Any, ...]:
+        """The corrections that read the current log-probabilities, as must be assumed of a callable that does not deny it."""
+        return tuple(c for c in self.correction if getattr(c, "reads_logp", True))
+
+    @property
     def reach(self) -> Literal["token", "sequence", "batch"]:
         """Whose log-probabilities the gradient of one token depends on, once batch-wide numbers are known (see `measure`).
 
         "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be assumed of a user's callable that
-        has no attribute `reach`, and of a rejection by `logp` that changes denominators.
+        has no attribute `reach` (of an aggregation: that has no `reads_logp = False`), and of a rejection by `logp` that changes
+        denominators.
         """
-        by_logp = [c for c in self.correction if getattr(c, "reads_logp", True)]
+        by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
         reaches = {getattr(part, "reach", "batch") for part in parts}
-        if "batch" in reaches or (by_logp and self.rejected != "keep"):
+        fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(self.aggregate, "reads_logp", True)
+        if "batch" in reaches or not fixed_average or (by_logp and self.rejected != "keep"):
             return "batch"
         return "sequence" if "sequence" in reaches else "token"
 

@@ -102,7 +102,7 @@ class Tokens:
     log_clamp: LogClamp = None
     ratio: Tensor | None = None
     known: dict[str, Tensor] | None = None
-    known_lengths: Tensor | None = None
+    known_counts: Tensor | None = None
 
     @classmethod
     def of(
@@ -151,18 +151,28 @@ class Tokens:
 
     def with_mask(self, mask: Tensor) -> Tokens:
         """The same call with fewer tokens: as if `mask` had been given."""
-        return replace(self, mask=mask, advantages=fill(self.advantages, mask), known_lengths=None)
+        return replace(self, mask=mask, advantages=fill(self.advantages, mask), known_counts=None)
+
+    @property
+    def counts(self) -> Tensor:
+        """Valid tokens of each sequence `[S]`, exact (int64), counted when first asked for: with context parallel an all-reduce."""
+        if self.known_counts is None:
+            self.known_counts = self.sequences.sum(self.mask)
+        return self.known_counts
 
     @property
     def lengths(self) -> Tensor:
-        """Valid tokens of each sequence `[S]`, counted when first asked for: with context parallel that is an all-reduce."""
-        if self.known_lengths is None:
-            self.known_lengths = self.sequences.sum(self.mask.to(self.dtype))
-        return self.known_lengths
+        """`counts` as numbers to divide by: in the dtype of the loss, rounded once."""
+        return self.counts.to(self.dtype)
 
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
+        if x is None and name == "logp":  # left out by the head alone, while the log-probabilities are not computed
+            raise InputError(
+                "a part that says reads_logp = False read logp: leave that attribute out, so that the head computes the "
+                "log-probabilities before it asks that part."
+            )
         if x is None:
             raise InputError(f"this loss reads {name}, which was not given; pass {name}= to policy_loss.")
         return x
@@ -208,8 +218,8 @@ class Tokens:
 
         `x` must be 0 at masked positions, as everything read from here is.
         """
-        if self.known_lengths is not None:
-            return self.sequences.sum(x) / self.known_lengths.clamp(min=1)
-        total, lengths = self.sequences.sums(x, self.mask.to(self.dtype))
-        self.known_lengths = lengths.detach()  # in one all-reduce with the sum, whose gradient is not theirs
-        return total / self.known_lengths.clamp(min=1)
+        if self.known_counts is None:
+            total, self.known_counts = self.sequences.sums(x, self.mask)  # in one all-reduce
+        else:
+            total = self.sequences.sum(x)
+        return total / self.lengths.clamp(min=1)

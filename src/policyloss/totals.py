@@ -16,7 +16,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.ranks import several_ranks
-from policyloss.functional.segments import Sequences, group_index, group_sum
+from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask, check_group_ids
 
@@ -25,7 +25,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`."""
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both integers."""
 
     ids: Tensor
     tokens: Tensor
@@ -80,12 +80,12 @@ class Totals:
         ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine sums gradients.
         """
         sequences = Sequences.of(mask, cu_seqlens, cp_group)
-        lengths = sequences.sum(as_mask(mask, mask).to(torch.float32))
+        lengths = sequences.sum(as_mask(mask, mask))
         groups = None
         if group_ids is not None:
             check_group_ids(group_ids, sequences)
             groups = _group_tokens(group_ids, lengths)
-        counts = cls(lengths.to(torch.int64).sum(), (lengths > 0).sum(), groups)
+        counts = cls(lengths.sum(), count(lengths > 0), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
 
     @classmethod
@@ -161,14 +161,13 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
 
 def local_totals(t: Tokens) -> Totals:
     """The counts of this call alone, as tensors (no host sync)."""
-    present = t.lengths > 0
+    present = t.counts > 0
     groups: Tensor | None = None
     if t.group_ids is not None:
-        members = group_sum(present.to(t.dtype), t.group_ids)
-        # Each non-empty group's members add up to 1.
-        groups = torch.where(present, 1 / members.clamp(min=1), 0).sum()
-    # Without context parallel the lengths are not needed for the tokens, and a compiler may then skip them.
-    tokens = count(t.mask) if t.sequences.cp_group is None else t.lengths.sum()
+        order, members = group_index(t.group_ids)
+        groups = count(members.sum(present[order]) > 0)
+    # Without context parallel the counts of sequences are not needed for the tokens, and a compiler may then skip them.
+    tokens = count(t.mask) if t.sequences.cp_group is None else t.counts.sum()
     return Totals(tokens, count(present), groups)
 
 

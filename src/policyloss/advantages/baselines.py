@@ -227,7 +227,9 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
     dtype = compute_dtype(x)
     if group is None and cp_group is not None and dist.get_world_size(cp_group) == dist.get_world_size():
         group = "local"  # there are no ranks beside those of cp_group
-    return whitened(fill(x.detach(), mask, dtype), mask.to(dtype), statistics_group(group), cp_group, mean=mean, eps=eps)
+    return whitened(
+        fill(x.detach(), mask, dtype), mask.to(accumulator_dtype(x.device)), statistics_group(group), cp_group, mean=mean, eps=eps
+    )
 
 
 def whitened(x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8) -> Tensor:

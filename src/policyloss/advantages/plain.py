@@ -84,12 +84,13 @@ class PlainGroups:
         rewards = rewards.detach()
         order, groups = group_index(group_ids)
         r = rewards[order].to(dtype or rewards.dtype)
-        count, total = groups.sum(torch.ones_like(r)), groups.sum(r)
+        assert groups.offsets is not None
+        count, total = groups.offsets.diff().to(r.dtype), _added_up(r, groups.offsets)
         mean = total / count.clamp(min=1)
         if variance == "centered":
-            squares = groups.sum((r - groups.expand(mean)).square())
+            squares = _added_up((r - groups.expand(mean)).square(), groups.offsets)
         else:
-            squares = groups.sum(r * r) - total * total / count.clamp(min=1)
+            squares = _added_up(r * r, groups.offsets) - total * total / count.clamp(min=1)
         std = (squares / (count - 1).clamp(min=1)).clamp(min=floor).sqrt()
         alone = count == 1
         found = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
@@ -119,6 +120,11 @@ class PlainGroups:
         """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one), a float32 number."""
         used = torch.count_nonzero(self.rewards).clamp(min=1)
         return self.rewards.shape[0] / used * self.centered / f_norm
+
+
+def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of segments in the dtype of `x`, one number after the other (`Sequences.sum` rounds once)."""
+    return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
 def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:

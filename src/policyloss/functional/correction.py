@@ -95,4 +95,4 @@ def reduced(x: Tensor, reduce: str, mask: Tensor, lengths: Tensor, sequences: Se
 
 def any_in_sequence(hit: Tensor, sequences: Sequences) -> Tensor:
     """True at every token of a sequence in which `hit` is True anywhere."""
-    return sequences.expand(sequences.sum(hit.to(torch.float32))) > 0
+    return sequences.expand(sequences.sum(hit)) > 0

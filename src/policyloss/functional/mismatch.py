@@ -53,8 +53,7 @@ class Means:
     @property
     def lengths(self) -> Tensor:
         """The number of valid tokens of each sequence, `[S]`."""
-        packed_flags = self.sequences.offsets is not None and not self.mask.is_floating_point()
-        return self.sequences.sum(self.mask.to(torch.float32) if packed_flags else self.mask)
+        return self.sequences.sum(self.mask)
 
     @property
     def nonempty(self) -> Tensor:
@@ -266,7 +265,7 @@ def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float
 
 def rejected_sequences(keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32) -> Tensor:
     """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in `dtype`, at least float32)."""
-    lost = means.sequences.sum((~keep & means.valid).float()) > 0
+    lost = means.sequences.sum(~keep & means.valid) > 0
     if among == "all":
         return _share(lost)
     lost = lost[means.nonempty].to(torch.promote_types(dtype, torch.float32))

@@ -121,6 +121,23 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
     Over the ranks of every group given. If there are fewer than k pairs, the lowest. On one rank nothing is read back to the host;
     across ranks only each rank's own k largest travel.
     """
+    score, tie = _largest(score, tie, k, groups)
+    return score[0], tie[0]
+
+
+def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
+    """A pair that exactly the k largest are `at_least`: halfway between the k-th and the next score, or the k-th if they are equal.
+
+    Halfway, so that scores may be computed again and differ in their last digits. Arguments as in `kth_largest`.
+    """
+    (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))
+    middle = (score + after) / 2
+    apart = torch.where((middle > after) | (after == -torch.inf), middle, score)
+    return torch.where(score > after, apart, score), torch.where(score > after, _LOWEST, tie)
+
+
+def _largest(score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Scores and ties of the k-th and the next largest pair, `[2]` each; the lowest there is if there are fewer."""
     score, tie = score.reshape(-1), tie.reshape(-1)
     if score.numel() == 0:
         score, tie = score.new_full((1,), -torch.inf), tie.new_full((1,), _LOWEST)
@@ -128,10 +145,10 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
     for group in groups:
         if group is None:
             continue
-        want = int(k)
+        want = int(k) + 1
         score, tie = _descending(_gather(score[:want], want, -torch.inf, group), _gather(tie[:want], want, _LOWEST, group))
-    index = (k - 1).clamp(0, score.shape[0] - 1).reshape(1)
-    return score.gather(0, index).squeeze(0), tie.gather(0, index).squeeze(0)
+    index = torch.stack([k - 1, k]).clamp(0, score.shape[0] - 1)
+    return score.gather(0, index), tie.gather(0, index)
 
 
 def at_least(score: Tensor, tie: Tensor, least: tuple[Tensor, Tensor]) -> Tensor:

@@ -37,7 +37,9 @@ class _BoundedExp(torch.autograd.Function):
 
 def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
     high = limit if limit is None or isinstance(limit, (int, float)) else limit[1]
-    return high is None or high > math.log(torch.finfo(d.dtype).max)
+    finfo = torch.finfo(d.dtype)
+    # Less one rounding: the bound itself is rounded to the dtype of `d`, and may be rounded up.
+    return high is None or high > math.log(finfo.max) * (1 - finfo.eps)
 
 
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:

@@ -17,15 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary."""
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary.
+
+    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones; so all is added up in float64 and rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, ids)
-        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+        wide = x.to(accumulator_dtype(x.device))
+        return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0).to(sum_dtype(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -45,6 +50,11 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         offsets, ids = ctx.saved_tensors
         return _SegmentSum.apply(grads[0].contiguous(), offsets, ids), None, None  # type: ignore[no-untyped-call]
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a sum of `x`: its own, and for flags and integers int64, so that counts are exact."""
+    return x.dtype if x.is_floating_point() else torch.int64
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -122,17 +132,23 @@ class Sequences:
         return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`."""
+        """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`.
+
+        Flags and integers give exact int64 counts.
+        """
         return self._across(self._sum_here(x))
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """`sum` of each of `xs`; the ranks of a context-parallel group exchange all of them in one all-reduce."""
         here = [self._sum_here(x) for x in xs]
-        return tuple(here) if self.cp_group is None else self._across(torch.stack(here)).unbind()
+        if self.cp_group is None:
+            return tuple(here)
+        together = self._across(torch.stack([s.to(accumulator_dtype(s.device)) for s in here]))
+        return tuple(total.to(s.dtype) for total, s in zip(together.unbind(), here, strict=True))
 
     def _sum_here(self, x: Tensor) -> Tensor:
         if self.offsets is None or self.ids is None:
-            return x.sum(dim=-1)
+            return x.sum(dim=-1, dtype=sum_dtype(x))
         s: Tensor = _SegmentSum.apply(x.reshape(-1), self.offsets, self.ids)  # type: ignore[no-untyped-call]
         return s
 

@@ -63,7 +63,7 @@ class _TurnsHere:
 
     @property
     def lengths(self) -> Tensor:
-        return self.runs.sum(self.mask.to(torch.float32))
+        return self.runs.sum(self.mask)
 
     def sum(self, x: Tensor) -> Tensor:
         return self.runs.sum(x)

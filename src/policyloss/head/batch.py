@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.segments import Sequences
 from policyloss.head.inputs import Index, windows
 from policyloss.head.plans import Work
 from policyloss.loss import corrected_tokens, set_ratio, token_losses
-from policyloss.slots.correction import combine
+from policyloss.slots.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, local_totals
@@ -44,12 +45,14 @@ class Window(NamedTuple):
 class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or token-shaped) known beforehand.
 
-    weight: None if there is no correction, or if it reads logp. live: tokens that may have a gradient, flat bool.
+    weight: None if there is no correction, or if one reads logp; then `corrections` are what is known of them, in the order of the
+    spec: those that do not read logp with their answer for the whole batch. live: tokens that may have a gradient, flat bool.
     """
 
     spec: LossSpec
     tokens: Tokens
     weight: Tensor | None
+    corrections: tuple[Any, ...]
     live: Tensor
 
     @cached_property
@@ -58,7 +61,7 @@ class Batch:
         t = self.tokens
         t.totals = local_totals(t) if t.totals is None else t.totals
         weight: Tensor = self.spec.aggregate(t)
-        return weight
+        return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
     def rows(self) -> Tensor:
@@ -71,14 +74,23 @@ class Batch:
             t, at = self._of(window, logp, entropy)
             leaves = [x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad]
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
-            if self.weight is None and self.spec.correction:
-                weight = combine(self.spec.correction, t).weight
+            if self.spec.corrections_by_logp:
+                here = tuple(c.at(at, t.mask.shape) if isinstance(c, _Answered) else c for c in self.corrections)
+                t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.tokens.totals)
+                weight = corrected.weight
             set_ratio(self.spec, t)
             each = token_losses(self.spec, t, weight).loss
             average = self.average if self.average.dim() == 0 else self.average.reshape(-1)[at].view(t.mask.shape)
-            found = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True, materialize_grads=True)
-        of_rows = [g.reshape(-1).to(logp.dtype) if window.place is None else g[window.place].to(logp.dtype) for g in found]
-        return of_rows[0], of_rows[1] if len(of_rows) > 1 else None
+            slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
+        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[:2]
+        return torch.zeros_like(logp) if dlogp is None else dlogp, dentropy
+
+    @staticmethod
+    def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """A slope at the window's tokens as one at its rows `[R]`; None if the loss does not depend on the number."""
+        if slope is None:
+            return None
+        return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
 
     def _of(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tokens, Index]:
         """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole sequences."""
@@ -91,29 +103,90 @@ class Batch:
         raw: dict[str, Tensor | None] = {
             name: None if x is None else x.reshape(-1)[at].view(shape) for name, x in self.tokens.raw.items() if name not in known
         }
-        with_slope = {"logp": True, "entropy": bool(self.spec.entropy_coef)}
+        with_slope = {"logp": True, "entropy": entropy_has_slope(self.spec)}
         raw |= {name: x.detach().view(shape).requires_grad_(with_slope[name]) for name, x in known.items()}
         mask = self.rows[at].view(shape)
-        sequences = Sequences.of(mask, window.cu_seqlens)
+        alone = window.cu_seqlens is None
+        sequences = _SingleTokens(tuple(mask.shape)) if alone else Sequences.of(mask, window.cu_seqlens)
         t = self.tokens
         return replace(
             t,
             mask=mask,
             sequences=sequences,
-            known_lengths=None,
+            known_counts=None,
             advantages=t.advantages.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,
+            positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
+            known={} if t.known is None else t.known,  # a window's own numbers are not the batch's: what is missing is an error
         ), at
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """A correction that was asked already: it may have looked at whole sequences, which a window need not hold."""
+
+    answer: Corrected
+    name: str
+    shape: torch.Size
+
+    @property
+    def __name__(self) -> str:  # type: ignore[override]
+        return self.name
+
+    def __call__(self, t: Tokens) -> Corrected:
+        return self.answer
+
+    def at(self, at: Index, shape: torch.Size) -> _Answered:
+        """The answer for some tokens."""
+        cut = (None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape) for x in self.answer)
+        return _Answered(Corrected(*cut), self.name, shape)
+
+
+def _answered(part: Any, t: Tokens) -> Any:
+    """`part` with its answer for the batch `t`, unless it reads logp or comes after all others."""
+    if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):
+        return part
+    return _Answered(part(t), correction_name(part), t.mask.shape)
+
+
+def entropy_has_slope(spec: LossSpec) -> bool:
+    """Whether the loss may change with the entropy: by its bonus, or because a user's callable may read it."""
+    return bool(spec.entropy_coef) or not spec.is_data
+
+
+@dataclass(frozen=True)
+class _SingleTokens(Sequences):
+    """The layout of tokens from anywhere in the batch, which are no sequence: whoever asks for one has a larger reach."""
+
+    def _sum_here(self, x: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def max(self, x: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def expand(self, s: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def runs(self, mask: Tensor) -> Sequences:
+        raise _reaches_further()
+
+
+def _reaches_further() -> InputError:
+    return InputError(
+        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so that the head keeps sequences "
+        "together, or leave the attribute out."
+    )
 
 
 def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
     """`t` (whose logp is not read) with everything that is known before its log-probabilities are."""
-    weight = None
-    by_logp = any(getattr(c, "reads_logp", True) for c in spec.correction)
-    if not by_logp:
+    weight, corrections = None, spec.correction
+    if spec.corrections_by_logp:
+        corrections = tuple(_answered(part, t) for part in spec.correction)
+    else:
         t, corrected = corrected_tokens(spec, t, given)
-        weight = corrected.weight
+        weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
     t.known = None if given is None else given.statistics
     t.totals = given
     live = t.mask.reshape(-1)
@@ -122,9 +195,9 @@ def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
         if weight is not None:
             silent = silent | (weight == 0)
         if spec.reach == "sequence":
-            silent = t.sequences.expand(t.sequences.sum((t.mask & ~silent).to(t.dtype)) == 0)
+            silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, weight, live)
+    return Batch(spec, t, weight, corrections, live)
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
@@ -142,8 +215,8 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`. Reads lengths back."""
     t = batch.tokens
-    per_sequence = t.sequences.sum(batch.live.view(t.mask.shape).to(t.dtype))
-    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.lengths.long(), per_sequence.long()]).tolist()
+    per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
+    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.counts, per_sequence]).tolist()
     total = t.mask.numel()
     stops = [*starts[1:], total]
     found = []

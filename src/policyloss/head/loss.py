@@ -12,7 +12,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.known import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.batch import Batch, Window, batch_of, sequence_windows, token_windows
+from policyloss.head.batch import Batch, Window, batch_of, entropy_has_slope, sequence_windows, token_windows
 from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
@@ -191,11 +191,12 @@ class _Call:
         given = resolve(self.totals)
         stand_in = torch.zeros(self.ids.shape, dtype=head.dtype, device=self.hidden.device)
         t = Tokens.of(stand_in, self.advantages, self.mask, others=self.others, **self.layout)
+        t.raw["logp"] = None  # whoever reads it before it is computed is told
         valid = t.mask.reshape(-1)
         reach, why = self._reach(given)
         batch = None if reach == "batch" else batch_of(self.spec, t, given)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
-        longest = t.lengths.max().long() if t.lengths.numel() else rows.sum()
+        longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
         work = Work(
@@ -212,8 +213,11 @@ class _Call:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            return "batch", "a part of it may look at any token (a callable says how far it looks by its attribute `reach`)"
-        if getattr(spec.trust, "statistics_names", ()) and given is None:
+            said = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            return "batch", f"a part of it may look at any token ({said})"
+        # Without a correction that reads logp, what corrections need of the batch is known before the first window.
+        windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
+        if given is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return "batch", "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)"
         if spec.reach == "sequence" and self.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -236,7 +240,7 @@ class _Call:
             softcap=self.softcap,
             vocab_group=self.vocab_group,
         )
-        entropy = out.entropy if self.spec.entropy_coef else out.entropy.detach()
+        entropy = out.entropy if entropy_has_slope(self.spec) else out.entropy.detach()
         said = self._loss(self.spec, out.logp, entropy, mask, self.totals)
         return HeadOutput(said.loss, said.metrics, out.logp.detach(), out.entropy.detach())
 
@@ -286,9 +290,9 @@ class _Call:
         """The loss and its metrics, from the log-probabilities of all windows together."""
         if not self.skip_zero_advantage:
             return self._loss(self.spec, logp, entropy, self.mask, self.totals)
-        correction = self.spec.correction if batch.weight is None else GivenWeight(batch.weight)
+        correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
         spec = self.spec.replace(correction=correction, rejected="keep", aggregate=lambda t: batch.average)
-        return self._loss(spec, logp, entropy, batch.live.view(self.ids.shape), batch.tokens.totals)
+        return self._loss(spec, logp, entropy, batch.live.view(self.ids.shape), self.totals)
 
 
 def run_windows(head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool) -> tuple[LogProbs, Gradients]:

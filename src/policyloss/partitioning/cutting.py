@@ -33,8 +33,8 @@ class CuttableBatch:
         mask = self.batch["mask"]
         self.sequences = Sequences.of(mask, self.cu_seqlens)
         valid = as_mask(mask, mask)
-        self.lengths = self.sequences.sum(valid.to(torch.float32)).to("cpu", torch.float64)
-        self.positions = self.sequences.sum(torch.ones_like(mask, dtype=torch.float32)).to("cpu", torch.float64)
+        self.lengths = self.sequences.sum(valid).to("cpu", torch.float64)
+        self.positions = self.sequences.sum(torch.ones_like(valid)).to("cpu", torch.float64)
 
     @property
     def packed(self) -> bool:

@@ -111,20 +111,20 @@ class PromptMean:
                 "Totals(groups=the number of groups) if no group is split between calls."
             )
         if isinstance(groups, GroupTokens):
-            n_g = _tokens_of_group(groups, t.group_ids)
+            n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
             number: Tensor | int | float = (groups.tokens > 0).sum()
         else:
-            n_g, number = group_sum(t.lengths, t.group_ids), groups
+            n_g, number = group_sum(t.counts, t.group_ids), groups
         each = totals.dp_size * reciprocal(number, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
 
-def _tokens_of_group(groups: GroupTokens, group_ids: Tensor) -> Tensor:
+def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
     if groups.ids.numel() == 0:
-        return torch.full_like(group_ids, torch.nan, dtype=groups.tokens.dtype)
+        return torch.full_like(group_ids, torch.nan, dtype=dtype)
     place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
-    return torch.where(groups.ids[place] == group_ids, groups.tokens[place], torch.nan)
+    return torch.where(groups.ids[place] == group_ids, groups.tokens[place].to(dtype), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class LocalTokenMean:
     """Legacy: mean over the tokens *of this call*, whatever totals say. Depends on how the batch is cut (TRL `bnpo`)."""
 
     def __call__(self, t: Tokens) -> Tensor:
-        return reciprocal(t.lengths.sum(), t.lengths)
+        return reciprocal(t.counts.sum(), t.lengths)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class LocalSeqMeanTokenMean:
     """Legacy: mean over the sequences *of this call* of their token means. Depends on how the batch is cut (TRL `grpo`)."""
 
     def __call__(self, t: Tokens) -> Tensor:
-        return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.lengths > 0).sum(), t.lengths)
+        return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
 
 
 VARIANTS = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction
-from policyloss.functional.masking import fill
+from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.ranks import all_sum
 from policyloss.functional.stats import count, mean_or_zero
 from policyloss.slots import checks
@@ -267,11 +267,12 @@ class SelfNormalise:
 
     def statistics(self, t: Tokens, weight: Tensor, group: Any = None) -> dict[str, Tensor]:
         """The batch-wide mean weight."""
+        wide = accumulator_dtype(weight.device)
         if self.over == "tokens":
-            pair = torch.stack([t.sequences.sum(weight).sum(), t.lengths.sum()])
+            total, n = t.sequences.sum(weight).sum(dtype=wide), t.counts.sum()
         else:
-            pair = torch.stack([t.sequence_mean(weight).sum(), (t.lengths > 0).sum().to(t.dtype)])
-        total, n = all_sum(pair, group).unbind()
+            total, n = t.sequence_mean(weight).sum(dtype=wide), (t.counts > 0).sum()
+        total, n = all_sum(torch.stack([total, n.to(wide)]), group).unbind()
         return {"weight_mean": total / n.clamp(min=1)}
 
 
@@ -297,13 +298,18 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
             weight = said.weight if weight is None else weight * said.weight
         if said.keep is not None:
             keep = said.keep if keep is None else keep & said.keep
-            name = type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+            name = correction_name(part)
             verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
     if keep is not None:
         # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
         weight = torch.where(keep | weight.isnan(), weight, 0)
     return Combined(weight, keep, verdicts, {})
+
+
+def correction_name(part: Any) -> str:
+    """What metrics call a correction."""
+    return type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
 
 
 def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
@@ -327,7 +333,7 @@ def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "to
     keep = part(t).keep
     kept = t.mask if keep is None else t.mask & keep
     if per == "sequence":
-        left = t.sequences.sum(kept.to(t.dtype)) > 0
+        left = t.sequences.sum(kept) > 0
         kept, of = left, torch.ones_like(left)
     else:
         of = t.mask

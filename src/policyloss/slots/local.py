@@ -37,11 +37,8 @@ class LocalCovClip:
 
     def __call__(self, t: Tokens) -> Surrogate:
         clip = self.part
-        means = {
-            "advantage_mean": masked_mean(t.advantages, t.mask, self.epsilon),
-            "logp_mean": masked_mean(t.logp.detach(), t.mask, self.epsilon),
-        }
-        places = clip.candidates(t, means).nonzero()
+        means = (masked_mean(x, t.mask, self.epsilon) for x in (t.logp.detach(), t.advantages))
+        places = clip.candidates(t, trust.covariance(t.logp, t.advantages, *means)).nonzero()
         k = max(int(clip.fraction * int(t.mask.sum())), 1)
         dropped = torch.zeros_like(t.mask)
         if len(places) > 0:  # the generator advances only when there is something to draw

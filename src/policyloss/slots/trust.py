@@ -15,10 +15,12 @@ from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import trust
-from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import all_sum, at_least, kth_largest
+from policyloss.functional.covariance import step_covariance, step_means
+from policyloss.functional.ranks import at_least, kth_largest, least_of_largest
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
+
+_MEANS = ("advantage_mean", "logp_mean", "advantage_rounding", "logp_rounding")
 
 
 class Surrogate(NamedTuple):
@@ -312,12 +314,13 @@ class CovClip:
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
     depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens. (Tokens
-    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
+    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.) A number that
+    equals its mean up to rounding has covariance 0.
     """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "draw_threshold")
+    statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
     eps_low: float = 0.2
     eps_high: float = 0.2
     fraction: float = 2e-4
@@ -336,7 +339,7 @@ class CovClip:
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """The batch-wide numbers: mean advantage and logp, and the draw from which a candidate is dropped."""
         stats = _means(t, group)
-        score = torch.where(self.candidates(t, stats), 0.0, -math.inf)
+        score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
         k = _how_many(self.fraction, stats["tokens"])
         least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
         # Fewer candidates than k: all of them are dropped.
@@ -344,7 +347,7 @@ class CovClip:
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        dropped = self.candidates(t, stats) & (self._draws(t) >= stats["draw_threshold"])
+        dropped = self.candidates(t, _covariance(t, stats)) & (self._draws(t) >= stats["draw_threshold"])
         s = self.surrogate(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
 
@@ -352,10 +355,9 @@ class CovClip:
         """PPO's clip, before any token is dropped."""
         return _clipped(t, self.eps_low, self.eps_high)
 
-    def candidates(self, t: Tokens, stats: dict[str, Tensor]) -> Tensor:
+    def candidates(self, t: Tokens, cov: Tensor) -> Tensor:
         """The tokens that may be dropped: covariance inside the window, and not clipped already."""
         r, a = _ratio(t).detach(), t.advantages
-        cov = trust.covariance(t.logp, a, stats["logp_mean"], stats["advantage_mean"])
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
         return t.mask & unclipped & inside & ~r.isnan()
@@ -369,12 +371,13 @@ class CovKL:
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between equal covariances a draw decides
-    that depends on the token's own numbers only (tokens with the same numbers fall together).
+    that depends on the token's own numbers only (tokens with the same numbers fall together). A number that equals its mean up to
+    rounding has covariance 0: with equal advantages all tokens are equal, and the draw decides alone.
     """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
-    statistics_names: ClassVar[tuple[str, ...]] = ("advantage_mean", "logp_mean", "cov_threshold", "draw_threshold")
+    statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
     fraction: float = 2e-4
     coef: float = 1.0
 
@@ -387,7 +390,7 @@ class CovKL:
         stats = _means(t, group)
         cov, draws = self._score(t, stats)
         k = _how_many(self.fraction, stats["tokens"])
-        cov_k, draw_k = kth_largest(torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group)
+        cov_k, draw_k = least_of_largest(torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group)
         return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -400,8 +403,7 @@ class CovKL:
         return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
 
     def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        cov = trust.covariance(t.logp, t.advantages, stats["logp_mean"], stats["advantage_mean"])
-        return cov, trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
+        return _covariance(t, stats), trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
 
 
 def _check_fraction(owner: CovClip | CovKL) -> None:
@@ -417,13 +419,15 @@ def _check_seed(owner: CovClip) -> None:
 
 
 def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
-    a, logp = (t.sequences.sum(x).sum() for x in (t.advantages, t.logp.detach()))
-    n, a, logp = all_sum(torch.stack([t.lengths.sum(), a, logp]), group).unbind()
-    return {"tokens": n, "advantage_mean": a / n.clamp(min=1), "logp_mean": logp / n.clamp(min=1)}
+    return step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+
+
+def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
+    return step_covariance(t.advantages, t.logp, stats)
 
 
 def _how_many(fraction: float, tokens: Tensor) -> Tensor:
-    return (fraction * tokens.to(accumulator_dtype(tokens.device))).to(torch.int64).clamp(min=1)
+    return (fraction * tokens).to(torch.int64).clamp(min=1)
 
 
 VARIANTS = (

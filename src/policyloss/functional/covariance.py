@@ -1,0 +1,50 @@
+"""Covariances of advantage and log-probability over a whole step, in which numbers that are equal up to rounding are equal.
+
+A mean is rounded, and differently for every layout of the same batch. Where all advantages are equal, their distances from their
+mean are that rounding and nothing else, and an order by them would be an order by chance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.ranks import all_sum
+from policyloss.functional.stats import count
+from policyloss.functional.trust import covariance
+
+ROUNDINGS = 16  # of a mean: some of the sum, one of each number that enters it
+
+
+def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> dict[str, Tensor]:
+    """The number of valid tokens, and mean and rounding of advantages and logp over them; over the ranks of every group. 0-dim.
+
+    A rounding is how far two equal numbers may lie apart once a mean was subtracted: some units in the last place of the mean size.
+    Both tensors are 0 where masked.
+    """
+    wide = accumulator_dtype(mask.device)
+    sums = [x.sum(dtype=wide) for x in (advantages, logp, advantages.abs(), logp.abs())]
+    total = torch.stack([count(mask).to(wide), *sums])
+    for group in groups:
+        total = all_sum(total, group)
+    tokens = total[0]
+    means = (total[1:] / tokens.clamp(min=1)).to(logp.dtype)
+    roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
+    return {
+        "tokens": tokens,
+        "advantage_mean": means[0],
+        "logp_mean": means[1],
+        "advantage_rounding": roundings[0],
+        "logp_rounding": roundings[1],
+    }
+
+
+def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:
+    """Each token's `covariance`, exactly 0 where a number equals its mean up to rounding. Detached."""
+    cov = covariance(logp, advantages, means["logp_mean"], means["advantage_mean"])
+    at_mean = (advantages - means["advantage_mean"]).abs() <= means["advantage_rounding"]
+    at_mean = at_mean | ((logp.detach() - means["logp_mean"]).abs() <= means["logp_rounding"])
+    return torch.where(at_mean & ~cov.isnan(), 0, cov)
