@@ -18,6 +18,10 @@ class InputError(PolicyLossError):
     """Tensors that do not fit the call: a missing argument, a wrong shape, dtype or layout."""
 
 
+class InputTypeError(InputError, TypeError):
+    """A value of a type that means nothing here; a `TypeError` too, for callers that expect one."""
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
     names = sorted(valid)
