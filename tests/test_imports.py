@@ -22,21 +22,22 @@ PACKAGE = Path(pl.__file__).parent
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 # What each part of the core may import of the package. A module that is not listed (explain, cli, …) stands above all of these:
 # it may import any of them, and none of them may import it.
-ADVANTAGE = {"errors", "functional", "tokens", "advantages"}
+ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantages"}
 MAY_IMPORT = {
     "errors": set(),
-    "functional": {"errors", "functional"},
-    "tokens": {"errors", "functional"},
-    "totals": {"errors", "functional", "tokens"},
-    "metrics": {"errors", "functional"},
-    "slots": {"errors", "functional", "tokens", "totals", "slots"},
-    "spec": {"errors", "tokens", "slots"},
-    "presets": {"errors", "slots", "spec"},
-    "policy_metrics": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
-    "loss": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "policy_metrics"},
-    "value": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss"},
-    "head": {"errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "loss", "head"},
-    "accumulate": {"errors", "functional", "tokens", "totals", "metrics", "spec", "presets", "loss"},
+    "arguments": {"errors"},
+    "functional": {"arguments", "errors", "functional"},
+    "tokens": {"arguments", "errors", "functional"},
+    "totals": {"arguments", "errors", "functional", "tokens"},
+    "metrics": {"arguments", "errors", "functional"},
+    "slots": {"arguments", "errors", "functional", "tokens", "totals", "slots"},
+    "spec": {"arguments", "errors", "tokens", "slots"},
+    "presets": {"arguments", "errors", "slots", "spec"},
+    "policy_metrics": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "slots", "spec"},
+    "loss": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "policy_metrics"},
+    "value": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "loss"},
+    "head": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "slots", "spec", "presets", "loss", "head"},
+    "accumulate": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "spec", "presets", "loss"},
     **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
 }
 

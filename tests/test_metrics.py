@@ -73,6 +73,8 @@ def naive(batch: Batch) -> dict[str, float]:
         "ratio_min": min(exp(t["lr"]) for t in tokens),
         "clamped_tokens": sum(abs(t["lr"]) > 0.3 for t in tokens),
         "nonfinite_tokens": 0,
+        "positive_logp_tokens": sum(max(t["logp"], t["old_logp"], t["rollout_logp"], t["ref_logp"]) > 0.1 for t in tokens),
+        "beyond_totals": 0,
         "kl_old_k1": mean([-t["lr"] for t in tokens]),
         "kl_old_k3": mean([exp(t["lr"]) - 1 - t["lr"] for t in tokens]),
         "kl_rollout_k1": mean([-d for d in mismatch]),
@@ -103,6 +105,10 @@ def test_every_formula_is_a_metric():
     documented = {name.partition("<")[0] for name in FORMULAS}
     reported = {name.partition("/")[0] + "/" if "/" in name else name for name in naive(make_batch())}
     reported |= set(run(pl.LossSpec(trust=pl.CovClip()), make_batch()).metrics)
+    on_a_device = make_batch().packed().map(lambda x: x.to("meta"), "logp", "old_logp", "advantages", "mask", "cu_seqlens")
+    layout = {"cu_seqlens": on_a_device.cu_seqlens}
+    tensors = (on_a_device.logp, on_a_device.old_logp, on_a_device.advantages, on_a_device.mask.long())
+    reported |= set(pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics)  # what could not be checked at once
     assert reported == documented
     assert all(FORMULAS.values())
 
@@ -112,7 +118,7 @@ def test_metrics_follow_what_was_given():
     batch = make_batch()
     spec = pl.preset("reinforce")
     bare = pl.policy_loss(spec, batch.logp, None, batch.advantages, batch.mask).metrics
-    assert set(bare) == {"loss", "tokens", "advantage_mean", "nonfinite_tokens"}
+    assert set(bare) == {"loss", "tokens", "advantage_mean", "nonfinite_tokens", "positive_logp_tokens", "beyond_totals"}
     drift = {"kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_max", "ratio_min", "clamped_tokens"}
     with_old = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).metrics
     assert set(with_old) - set(bare) == drift

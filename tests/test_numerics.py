@@ -109,7 +109,7 @@ def far_off(distance: float, dtype: torch.dtype) -> Batch:
     """Every log-ratio (to old, rollout and ref) is ±distance, both signs of the advantage under each sign of it."""
     batch = make_batch(seed=4, rows=2, width=4)
     sign = torch.tensor([[1.0, 1, -1, -1], [-1, -1, -1, -1]], dtype=torch.float64)
-    logp = torch.full_like(sign, -1.5)
+    logp = torch.full_like(sign, -1.5 - distance)  # no anchor is positive
     anchor = logp - distance * sign
     advantages = torch.tensor([[2.0, -2, 2, -2], [1, 1, -3, -3]], dtype=torch.float64)
     batch = dataclasses.replace(

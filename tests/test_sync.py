@@ -73,7 +73,8 @@ def on_meta(batch: Batch) -> Batch:
 
 
 def policy_call(spec: pl.LossSpec, batch: Batch, totals: Any = None) -> Callable[[], Any]:
-    arguments = {**batch.kwargs, "logp": batch.logp.clone().requires_grad_(), "totals": totals}
+    leaves = {name: getattr(batch, name).clone().requires_grad_() for name in ("logp", "entropy")}
+    arguments = {**batch.kwargs, **leaves, "totals": totals}
 
     def call() -> Any:
         out = pl.policy_loss(spec, **arguments)

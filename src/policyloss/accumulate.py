@@ -20,7 +20,7 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.functional.ranks import all_gather
 from policyloss.functional.segments import Sequences
 from policyloss.loss import measure, policy_loss
-from policyloss.metrics import Metrics
+from policyloss.metrics import Invalid, Metrics
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
@@ -76,6 +76,8 @@ def accumulate(
     empty = {**micro_batches[-1], "mask": torch.zeros_like(micro_batches[-1]["mask"], dtype=torch.bool)}
     shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
     step._micro_batches = [MicroBatch(step, data, i == number - 1) for i, data in enumerate(shares)]
+    for micro in step._micro_batches[len(micro_batches) :]:
+        micro.is_used = True  # it holds nothing of the step
     if spec.needs_statistics and logp is not None:
         step.totals = _measured(step, logp)
     return step
@@ -101,6 +103,10 @@ class Accumulation:
         self._micro_batches: list[MicroBatch] = []
         self._iterated = False
 
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for r in self.metrics.values() for p in r.parts), torch.device("cpu"))
+
     def __len__(self) -> int:
         """The number of micro-batches, the same on every rank of `group`."""
         return len(self._micro_batches)
@@ -122,10 +128,18 @@ class Accumulation:
         self.metrics = self.metrics + metrics
 
     def reduce_metrics(self) -> Metrics:
-        """The metrics of all ranks of `group` and `cp_group` together: `step.reduce_metrics().compute()`. A collective."""
+        """The metrics of all ranks of `group` and `cp_group` together: `step.reduce_metrics().compute()`. A collective.
+
+        An error if a micro-batch of some rank was never used, or held values that are certainly wrong (see `Metrics.compute`).
+        """
         metrics = self.metrics
+        unused = sum(not micro.is_used for micro in self._micro_batches)
+        if unused:
+            metrics = metrics + Metrics({"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))})
         for group in (self.group, self.cp_group):
             metrics = metrics if group is None else metrics.all_reduce(group)
+        if unused or self.group is not None or self.cp_group is not None:
+            metrics.refuse_invalid()  # on every rank alike, and where the host has waited already
         return metrics
 
 
@@ -135,11 +149,14 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether it is the step's last on this rank, when gradients are to be averaged over ranks.
+    is_last: whether it is the step's last on this rank, when gradients are to be averaged over ranks. is_used: whether its loss was
+    taken, or its `arguments` for another loss function.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
         self.is_last = is_last
+        self.is_used = False
+        self._has_loss = False
         self._step = step
         self._data = data
 
@@ -173,6 +190,7 @@ class MicroBatch(Mapping[str, Any]):
         if found["advantages"] is None:
             raise InputError(f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there.")
         given = {name: x for name, x in found.items() if x is not None or name not in _IF_GIVEN}
+        self.is_used = True
         return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
@@ -182,7 +200,13 @@ class MicroBatch(Mapping[str, Any]):
 
         logp: `[B, T]` or `[N]`, as the mask. tensors: as in `arguments`.
         """
+        if self._has_loss:
+            raise InputError(
+                "the loss of this micro-batch was taken already, and a second one would add its gradient and metrics again; keep "
+                "the first, or call policyloss.policy_loss(spec, logp, **micro.arguments()) to look at it."
+            )
         out = policy_loss(self._step.spec, logp, **self.arguments(**tensors))
+        self._has_loss = True
         self._step.add(out.metrics)
         return out.loss
 
@@ -288,13 +312,16 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
     pack = _Pack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}
     for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
+        used = micro.is_used
         with torch.no_grad():
             tensors = {"logp": logp(micro), **micro.arguments()}
+        micro.is_used = used  # to measure it trains nothing
         if isinstance(tensors["advantages"], Tensor):
             tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
         for name in ("logp", *(n for n in _TENSORS + _IF_GIVEN if tensors.get(n) is not None)):
             flat.setdefault(name, []).append(_flat(name, tensors[name], i, sequences))
     whole: dict[str, Any] = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
+    whole["advantages"] = whole["advantages"].unsqueeze(0)  # one per token, also where a pack has as many sequences
     old_logp = whole.pop("old_logp", None)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
     return measure(step.spec, old_logp=old_logp, mask=pack.mask, **whole, **layout, group=step.group, dp_size=step.counts.dp_size)

@@ -7,19 +7,19 @@ known gradient on the loss, so that the backward is one product.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import accumulator_dtype, compute_dtype
-from policyloss.functional.segments import check_cu_seqlens
-from policyloss.functional.stats import count
+from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
+from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.fusing import fused
 from policyloss.graphed import Graphed, can_be_graphed
-from policyloss.loss import LossOutput, pipeline, policy_loss
-from policyloss.metrics import Layout, Metrics
+from policyloss.loss import LossOutput, check_gradients, pipeline, policy_loss
+from policyloss.metrics import Invalid, Layout, Metrics
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
@@ -29,6 +29,8 @@ from policyloss.two_stages import in_two_stages
 # Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
 MOST_SHAPES = 4096
 MOST_RECORDED = 64  # where each holds GPU memory
+# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever loss it compiles.
+_ONE_AT_A_TIME = threading.Lock()
 # The tensors of a call, in the order in which they are taken.
 _NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
 
@@ -110,6 +112,7 @@ class CompiledLoss:
     ) -> LossOutput:
         """`policy_loss(spec, …)`: the same arguments, loss, gradients and metrics."""
         tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
+        check_gradients(self.spec, logp, entropy)
         if cp_group is not None or not self._traceable(tensors):
             spread = {"cp_group": cp_group, "positions": positions}
             return policy_loss(self.spec, **_all_of(tensors), totals=totals, **spread)  # type: ignore[arg-type]
@@ -160,6 +163,9 @@ class CompiledLoss:
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, logp.shape[0])
             tensors["cu_seqlens"] = cu_seqlens.to(logp.device)
+            # A graph serves every pack of its shape, so that a shape must mean the same in all of them.
+            sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
+            tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
         given = resolve(totals)
         if given is not None:
             tensors |= _numbers(given, logp.device)
@@ -167,7 +173,7 @@ class CompiledLoss:
         key = call.key
         graph = self._by_key.get(key) or self._graph(call, key)
         found = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
-        if mask.dtype != torch.bool and mask.device.type == "cpu" and found[1][-1] != 0:
+        if mask.dtype != torch.bool and can_be_read(mask) and found[1][-1] != 0:
             as_mask(mask, logp)  # complains, as the eager loss does
         return graph, found
 
@@ -181,20 +187,23 @@ class CompiledLoss:
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
         tensors = list(call.tensors.values())
-        known = self._by_kind.setdefault(call.kind, [])
-        graph = next((g for g in known if g.fits(tensors)), None)
-        if graph is None:
-            _rebuilt(call)  # complains about wrong shapes in this call's own numbers
-            dynamic = bool(known) if self.dynamic is None else self.dynamic
-            graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
-            known.append(graph)
-        if self.cuda_graph and can_be_graphed(tensors):
-            with torch.no_grad():
-                graph = graph._replace(run=Graphed(graph.run, tensors))
-        if len(self._by_key) >= (MOST_RECORDED if self.cuda_graph else MOST_SHAPES):
-            self._by_key.clear()
-        self._by_key[key] = graph
-        return graph
+        with _ONE_AT_A_TIME:
+            if key in self._by_key:  # another thread compiled it in the meantime
+                return self._by_key[key]
+            known = self._by_kind.setdefault(call.kind, [])
+            graph = next((g for g in known if g.fits(tensors)), None)
+            if graph is None:
+                _rebuilt(call)  # complains about wrong shapes in this call's own numbers
+                dynamic = bool(known) if self.dynamic is None else self.dynamic
+                graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
+                known.append(graph)
+            if self.cuda_graph and can_be_graphed(tensors):
+                with torch.no_grad():
+                    graph = graph._replace(run=Graphed(graph.run, tensors))
+            if len(self._by_key) >= (MOST_RECORDED if self.cuda_graph else MOST_SHAPES):
+                self._by_key.clear()
+            self._by_key[key] = graph
+            return graph
 
 
 class _Graph(NamedTuple):
@@ -325,9 +334,13 @@ def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any]
             tokens, totals = _rebuilt(call._replace(tensors={**x, **leaves}))
             parts = pipeline(spec, tokens, totals)
             gradients = _gradients(parts.total, list(leaves.values()))
-        layouts.append(Layout(parts.metrics))
+        metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
+        if x["mask"].device.type == "cpu":  # where a call looks at once, and need not report what it did not find
+            invalid = tokens.invalid.get("invalid_mask_values", invalid)
+            metrics = Metrics({name: record for name, record in metrics.items() if not isinstance(record, Invalid)})
+        layouts.append(Layout(metrics))
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
-        packed = Layout.pack(parts.metrics, _neither_0_nor_1(x["mask"]))
+        packed = Layout.pack(metrics, invalid)
         if totals is not None:
             # The scale is known before the first token is read: the gradient is written once, as it is.
             return [loss, packed, *(gradient * scale for gradient in gradients)]
@@ -346,8 +359,3 @@ def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
     if not leaves or not total.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
     return torch.autograd.grad(total, leaves, materialize_grads=True)
-
-
-def _neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries of a mask are not what they must be, 0-dim."""
-    return torch.zeros((), device=mask.device) if mask.dtype == torch.bool else count(mask * (1 - mask) != 0)

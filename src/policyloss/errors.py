@@ -28,6 +28,10 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
+class InputTypeError(InputError, TypeError):
+    """A value of a type that means nothing here; a `TypeError` too, for callers that expect one."""
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
     names = sorted(valid)

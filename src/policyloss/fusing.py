@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,11 +77,21 @@ def fused(
     return Fused(run, fits)
 
 
+class _InThisThread:
+    """True in the thread that made it. torch's flag is one for all threads, and a loss that runs in another one is not traced."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Let `torch.compiler.is_compiling()` say so, as `torch.export` does: values cannot be checked on stand-ins."""
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_compiling_flag = _InThisThread()  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
@@ -69,6 +70,7 @@ def policy_loss(
       (`SegmentRatio`), and only at valid tokens.
     """
     spec = as_spec(spec)
+    check_gradients(spec, logp, entropy)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
@@ -97,6 +99,19 @@ class _Parts(NamedTuple):
     metrics: Metrics
 
 
+def check_gradients(spec: LossSpec, logp: Any, entropy: Any) -> None:
+    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy that is weighted does not."""
+    check_tensor("logp", logp, "float")
+    if not spec.entropy_coef or entropy is None or not (torch.is_grad_enabled() and logp.requires_grad):
+        return
+    check_tensor("entropy", entropy)
+    if not entropy.requires_grad:
+        raise InputError(
+            f"entropy carries no gradient, but logp does, so entropy_coef={spec.entropy_coef:g} would train nothing: pass the "
+            "entropy of the same forward (policyloss.logprobs(…, entropy=True)), or spec.replace(entropy_coef=0.0) to measure it."
+        )
+
+
 def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
     """The slots in order, on one call's tokens."""
     whole = t
@@ -109,7 +124,7 @@ def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t.ratio, surrogate = None, surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale)
+        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale, given)
     return _Parts(total, scale, metrics)
 
 
@@ -154,7 +169,9 @@ def aggregate_tokens(
     check_part("aggregate", aggregate)
     given = resolve(totals)
     layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
-    t = Tokens.of(x, torch.zeros_like(x, requires_grad=False), mask, others={}, called=("x", "x"), **layout)
+    check_tensor("x", x, "float")
+    no_advantage = x.new_zeros((1, *x.shape) if cu_seqlens is not None else x.shape)
+    t = Tokens.of(x, no_advantage, mask, others={}, called=("x", "x"), **layout)
     t.totals = local_totals(t) if given is None else given
     return weighted_sum(t.logp, aggregate(t))
 
@@ -222,6 +239,7 @@ def measure(
     in `policy_loss` and `Totals.count`.
     """
     spec = as_spec(spec)
+    check_tensor("logp", logp, "float")
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}

@@ -6,6 +6,7 @@ leaves the device until then either.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.errors import unknown_name
+from policyloss.arguments import seen
+from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import collective_device
+from policyloss.functional.ranks import collective_device, outside_level
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -26,6 +28,11 @@ class Record:
     """A metric as sufficient statistics: 0-dim tensors that merge by one operation, and the value they stand for."""
 
     op: ClassVar[str] = "sum"
+
+    def __post_init__(self) -> None:
+        for name, part in self.__dict__.items():
+            if not isinstance(part, Tensor) or part.dim() or part.is_complex():
+                raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
 
     @property
     def value(self) -> Tensor:
@@ -51,7 +58,9 @@ class Record:
     def merge(self, other: Record) -> Record:
         """One record of this one and `other`. Sums are carried in float64 so that long runs do not lose counts."""
         if type(self) is not type(other):
-            raise TypeError(f"cannot merge {type(self).__name__} with {type(other).__name__}")
+            raise InputTypeError(
+                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of two kinds apart."
+            )
         combine = _COMBINE[self.op]
         return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
 
@@ -84,7 +93,7 @@ def together(*shares: Record) -> Stat:
     """The share of tokens that are in any of several sets, given the shares of sets that do not overlap (clipped above, below)."""
     stats = [s for s in shares if isinstance(s, Stat)]
     if len(stats) < len(shares) or not stats:
-        raise TypeError(f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}")
+        raise InputTypeError(f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}")
     return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
 
 
@@ -97,6 +106,36 @@ class Sum(Record):
     @property
     def value(self) -> Tensor:
         return self.total
+
+
+@dataclass(frozen=True)
+class Invalid(Sum):
+    """A count of what is certainly wrong, found out without waiting for the device; `Metrics.compute` raises unless it is 0."""
+
+
+# What `Metrics.compute` says of each count that is not 0, where n stands for the count.
+REFUSED = {
+    "invalid_mask_values": (
+        "mask held {n} values that are neither 0 nor 1 (1 = train on this token), and each of them was trained on. Give a bool mask "
+        "(labels != -100, attention_mask == 1); to weight tokens, scale the advantages."
+    ),
+    "invalid_cu_seqlens": (
+        "cu_seqlens of {n} calls did not rise from 0 to the number of packed tokens, and their losses took all tokens for one "
+        "sequence. For lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
+    ),
+    "unused_micro_batches": (
+        "{n} micro-batches of this step were never used: the step was counted with them, so the gradient is too small. Take "
+        "micro.loss(logp) of each, or pass micro.arguments() to another loss function and add its metrics by step.add."
+    ),
+}
+POSITIVE_LOGP = (
+    "more than half of the valid tokens have a positive log-probability, which no token can have: were probabilities, entropies or "
+    "negative log-likelihoods passed as logp, old_logp, rollout_logp or ref_logp? See the metric positive_logp_tokens."
+)
+BEYOND_TOTALS = (
+    "a call held more than its totals say the whole step has (metric beyond_totals): the average divided by too small a count. "
+    "Count all micro-batches of the step, policyloss.Totals.count(mask_of_the_whole_step); for a plain sum use TokenSum."
+)
 
 
 @dataclass(frozen=True)
@@ -182,6 +221,8 @@ class Metrics(Mapping[str, Record]):
     """Named records. `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats."""
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
+        if not isinstance(records, (dict, type(None))) or not all(isinstance(r, Record) for r in (records or {}).values()):
+            raise InputError(f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}.")
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[Layout, Tensor] | None = None
 
@@ -228,7 +269,11 @@ class Metrics(Mapping[str, Record]):
         return self if other == 0 else NotImplemented
 
     def compute(self) -> dict[str, float]:
-        """All values as Python floats, with one host sync for all of them together."""
+        """All values as Python floats, with one host sync for all of them together.
+
+        Raises an `InputError` if a count of certainly wrong values (`invalid_…`) is not 0, and warns of likely mistakes
+        (`positive_logp_tokens`, `beyond_totals`).
+        """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
             return Metrics.packed(layout, packed.cpu()).compute()  # one copy to the host, and the quotients there
@@ -236,7 +281,21 @@ class Metrics(Mapping[str, Record]):
             return {}
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
-        return dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
+        numbers = dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
+        self.refuse_invalid(numbers)
+        if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
+            warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
+        if numbers.get("beyond_totals", 0) > 0:
+            warnings.warn(BEYOND_TOTALS, stacklevel=outside_level())
+        return numbers
+
+    def refuse_invalid(self, numbers: Mapping[str, float] | None = None) -> None:
+        """Raise if a count of certainly wrong values (`Invalid`) is not 0. numbers: the values, if the host has them already."""
+        for name, record in self._records.items():
+            if isinstance(record, Invalid):
+                number = record.item() if numbers is None else numbers[name]
+                if number != 0:
+                    raise InputError(REFUSED[name].format(n=f"{number:g}"))
 
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
@@ -267,7 +326,7 @@ class Metrics(Mapping[str, Record]):
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:
         """Every metric name that some rank holds, in the same order on all ranks, and its kind of record."""
-        by_name = {kind.__name__: kind for kind in (Stat, Sum, Max, Min, EffectiveSampleSize, ExplainedVariance)}
+        by_name = {kind.__name__: kind for kind in (Stat, Sum, Invalid, Max, Min, EffectiveSampleSize, ExplainedVariance)}
         shares: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group)
         return {name: by_name[kind] for share in shares for name, kind in share}

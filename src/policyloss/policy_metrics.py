@@ -14,12 +14,16 @@ from torch import Tensor
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
-from policyloss.metrics import EffectiveSampleSize, Max, Metrics, Min, Record, Stat, Sum
+from policyloss.metrics import EffectiveSampleSize, Invalid, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.slots.correction import Combined
 from policyloss.slots.ratio import TokenRatio
 from policyloss.slots.trust import VARIANTS, Surrogate
 from policyloss.spec import LossSpec
-from policyloss.tokens import Tokens
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
+from policyloss.totals import Totals
+
+# A log-probability above this is none. Half precision rounds those near 0 by less.
+POSITIVE = 0.1
 
 FORMULAS = {
     "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
@@ -34,7 +38,15 @@ FORMULAS = {
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
-    "nonfinite_tokens": "valid tokens whose loss is NaN or infinite",
+    "nonfinite_tokens": "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite",
+    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token can have: `compute` warns if they "
+    "are more than half",
+    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond the given totals of the whole step; "
+    "`compute` warns",
+    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a mask that is "
+    "not bool, on a GPU or under torch.compile); `compute` raises an InputError",
+    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could not be checked at once; `compute` "
+    "raises an InputError",
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
     "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
@@ -59,10 +71,11 @@ def policy_metrics(
     token_loss: Tensor,
     kl: Tensor | None,
     loss: Tensor,
+    given: Totals | None,
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
-    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask).
+    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask). given: the caller's totals.
     """
     n = count(t.mask)
     assert t.totals is not None
@@ -70,8 +83,12 @@ def policy_metrics(
         "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
-        "nonfinite_tokens": Sum(nonfinite(token_loss)),
+        **_of_logprobs(t, token_loss),
+        **{name: Invalid(number) for name, number in t.invalid.items()},
     }
+    divisor = getattr(spec.aggregate, "divides_by", None)
+    if divisor is not None:
+        records["beyond_totals"] = Sum(_beyond_totals(t, n, divisor, given))
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
     if t.raw.get("old_logp") is not None and t.raw.get("rollout_logp") is not None:
@@ -82,6 +99,25 @@ def policy_metrics(
     if t.raw.get("entropy") is not None:
         records["entropy"] = Stat(t.entropy.sum(), n)
     return Metrics(records)
+
+
+def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
+    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide either from the loss."""
+    given = {name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None}
+    # A sum is finite if and only if its terms are, for numbers of this size. An engine may report −inf for a token that top-p cut.
+    finite = reduce(torch.add, [x for name, x in given.items() if name != "rollout_logp"], token_loss)
+    positive = reduce(torch.bitwise_or, [x > POSITIVE for x in given.values()]) & t.mask
+    return {"nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))), "positive_logp_tokens": Sum(count(positive))}
+
+
+def _beyond_totals(t: Tokens, n: Tensor, divisor: str, given: Totals | None) -> Tensor:
+    """What this call has beyond the step's count that the average divides by; 0 where the call is the step, or one rank's share."""
+    if given is None or t.sequences.cp_group is not None:
+        return torch.zeros_like(n)
+    here = n if divisor == "tokens" else count(t.lengths > 0)
+    of_step = getattr(given, divisor)
+    of_step = of_step.to(here.device).reshape(()) if isinstance(of_step, Tensor) else of_step
+    return (here - of_step).clamp(min=0)
 
 
 def _clipping(records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor) -> None:

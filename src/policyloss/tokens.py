@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_like, check_tensor, fits_kind, seen
 from policyloss.errors import InputError
-from policyloss.functional.masking import bound, compute_dtype, difference, fill
+from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
 from policyloss.functional.shards import checked_positions
+from policyloss.functional.stats import neither_0_nor_1
 
 if TYPE_CHECKING:
     from policyloss.totals import Totals
@@ -31,44 +33,46 @@ class NeedsStatistics(Protocol):
         ...
 
 
-def _token_shaped(name: str, x: Any, like: Tensor, called: str) -> None:
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(x).__name__}.")
-    if x.shape != like.shape:
-        raise InputError(f"{name} has shape {tuple(x.shape)} but {called} has {tuple(like.shape)}; they must be equal.")
-
-
-def as_mask(mask: Tensor, like: Tensor) -> Tensor:
+def as_mask(mask: Tensor, like: Tensor, called: str = "mask") -> Tensor:
     """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only on a CPU)."""
-    if not isinstance(mask, Tensor):
-        raise InputError(f"mask must be a tensor, got {type(mask).__name__}.")
+    return checked_mask(mask, like, called)[0]
+
+
+def checked_mask(mask: Tensor, like: Tensor, called: str = "mask") -> tuple[Tensor, Tensor | None]:
+    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they were, or need not be."""
+    check_tensor(called, mask)
     if mask.shape != like.shape:
-        raise InputError(f"mask has shape {tuple(mask.shape)} but the tokens have {tuple(like.shape)}; give one entry per token.")
+        raise InputError(
+            f"{called} has shape {tuple(mask.shape)} but the tokens have {tuple(like.shape)}; give one entry per token."
+        )
+    if mask.device != like.device:
+        raise InputError(f"{called} is on {mask.device} and the tokens are on {like.device}; move them to one device.")
     if mask.dtype == torch.bool:
-        return mask
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
-        try:
-            torch._assert_async(torch.count_nonzero(mask * (1 - mask)) == 0)
-        except RuntimeError:
-            raise InputError(
-                "mask must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
-            ) from None
-    return mask != 0
+        return mask, None
+    invalid = neither_0_nor_1(mask)
+    if not can_be_read(mask):
+        return mask != 0, invalid
+    if not holds(invalid == 0):
+        raise InputError(
+            f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
+        )
+    return mask != 0, None
 
 
 def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     """Raise unless `group_ids` is one integer per sequence."""
-    if not isinstance(group_ids, Tensor) or group_ids.is_floating_point() or tuple(group_ids.shape) != (sequences.count,):
-        kind = isinstance(group_ids, Tensor)
-        seen = f"shape {tuple(group_ids.shape)} and dtype {group_ids.dtype}" if kind else type(group_ids).__name__
-        raise InputError(f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen}.")
+    check_tensor("group_ids", group_ids, "any")
+    if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
+        raise InputError(f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen(group_ids)}.")
 
 
 def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "advantages") -> Tensor:
-    """Advantages as one number per token: accepts token-shaped, or one per sequence (`[S]`, `[S, 1]`)."""
+    """Advantages as one number per token: accepts token-shaped (packed also `[1, N]`), or one per sequence (`[S]`, `[S, 1]`)."""
+    check_tensor(called, advantages)
+    advantages = sequences.with_clear_shape(advantages, called)
     shape = sequences.shape
-    if tuple(advantages.shape) == shape:
-        return advantages
+    if tuple(advantages.shape) == shape or (sequences.offsets is not None and tuple(advantages.shape) == (1, *shape)):
+        return advantages.reshape(shape)
     per_sequence = (sequences.count,)
     if tuple(advantages.shape) in (per_sequence, (*per_sequence, 1)):
         return sequences.expand(advantages.reshape(per_sequence))
@@ -86,7 +90,8 @@ class Tokens:
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
     `logp`. `ratio`, `log_ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
     the aggregation. `known` holds batch-wide numbers measured beforehand, or None. `positions`: each token's place in its whole
-    sequence, for parts that depend on the order of tokens where those lie on several ranks.
+    sequence, for parts that depend on the order of tokens where those lie on several ranks. `invalid`: counts, by the name of the
+    metric that shows them, of values that are certainly wrong but could not be checked without waiting for the device.
     """
 
     mask: Tensor
@@ -103,6 +108,7 @@ class Tokens:
     ratio: Tensor | None = None
     known: dict[str, Tensor] | None = None
     known_counts: Tensor | None = None
+    invalid: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -122,23 +128,22 @@ class Tokens:
 
         called: what the caller calls its first two arguments, for error messages.
         """
-        if not isinstance(logp, Tensor) or not logp.is_floating_point():
-            kind = f"dtype {logp.dtype}" if isinstance(logp, Tensor) else type(logp).__name__
-            raise InputError(f"{called[0]} must be a floating-point tensor, got {kind}.")
+        check_tensor(called[0], logp, "float")
         sequences = Sequences.of(logp, cu_seqlens, cp_group)
-        mask = as_mask(mask, logp)
+        mask, invalid_mask = checked_mask(mask, logp)
         for name, x in others.items():
             if x is not None:
-                _token_shaped(name, x, logp, called[0])
+                check_like(name, x, (called[0], logp))
         dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
         # Upcast once, here: several slots may read logp, and their gradients must add up before they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
         for name, x in others.items():
             raw[name] = x if x is None or name == "entropy" else x.detach()
-        if not isinstance(advantages, Tensor):
-            raise InputError(f"{called[1]} must be a tensor, got {type(advantages).__name__}.")
-        if group_ids is not None and tuple(group_ids.shape) != (sequences.count,):
-            raise InputError(f"group_ids has shape {tuple(group_ids.shape)}; give one integer per sequence, ({sequences.count},).")
+        check_tensor(called[1], advantages, like=(called[0], logp))
+        if group_ids is not None:
+            check_group_ids(group_ids, sequences)
+            check_tensor("group_ids", group_ids, like=(called[0], logp))
+        invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
         return cls(
             mask=mask,
             sequences=sequences,
@@ -147,6 +152,7 @@ class Tokens:
             raw=raw,
             group_ids=group_ids,
             positions=None if positions is None else checked_positions(positions, logp, "this loss"),
+            invalid={name: x for name, x in invalid.items() if x is not None},
         )
 
     def with_mask(self, mask: Tensor) -> Tokens:

@@ -7,12 +7,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.errors import InputError, unknown_name
+from policyloss.arguments import check_choice, check_number
+from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
-from policyloss.metrics import ExplainedVariance, Metrics, Record, Stat, Sum
+from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
 from policyloss.slots.aggregate import TokenMean
 from policyloss.spec import check_part
 from policyloss.tokens import Tokens
@@ -60,16 +61,13 @@ def value_loss(
     half-precision values meet the ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
     the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|), `clip_fraction` (share of tokens where the
-    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`.
+    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in `policy_loss`.
     """
-    if kind not in ("mse", "huber"):
-        raise InputError(unknown_name("value loss kind", kind, ("mse", "huber")))
-    if clip is not None and not clip > 0:
-        raise InputError(f"clip must be > 0, or None for no clipping, got {clip!r}.")
-    if boundary not in ("pass", "half"):
-        raise InputError(unknown_name("value loss boundary", boundary, ("pass", "half")))
-    if not huber_delta > 0:
-        raise InputError(f"huber_delta must be > 0, got {huber_delta!r}.")
+    check_choice("kind", kind, ("mse", "huber"))
+    if clip is not None:
+        check_number("clip", clip, above=0, hint="None is no clipping.")
+    check_choice("boundary", boundary, ("pass", "half"))
+    check_number("huber_delta", huber_delta, above=0)
     if clip is not None and old_values is None:
         raise InputError("clipping reads old_values, which was not given; pass old_values, or clip=None.")
     aggregate = TokenMean() if aggregate is None else aggregate
@@ -124,6 +122,7 @@ def _metrics(t: Tokens, value: Tensor, target: Tensor, token_loss: Tensor, binds
             n, total(error), total(error.to(wide) ** 2), total(target), total(target.to(wide) ** 2)
         ),
         "nonfinite_tokens": Sum(nonfinite(token_loss)),
+        **{name: Invalid(number) for name, number in t.invalid.items()},
     }
     if binds is not None:
         records["clip_fraction"] = Stat(count(binds), n)

@@ -59,7 +59,7 @@ def optimal_token_baseline(
             raise InputError("bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True.")
         others = (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
         whole, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
-        reward = whole.padded(reward) if reward.dim() == 1 else reward.squeeze(1)
+        reward = whole.padded(whole.columns[-1]) if len(whole.columns) > len(others) else reward.squeeze(1)
         logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}

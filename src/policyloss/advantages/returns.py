@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_tensor, is_number, seen
 from policyloss.errors import InputError
 from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
@@ -100,9 +101,9 @@ def discounted_returns(
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
     """Rewards as one number per token, 0 at masked ones; one per sequence (`[S]`, `[S, 1]`) goes to the last valid token."""
-    _check_rewards(rewards, layout)
-    if tuple(rewards.shape) == layout.shape:
-        return fill(rewards, mask, dtype)
+    rewards = _checked_rewards(rewards, layout)
+    if tuple(rewards.shape) in _token_shapes(layout):
+        return fill(rewards.reshape(layout.shape), mask, dtype)
     n = mask.numel()
     position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(layout.shape)
     last = layout.max(torch.where(mask, position, -1))
@@ -168,7 +169,9 @@ def _gae_by_kernel(
         layout = Sequences(tuple(values.shape), cu_seqlens.to(values.device))
     if mask.shape != values.shape:
         mask = as_mask(mask, values)
-    _check_rewards(rewards, layout)
+    rewards = _checked_rewards(rewards, layout)
+    if tuple(rewards.shape) in _token_shapes(layout):
+        rewards = rewards.reshape(layout.shape)
     # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
@@ -182,36 +185,45 @@ def whole_sequences(
 
     Rewards per sequence are known on every rank: they stay what they are, as `[S, 1]`.
     """
-    _check_rewards(rewards, layout)
+    rewards = _checked_rewards(rewards, layout)
     at = checked_positions(positions, mask, "a scan over time")
-    by_token = (rewards.to(dtype),) if tuple(rewards.shape) == layout.shape else ()
+    by_token = (rewards.reshape(layout.shape).to(dtype),) if tuple(rewards.shape) in _token_shapes(layout) else ()
     whole = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return whole, whole.columns[-1] if by_token else rewards.detach().reshape(-1, 1).to(dtype)
+    return whole, whole.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
 
 
 def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None) -> tuple[Sequences, Tensor]:
-    if not isinstance(tokens, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(tokens).__name__}.")
+    check_tensor(name, tokens)
     return Sequences.of(tokens, cu_seqlens, cp_group), as_mask(mask, tokens)
 
 
-def _check_rewards(rewards: Tensor, layout: Sequences) -> None:
-    if tuple(rewards.shape) not in (layout.shape, (layout.count,), (layout.count, 1)):
+def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
+    """The shapes that mean one number per token: the tokens' own, and for a pack also `[1, N]`."""
+    return (layout.shape,) if layout.offsets is None else (layout.shape, (1, *layout.shape))
+
+
+def _checked_rewards(rewards: Tensor, layout: Sequences) -> Tensor:
+    """`rewards`, in a shape that says whether they are one per token or one per sequence."""
+    check_tensor("rewards", rewards)
+    rewards = layout.with_clear_shape(rewards, "rewards")
+    if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
             f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
             f"per sequence ({layout.count},)."
         )
+    return rewards
 
 
 def _per_sequence(last_values: Tensor, layout: Sequences) -> Tensor:
+    check_tensor("last_values", last_values)
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},).")
     return last_values.reshape(-1)
 
 
 def _check_fraction(name: str, x: float) -> None:
-    if not 0 <= x <= 1:
-        raise InputError(f"{name} must be between 0 and 1, got {x!r}.")
+    if not is_number(x) or not 0 <= x <= 1:
+        raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
 
 
 @torch.no_grad()

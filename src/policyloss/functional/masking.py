@@ -38,3 +38,17 @@ def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | 
         return log_ratio
     low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit
     return log_ratio if low is None and high is None else log_ratio.clamp(min=low, max=high)
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether a look at the values of `x` keeps nobody waiting: on a CPU, and not while a compiler traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether a 0-dim condition of a tensor that `can_be_read` holds."""
+    try:
+        torch._assert_async(condition)
+    except RuntimeError:
+        return False
+    return True

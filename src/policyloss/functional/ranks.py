@@ -28,12 +28,12 @@ def statistics_group(group: Any) -> Any:
             f"torch.distributed runs on {dist.get_world_size()} ranks, but these statistics are of this rank alone; pass group= "
             'for those of all its ranks, or group="local" if a rank alone is meant.',
             UserWarning,
-            stacklevel=_caller_level(),
+            stacklevel=outside_level(),
         )
     return group
 
 
-def _caller_level() -> int:
+def outside_level() -> int:
     """How many frames above the function that asks the first one outside of this package (and of torch's decorators) is."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in ("policyloss", "torch"):

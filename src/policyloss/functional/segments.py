@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
-from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
+from policyloss.functional.stats import count
 
 
 class _SegmentSum(torch.autograd.Function):
@@ -79,22 +81,22 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
 
 def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
     """Raise unless `cu_seqlens` is `[S+1]` integers that rise from 0 to `n`. Values are read only on a CPU (no sync)."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise InputError(f"cu_seqlens must be a tensor of S+1 offsets, got {type(cu_seqlens).__name__}.")
+    check_tensor("cu_seqlens", cu_seqlens, "any")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(
             f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
             f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == n) & (cu_seqlens.diff() >= 0).all()
-        try:
-            torch._assert_async(good)
-        except RuntimeError:
-            raise InputError(
-                f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got "
-                f"{cu_seqlens.tolist()[:8]}{'…' if cu_seqlens.numel() > 8 else ''}."
-            ) from None
+    if can_be_read(cu_seqlens) and not holds(_rises(cu_seqlens, n)):
+        raise InputError(
+            f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got "
+            f"{cu_seqlens.tolist()[:8]}{'…' if cu_seqlens.numel() > 8 else ''}."
+        )
+
+
+def _rises(cu_seqlens: Tensor, n: int) -> Tensor:
+    """Whether offsets rise from 0 to `n`. 0-dim bool."""
+    return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == n) & (cu_seqlens.diff() >= 0).all()
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,21 @@ class Sequences:
     """Sums over sequences and the way back to tokens, for padded rows and for packs.
 
     `offsets` and `ids` are None for padded rows. Make one with `Sequences.of(tokens, cu_seqlens, cp_group)`.
+    `invalid`: 1 if the offsets are wrong, else 0, where that could not be checked without waiting for the device; None where it
+    was. Wrong offsets are replaced, so that nothing reads beyond the tokens: the first sequence then holds all of them.
     """
 
     shape: tuple[int, ...]
     offsets: Tensor | None = None
     ids: Tensor | None = None
     cp_group: Any = None
+    invalid: Tensor | None = None
 
     @classmethod
     def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None) -> Sequences:
         """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`."""
+        if not isinstance(tokens, Tensor):
+            raise InputError(f"expected a tensor of tokens, [B, T] or [N] with cu_seqlens=, got {seen(tokens)}.")
         if cu_seqlens is None:
             if tokens.dim() != 2:
                 raise InputError(
@@ -122,14 +129,38 @@ class Sequences:
             raise InputError(
                 f"with cu_seqlens, tokens must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
             )
-        check_cu_seqlens(cu_seqlens, tokens.shape[0])
-        offsets = cu_seqlens.to(tokens.device)
-        return cls(tuple(tokens.shape), offsets, _segment_ids(offsets, tokens.shape[0]), cp_group)
+        n = tokens.shape[0]
+        check_cu_seqlens(cu_seqlens, n)
+        if cu_seqlens.is_meta != tokens.is_meta:
+            raise InputError(f"cu_seqlens is on {cu_seqlens.device} and the tokens are on {tokens.device}.")
+        offsets, invalid = cu_seqlens.to(tokens.device), None
+        if not can_be_read(cu_seqlens):
+            right = _rises(offsets, n)
+            in_one = torch.nn.functional.pad(offsets.new_full((offsets.shape[0] - 1,), n), (1, 0))
+            offsets, invalid = torch.where(right, offsets, in_one), count(~right)
+        return cls(tuple(tokens.shape), offsets, _segment_ids(offsets, n), cp_group, invalid)
 
     @property
     def count(self) -> int:
         """S, the number of sequences (empty ones included)."""
         return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+    def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
+        """`x`, of one number per token or per sequence, in a shape that says which of the two it is.
+
+        Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if every sequence has one token.
+        Then `x` becomes `[1, N]`; otherwise, and where lengths cannot be read without waiting for the device, it is an error.
+        """
+        n = self.shape[0]
+        if self.offsets is None or x.dim() != 1 or x.shape[0] != n or self.count != n:
+            return x
+        if n and not (can_be_read(self.offsets) and holds((self.offsets.diff() == 1).all())):
+            raise InputError(
+                f"{called} has shape ({n},), which may mean one per token or one per sequence: this pack has {n} of both. Say "
+                f"which: {called}.unsqueeze(1), shape ({n}, 1), is one per sequence; {called}.unsqueeze(0), shape (1, {n}), is one "
+                "per token."
+            )
+        return x.unsqueeze(0)
 
     def sum(self, x: Tensor) -> Tensor:
         """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`.

@@ -17,6 +17,11 @@ def count(flags: Tensor) -> Tensor:
     return flags.sum(dtype=torch.int32) if torch.compiler.is_compiling() else torch.count_nonzero(flags)
 
 
+def neither_0_nor_1(mask: Tensor) -> Tensor:
+    """How many entries of a mask are something else, 0-dim: there and only there `m·(1 − m)` is not 0, whatever the dtype."""
+    return count(mask * (1 - mask) != 0)
+
+
 def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
     """`Σ x / (n + epsilon)` over the n valid tokens, in x's dtype (flags count as 0 and 1, in the widest). 0-dim."""
     x = x.to(accumulator_dtype(x.device)) if x.dtype == torch.bool else x

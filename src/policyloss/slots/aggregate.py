@@ -2,6 +2,7 @@
 
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
 any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
+divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and `Totals.sequences`.
 
 Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence i.
 """
@@ -9,6 +10,7 @@ Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ def _totals(t: Tokens) -> Totals:
 class TokenMean:
     """Every token counts the same: `1 / N` (DAPO)."""
 
+    divides_by: ClassVar[str] = "tokens"
+
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.tokens, t.advantages)
@@ -42,6 +46,7 @@ class SeqMeanTokenMean:
     epsilon: 0 is the mean; verl and OpenRLHF add 1e-8 to every length, which their drop-ins keep.
     """
 
+    divides_by: ClassVar[str] = "sequences"
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,6 +61,8 @@ class SeqMeanTokenMean:
 class SeqMeanTokenSum:
     """Each sequence the sum of its tokens, mean over sequences: `1 / B`."""
 
+    divides_by: ClassVar[str] = "sequences"
+
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.sequences, t.advantages)
@@ -65,6 +72,7 @@ class SeqMeanTokenSum:
 class SeqMeanTokenSumNorm:
     """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`. horizon: your generation budget in tokens."""
 
+    divides_by: ClassVar[str] = "sequences"
     horizon: float
 
     def __post_init__(self) -> None:
@@ -130,6 +138,8 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 @dataclass(frozen=True)
 class LengthWeighted:
     """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`, which is `SeqMeanTokenSum`'s weight."""
+
+    divides_by: ClassVar[str] = "sequences"
 
     def __call__(self, t: Tokens) -> Tensor:
         return SeqMeanTokenSum()(t)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from policyloss.arguments import check_number, is_number, seen
 from policyloss.errors import SpecError, unknown_name
 
 
@@ -23,17 +24,8 @@ def number(
     value = getattr(owner, field)
     if value is None and optional:
         return
-    if not _is_number(value):
-        raise SpecError(f"{type(owner).__name__}.{field} must be a number, got {value!r}.{_pad(hint)}")
-    rule = ""
-    if math.isnan(value) or (finite and math.isinf(value)):
-        rule = "finite"
-    elif above is not None and not value > above:
-        rule = f"> {above:g}"
-    elif least is not None and not value >= least:
-        rule = f">= {least:g}"
-    if rule:
-        raise SpecError(f"{type(owner).__name__}.{field} must be {rule}, got {value!r}.{_pad(hint)}")
+    name = f"{type(owner).__name__}.{field}"
+    check_number(name, value, above=above, least=least, finite=finite, error=SpecError, hint=hint)
 
 
 def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
@@ -41,13 +33,14 @@ def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
     value = getattr(owner, field)
     names = list(valid)
     if not isinstance(value, str) or value not in names:
-        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, names))
+        shown = value if isinstance(value, str) else seen(value)
+        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", shown, names))
 
 
 def interval(owner: Any, low: str, high: str) -> None:
     """Check that `owner.low <= owner.high` where both are given."""
     a, b = getattr(owner, low), getattr(owner, high)
-    if _is_number(a) and _is_number(b) and a > b:
+    if is_number(a) and is_number(b) and a > b:
         raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
 
 
@@ -57,20 +50,13 @@ def log_clamp(owner: Any) -> None:
     pair = (
         isinstance(value, tuple)
         and len(value) == 2
-        and all(v is None or (_is_number(v) and not math.isnan(v)) for v in value)
+        and all(v is None or (is_number(v) and not math.isnan(v)) for v in value)
         and (value[0] is None or value[1] is None or value[0] < value[1])
     )
     if pair:
         return
-    if value is not None and not (_is_number(value) and value > 0):
+    if value is not None and not (is_number(value) and value > 0):
         raise SpecError(
-            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a pair (low, high), got {value!r}."
+            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a pair (low, high), got "
+            f"{seen(value)}."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _pad(hint: str) -> str:
-    return f" {hint}" if hint else ""

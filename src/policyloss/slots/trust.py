@@ -7,6 +7,7 @@ whether the loss is the advantage times something, so that it vanishes with it.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import trust
 from policyloss.functional.covariance import step_covariance, step_means
-from policyloss.functional.ranks import at_least, kth_largest, least_of_largest
+from policyloss.functional.ranks import at_least, kth_largest, least_of_largest, outside_level
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
@@ -45,10 +46,23 @@ def _ratio(t: Tokens) -> Tensor:
     return t.ratio
 
 
-def _check_eps(owner: Clip | TwoSidedClip | CovClip | GeometricClip) -> None:
+def _check_eps(owner: Clip | TwoSidedClip | CovClip) -> None:
     hint = "eps_* are distances from 1; math.inf is no bound."
     checks.number(owner, "eps_low", least=0, hint=hint)
     checks.number(owner, "eps_high", least=0, hint=hint)
+    low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
+    if 1 < low < math.inf:
+        raise SpecError(
+            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: give a distance from 1 (0.2 for "
+            "20 %), or math.inf for no lower bound."
+        )
+    if 0.5 <= low < 1 < high < 2:
+        warnings.warn(
+            f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* are distances from 1: the ratio is "
+            f"held within [{1 - low:g}, {1 + high:g}]. For the bounds [{low:g}, {high:g}] give eps_low={1 - low:g}, "
+            f"eps_high={high - 1:g}.",
+            stacklevel=outside_level(),
+        )
 
 
 @dataclass(frozen=True)
@@ -225,8 +239,8 @@ class GeometricClip:
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_eps(self)
-        checks.number(self, "epsilon", least=0, finite=True)
+        for name in ("eps_low", "eps_high", "epsilon"):
+            checks.number(self, name, least=0, finite=name == "epsilon")
 
     def __call__(self, t: Tokens) -> Surrogate:
         d, a = t.log_ratio, t.advantages

@@ -1,0 +1,205 @@
+"""The checks of arguments, in one place: each error names the argument, what was seen, and what would fit.
+
+Checks here look at types, dtypes, shapes and devices, which the host knows; none reads a tensor's values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, PolicyLossError, unknown_name
+
+Kind = Literal["number", "float", "integer", "any"]
+F = TypeVar("F", bound=Callable[..., Any])
+_WANTED: dict[str, str] = {
+    "any": "a tensor",
+    "number": "a tensor of real numbers",
+    "float": "a floating-point tensor",
+    "integer": "a tensor of integers",
+}
+_LONGEST = 60  # characters of a value that an error shows
+
+
+def seen(x: Any) -> str:
+    """What an error says of a value that does not fit: the type of a tensor's numbers and its shape, or the value itself."""
+    if isinstance(x, Tensor):
+        return f"dtype {x.dtype} and shape {tuple(x.shape)}"
+    try:
+        text = repr(x)
+    except Exception:  # an integer of many digits has none, and a user's object may have a broken one
+        return f"a value of type {type(x).__name__}"
+    return f"{type(x).__name__} {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}"
+
+
+def fits_kind(x: Tensor, kind: Kind) -> bool:
+    """Whether a tensor's dtype is of this kind. Flags (bool) are numbers, but neither integers nor floating-point."""
+    if kind == "float":
+        return x.is_floating_point()
+    if kind == "integer":
+        return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return kind == "any" or not x.is_complex()
+
+
+def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None) -> None:
+    """Raise unless `x` is a dense tensor of this kind, on the device of `like`: another argument, with its name."""
+    if not isinstance(x, Tensor) or not fits_kind(x, kind):
+        raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
+    if x.layout != torch.strided:
+        raise InputError(f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense().")
+    if like is not None and x.device != like[1].device:
+        raise InputError(f"{name} is on {x.device} and {like[0]} on {like[1].device}; move them to one device.")
+
+
+def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], meaning: str) -> None:
+    """Raise unless the shape of `x` is one of `shapes`. meaning: what would fit, in words."""
+    if tuple(x.shape) not in shapes:
+        raise InputError(f"{name} has shape {tuple(x.shape)}; give {meaning}.")
+
+
+def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
+    """Raise unless `x` is a tensor of the shape and on the device of another argument, given with its name."""
+    check_tensor(name, x, kind, like)
+    if x.shape != like[1].shape:
+        raise InputError(f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a Python number that a float can hold; a bool is a flag, not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    finite: bool = False,
+    error: type[PolicyLossError] = InputError,
+    hint: str = "",
+) -> float:
+    """`value` if it is a number within the bounds, not NaN, and finite if that is asked for."""
+    tail = f" {hint}" if hint else ""
+    if not is_number(value):
+        raise error(f"{name} must be a number, got {seen(value)}.{tail}")
+    rule = ""
+    if math.isnan(value) or (finite and math.isinf(value)):
+        rule = "finite"
+    elif above is not None and not value > above:
+        rule = f"> {above:g}"
+    elif least is not None and not value >= least:
+        rule = f">= {least:g}"
+    elif most is not None and not value <= most:
+        rule = f"<= {most:g}"
+    if rule:
+        raise error(f"{name} must be {rule}, got {value!r}.{tail}")
+    return cast(float, value)
+
+
+def check_integer(name: str, value: Any, least: int, error: type[PolicyLossError] = InputError) -> int:
+    """`value` if it is a Python integer of at least `least` that 64 bits can hold."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{name} must be an integer, got {seen(value)}.")
+    if not least <= value < 2**63:
+        raise error(f"{name} must be an integer >= {least} and below 2**63, got {seen(value)}.")
+    return value
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {seen(value)}.")
+
+
+def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
+    """Raise unless `value` is one of the words of `valid` (or None, where that is among them)."""
+    words = list(valid)
+    if not (value is None or isinstance(value, str)) or value not in words:
+        raise InputError(unknown_name(name, value if isinstance(value, str) else seen(value), map(str, words)))
+
+
+def by_annotation(function: F) -> F:
+    """Check every argument by what its annotation says, before `function` runs.
+
+    `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of Python or of an array library.
+    `bool`, `str`: a value of that type. A union allows any of its types. What has another annotation (`Any`, a class) is the
+    function's own matter. A compiler traces the function without the checks.
+    """
+    rules = _rules(function)
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            first: tuple[str, Tensor] | None = None
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                allowed = rules.get(name)
+                if allowed is not None:
+                    _check_allowed(name, value, allowed, first)
+                    if first is None and isinstance(value, Tensor):
+                        first = (name, value)
+        return function(*args, **kwargs)
+
+    return cast(F, checked)
+
+
+def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
+    """The types that each annotated argument may have; an argument that may have any other type as well is left out."""
+    plain = {Tensor, float, int, bool, str, type(None)}
+    hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
+    return {name: types for name, types in hints.items() if types <= plain}
+
+
+def _types(hint: Any) -> frozenset[type]:
+    """The types that a hint allows: of a union each of them, of a `Literal` those of its values."""
+    if get_origin(hint) is Literal:
+        return frozenset(type(value) for value in get_args(hint))
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return frozenset(t for part in get_args(hint) for t in _types(part))
+    return frozenset({hint})
+
+
+def _check_allowed(name: str, value: Any, allowed: frozenset[type], first: tuple[str, Tensor] | None) -> None:
+    if value is None and type(None) in allowed:
+        return
+    if Tensor in allowed and (isinstance(value, Tensor) or allowed <= {Tensor, type(None)}):
+        check_tensor(name, value, like=first if isinstance(value, Tensor) and value.dim() else None)
+        return
+    if (bool in allowed and isinstance(value, bool)) or (str in allowed and isinstance(value, str)):
+        return
+    if (float in allowed or int in allowed) and _is_scalar(value):
+        return
+    words = [_WORDS[t] for t in (Tensor, float, int, bool, str, type(None)) if t in allowed]
+    raise InputError(f"{name} must be {' or '.join(words)}, got {seen(value)}.")
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether `value` is one number: Python's, or one number of an array library, such as a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return is_number(value) or (hasattr(value, "item") and is_number(value.item()))
+
+
+_WORDS: dict[type, str] = {
+    Tensor: "a tensor of real numbers",
+    float: "a number",
+    int: "an integer",
+    bool: "True or False",
+    str: "a string",
+    type(None): "None",
+}
