@@ -105,7 +105,7 @@ def preset_page(e: Explanation) -> str:
     legend = "\n".join(f"- {_legend(meaning)}" for meaning in e.formula.vocabulary.values())
     reads = f"It reads {', '.join(f'`{name}`' for name in e.reads)}."
     rows = zip(e.numbers, shortened(e.numbers), strict=True)
-    numbers = [[f"`{n.where}`", f"`{shown(n.value)}`", linked(source)] for n, source in rows]
+    numbers = [[f"`{n.where}`", f"`{shown(n.value, n.where)}`", linked(source)] for n, source in rows]
     return join(
         f"# {e.title}",
         GENERATED,

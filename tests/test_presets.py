@@ -126,7 +126,7 @@ NUMBERS = {
     "ppo": {"trust": pl.Clip(0.2, 0.2), "aggregate": pl.TokenMean()},
     "ppo_dual_clip": {"trust": pl.Clip(0.2, 0.2, dual=3.0)},
     "grpo": {"trust": pl.Clip(0.2, 0.2), "kl": pl.KL("k3", 0.04), "aggregate": pl.SeqMeanTokenMean()},
-    "dr_grpo": {"aggregate": pl.SeqMeanTokenSumNorm(3000), "kl": None},
+    "dr_grpo": {"aggregate": pl.SeqMeanTokenSumNorm(), "kl": None},
     "dapo": {"trust": pl.Clip(0.2, 0.28), "aggregate": pl.TokenMean(), "kl": None},
     "gspo": {"ratio": pl.SequenceRatio(grad="sequence"), "trust": pl.Clip(3e-4, 4e-4), "aggregate": pl.SeqMeanTokenMean()},
     "gspo_token": {"ratio": pl.SequenceRatio(grad="token"), "trust": pl.Clip(3e-4, 4e-4)},

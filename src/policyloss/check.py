@@ -161,6 +161,7 @@ def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec
         loss = preset(loss)
     spec = loss if isinstance(loss, LossSpec) else (base or LossSpec()).replace(trust=loss)
     batch = Batch.random(seed=seed)
+    spec = spec.with_horizon(batch.mask.shape[-1])  # a common factor, which no check depends on
     results = [_run("runs", _runs, spec, batch)]
     if results[0].passed:
         checks = {

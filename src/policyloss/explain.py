@@ -156,7 +156,7 @@ def _formula(e: Explanation) -> list[str]:
 
 def _numbers(e: Explanation) -> list[str]:
     width = max(len(n.where) for n in e.numbers)
-    values = [str(shown(n.value)) for n in e.numbers]
+    values = [str(shown(n.value, n.where)) for n in e.numbers]
     column = max(len(v) for v in values)
     rows = zip(e.numbers, values, shortened(e.numbers), strict=True)
     return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]

@@ -16,6 +16,7 @@ from policyloss.functional.masking import compute_dtype, fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
+from policyloss.slots.aggregate import known_horizon
 from policyloss.slots.correction import Combined, combine, self_normalised
 from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
@@ -97,9 +98,11 @@ class _Parts(NamedTuple):
 
 
 def check_spec(spec: Any) -> None:
-    """Raise unless `spec` is a LossSpec."""
+    """Raise unless `spec` is a LossSpec that nothing is missing in."""
     if not isinstance(spec, LossSpec):
         raise InputError(f"spec must be a LossSpec, got {type(spec).__name__}; for a preset use policyloss.preset(name).")
+    if spec.needs_horizon:
+        known_horizon(spec.aggregate)  # raises; before a step is sampled, counted or compiled
 
 
 def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:

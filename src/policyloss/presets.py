@@ -91,11 +91,11 @@ _ALL = (
         "dr_grpo",
         "Dr. GRPO: GRPO without length and std normalisation",
         "arXiv 2503.20783",
-        LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(3000)),
+        LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm()),
         {
             "trust": _PPO,
             "aggregate": "arXiv 2503.20783, section 3.2: divide by a constant, not by the length",
-            "aggregate.horizon": "generate_max_length of the authors' runs, 3000 tokens; set it to your own generation budget",
+            "aggregate.horizon": "your run's generation budget: spec.with_horizon(tokens); 3000 tokens in the authors' runs",
         },
         note="Pair it with advantage.dr_grpo (group mean, no std).",
     ),

@@ -20,6 +20,8 @@ _VARIANTS: dict[str, tuple[type, ...]] = {
     "aggregate": aggregate.VARIANTS,
 }
 
+_NO_HORIZON = object()  # of an aggregation that divides by no constant
+
 # The defaults are plain PPO: frozen values, safe to share.
 _TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = ratio.TokenRatio(), trust.Clip(0.2, 0.2), aggregate.TokenMean()
 
@@ -142,6 +144,22 @@ class LossSpec:
     def follows_advantage(self) -> bool:
         """Whether a token without advantage has no loss: no KL, no entropy bonus, and a trust region that is a multiple of A."""
         return self.kl is None and not self.entropy_coef and getattr(self.trust, "follows_advantage", False)
+
+    @property
+    def needs_horizon(self) -> bool:
+        """Whether the aggregation divides by a length that is not set yet (see `with_horizon`)."""
+        return getattr(self.aggregate, "horizon", _NO_HORIZON) is None
+
+    def with_horizon(self, tokens: float) -> LossSpec:
+        """The same loss, its token sums divided by `tokens`: the generation budget of your run.
+
+        A loss that does not ask for a horizon, or has one, is returned as it is.
+        """
+        if not self.needs_horizon:
+            return self
+        if tokens is None:
+            raise SpecError("with_horizon needs the horizon, your generation budget in tokens; got None.")
+        return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def replace(self, **slots: Any) -> LossSpec:
         """The same loss with other parts in the named slots."""

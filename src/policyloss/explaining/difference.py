@@ -81,10 +81,15 @@ def as_spec(spec: LossSpec | str) -> LossSpec:
     raise SpecError(f"give a LossSpec or the name of a preset, got {type(spec).__name__}.")
 
 
-def shown(value: Any) -> Any:
-    """A number as it is printed in formulas; anything else as it is."""
+def shown(value: Any, where: str = "") -> Any:
+    """A number as it is printed in formulas; a horizon that is None as "not set"; anything else as it is.
+
+    where: the name of the number, such as "aggregate.horizon".
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
+    if value is None and where.rpartition(".")[2] == "horizon":
+        return "not set"
     return f"({', '.join(str(shown(v)) for v in value)})" if isinstance(value, tuple) else value
 
 
@@ -164,7 +169,7 @@ def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 def _block(change: SlotChange) -> str:
     lines = [f"{change.slot}: {change.a} -> {change.b}"]
-    lines += [f"  {f.field}: {shown(f.a)} -> {shown(f.b)}" for f in change.fields]
+    lines += [f"  {f.field}: {shown(f.a, f.field)} -> {shown(f.b, f.field)}" for f in change.fields]
     for text in change.meaning:
         lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False)
     return "\n".join(lines)

@@ -26,7 +26,8 @@ class Sourced(NamedTuple):
 
 def same_presets(spec: LossSpec) -> tuple[Preset, ...]:
     """The presets that are exactly `spec`."""
-    return tuple(p for p in PRESETS.values() if p.spec == spec)
+    horizon = getattr(spec.aggregate, "horizon", None)
+    return tuple(p for p in PRESETS.values() if spec in (p.spec, p.spec if horizon is None else p.spec.with_horizon(horizon)))
 
 
 def nearest(spec: LossSpec) -> Preset | None:

@@ -209,7 +209,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
 
     rest, changes = _split_loss_options(arguments)
     config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
-    spec = read_spec(config.loss, changes)
+    spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)
     return config, spec
 
@@ -230,6 +230,11 @@ def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
 
 def check_together(config: TrainConfig, spec: LossSpec) -> None:
     """Raise where the loss and the options contradict each other."""
+    if spec.needs_horizon:
+        raise InputError(
+            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options it is "
+            f"spec.with_horizon({config.max_new_tokens}), the longest completion."
+        )
     if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp rollout they are the same numbers; "

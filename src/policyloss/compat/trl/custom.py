@@ -34,6 +34,7 @@ def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str |
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
     if not isinstance(spec, LossSpec):
         raise SpecError(f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}.")
+    spec = spec.with_horizon(option(config, "max_completion_length")) if spec.needs_horizon else spec
     _check_options(spec, own, config)
     _check_reference(spec, config)
     _check_engine(spec, config)
