@@ -9,8 +9,8 @@ from conformance.record import decode
 from conformance.runner import everything
 
 import policyloss as pl
-from policyloss.check import Batch
 from cases import PRESETS
+from policyloss.check import Batch
 from test_recorded import NAMES, entry, recorded
 
 pytestmark = [

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import policyloss as pl
-from policyloss.compat.trl.custom import checked_loss
-from policyloss.explaining.formulas import formula
-from policyloss.presets import PRESETS
-from policyloss.slots import aggregate
-from policyloss.train.config import check_together, read_arguments, read_spec
 from cases import make_batch, run
 from formula_evaluator import Evaluator
+from policyloss.compat.trl.custom import checked_loss
+from policyloss.explaining.formulas import formula
+from policyloss.slots import aggregate
+from policyloss.train.config import check_together, read_arguments, read_spec
 from test_compat_trl import grpo_config
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
@@ -44,15 +43,9 @@ def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
         "compiled_loss": lambda: pl.compiled_loss(spec),
         "measure": lambda: pl.measure(spec, **batch.kwargs),
     }
-    silent = []
-    for name, call in calls.items():
-        try:
+    for call in calls.values():
+        with pytest.raises(pl.InputError, match=rf"{type(part).__name__}.*spec\.with_horizon\(tokens\)"):
             call()
-            silent.append(name)
-        except pl.InputError as error:
-            assert type(part).__name__ in str(error)
-            assert "spec.with_horizon(tokens)" in str(error)
-    assert not silent
     assert pl.check_loss(spec)  # a common factor, which no check depends on
 
 
@@ -117,7 +110,8 @@ def test_the_difference() -> None:
 
 
 def test_trl_gives_its_longest_completion() -> None:
-    args = grpo_config(max_completion_length=8, scale_rewards="none")
+    args = grpo_config(max_completion_length=8)
+    args.scale_rewards = "none"
     for asked in ("dr_grpo", pl.preset("dr_grpo")):
         spec = checked_loss(asked, args)
         assert spec == pl.preset("dr_grpo").with_horizon(8)
@@ -131,7 +125,3 @@ def test_the_trainer_gives_its_longest_completion() -> None:
     assert read_arguments(["--loss", "dr_grpo", "--loss.aggregate.horizon", "100"])[1].aggregate.horizon == 100
     with pytest.raises(pl.InputError, match=r"with_horizon\(16\)"):
         check_together(config.__class__(loss="dr_grpo"), read_spec("dr_grpo"))
-
-
-def test_no_number_of_a_run_is_left_in_the_sources() -> None:
-    assert "3000" not in " ".join(PRESETS["dr_grpo"].sources.values()).replace("3000 tokens in the authors' runs", "")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from policyloss.errors import SpecError
 from policyloss.explaining.formulas import formula
-from policyloss.explaining.provenance import is_part, part_name, same_presets
+from policyloss.explaining.provenance import is_part, part_name
 from policyloss.explaining.trust_formulas import number
 from policyloss.explaining.words import SLOTS, describe_slot
-from policyloss.presets import preset
+from policyloss.presets import preset, presets_equal_to
 from policyloss.slots import aggregate, trust
 from policyloss.spec import LossSpec
 
@@ -103,7 +103,7 @@ def plain(value: Any) -> Any:
 def _label(given: LossSpec | str, spec: LossSpec) -> str:
     if isinstance(given, str):
         return given
-    same = same_presets(spec)
+    same = presets_equal_to(spec)
     return same[0].name if same else "a LossSpec"
 
 
