@@ -87,9 +87,10 @@ def run_child(peer: Peer, release: str, path: Path | None, arguments: list[str],
 
 
 def run_programs(peers: list[Peer]) -> list[Program]:
-    """What is compared by running it: whole trainings, and the code on the pages."""
+    """What is compared by running it: whole trainings, the frameworks' own tests, and the code on the pages."""
     board = Board()
     work = [(peer, [module]) for peer in peers for module in peer.programs]
+    work += [(peer, ["conformance.upstream", "--peer", peer.name]) for peer in peers if peer.tests]
     work += [(peer, ["conformance.snippets", "--peer", peer.name]) for peer in peers]
     with ThreadPoolExecutor(PROCESSES) as pool:
         return list(pool.map(lambda one: run_program(one[0], one[1], board), work))

@@ -27,7 +27,8 @@ class Peer:
     release: the pinned one, installed whole. others: releases compared as well, taken from their wheels and run with the pinned
     environment's dependencies. steps: the `pip install`s that make the environment, each under the framework's constraints file;
     none for a framework that exists as recorded numbers only. programs: modules that run more than a function call, whose exit
-    status says whether it went well. minimum: how many cases the pinned release must be compared in.
+    status says whether it went well. tests: the framework's own tests that are run with ours in place, in the folder `tests` of its
+    wheel. minimum: how many cases the pinned release must be compared in.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Peer:
     others: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     programs: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
     minutes: int = 2
     minimum: int = 2000
 
@@ -63,7 +65,9 @@ PEERS = {
                 ("--no-deps", "verl"),
                 ("ray", "tensordict", "omegaconf", "transformers", "codetiming"),
                 ("datasets", "pillow"),  # for verl's workers
+                ("pytest",),
             ),
+            tests=("trainer/ppo",),
         ),
         Peer(
             "openrlhf",
@@ -76,7 +80,9 @@ PEERS = {
                 ("py-cpuinfo", "hjson", "msgpack", "ninja", "psutil", "pydantic"),  # for DeepSpeed
                 ("--no-deps", "--no-build-isolation", "deepspeed"),
                 ("--no-deps", "openrlhf"),
+                ("pytest",),
             ),
+            tests=("test_loss_aggregation.py", "test_kl_estimator_gradient.py"),
         ),
         Peer(
             "trl",

@@ -81,7 +81,10 @@ def programs(ran: list[dict[str, Any]]) -> list[str]:
     """What is compared by running it, with what each program printed."""
     if not ran:
         return []
-    about = "Whole trainings, and the code on these pages, run with the installed packages."
+    about = (
+        "Whole trainings, the frameworks' own unit tests with our functions in the place of theirs, and the code on these pages, "
+        "run with the installed packages."
+    )
     shown = [
         f"`python -m {one['name']}`: {'**failed**' if one['status'] else 'passed'}\n\n{fenced(one['output'].strip(), 'text')}"
         for one in ran

@@ -92,8 +92,9 @@ def preset_page(e: Explanation) -> str:
     words = "\n".join(f"- **{slot}**: {text}." for slot, text in e.words.items())
     legend = "\n".join(f"- {_legend(meaning)}" for meaning in e.formula.vocabulary.values())
     reads = f"It reads {', '.join(f'`{name}`' for name in e.reads)}."
+    advantages = f"Advantages: {linked(e.advantages)}"
     rows = zip(e.numbers, shortened(e.numbers), strict=True)
-    numbers = [[f"`{n.where}`", f"`{shown(n.value)}`", linked(source)] for n, source in rows]
+    numbers = [[f"`{n.where}`", f"`{shown(n.value, n.where)}`", linked(source)] for n, source in rows]
     return join(
         f"# {e.title}",
         GENERATED,
@@ -104,6 +105,7 @@ def preset_page(e: Explanation) -> str:
         fenced(str(e.formula), "text"),
         legend,
         reads,
+        advantages,
         "## Numbers",
         table(["number", "value", "where it comes from"], numbers),
         "## Tokens that get no gradient",

@@ -19,7 +19,7 @@ from policyloss.functional.trust import draw
 class Evaluator:
     """The lines of a formula, run one after the other on a padded batch."""
 
-    def __init__(self, formula: Formula, batch: Any) -> None:
+    def __init__(self, formula: Formula, batch: Any, **constants: float) -> None:
         valid = batch.mask
         self.valid = valid
         self.row, self.column = valid.nonzero(as_tuple=True)
@@ -28,6 +28,7 @@ class Evaluator:
         entropy = batch.entropy[valid].detach().clone().requires_grad_()
         self.leaf, self.entropy = leaf, entropy
         self.names: dict[str, Any] = {
+            **constants,
             "logp": leaf,
             "entropy": entropy,
             "mask": torch.ones(len(self.row), dtype=torch.bool),

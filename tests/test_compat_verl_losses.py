@@ -192,6 +192,11 @@ def test_an_empty_batch_has_no_loss_and_no_gradient() -> None:
         assert set(metrics.values()) <= {0.0}, name
 
 
+def unset(**changes: Any) -> Config:
+    """A config in which nobody set what one loss of verl's alone reads."""
+    return config(**{"policy_loss": Config(), **changes})
+
+
 @pytest.fixture
 def fake_verl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A verl that has only its registry of policy losses."""
@@ -210,8 +215,8 @@ def test_register_puts_every_preset_into_the_registry(fake_verl: dict[str, Any])
     assert set(names) == set(fake_verl) == {f"policyloss/{name}" for name in [*pl.presets(), "mine"]}
     info = {"dp_size": 2, "batch_num_tokens": 12, "global_batch_size": 4, "loss_scale_factor": None}
     loss, metrics = fake_verl["policyloss/mine"](
-        old_log_prob=OLD, log_prob=NEW, advantages=A, response_mask=MASK, loss_agg_mode="seq-mean-token-sum",
-        config=config(global_batch_info=info), rollout_is_weights=None,
+        old_log_prob=OLD, log_prob=NEW, advantages=A, response_mask=MASK, loss_agg_mode="token-mean",
+        config=unset(global_batch_info=info), rollout_is_weights=None,
     )  # fmt: skip
     expected = pl.policy_loss(mine, NEW, OLD, A, MASK, totals=pl.Totals(12, 4, dp_size=2))
     assert float(loss) == pytest.approx(float(expected.loss), rel=1e-14)
@@ -230,7 +235,7 @@ def registered(
     fake_verl: dict[str, Any], name: str, weights: Tensor | None = None, mode: str = "token-mean", **changes: Any
 ) -> Tensor:
     verl.register()
-    loss, _ = fake_verl[f"policyloss/{name}"](OLD, NEW, A, MASK, mode, config(**changes), weights)
+    loss, _ = fake_verl[f"policyloss/{name}"](OLD, NEW, A, MASK, mode, unset(**changes), weights)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -240,8 +245,8 @@ SERVED = [name for name in pl.presets() if not set(pl.preset(name).reads) - {"ol
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_registered_preset_is_the_preset(fake_verl: dict[str, Any], name: str) -> None:
-    loss = registered(fake_verl, name)
-    expected = pl.policy_loss(pl.preset(name), NEW, OLD, A, MASK).loss
+    loss = registered(fake_verl, name, loss_scale_factor=12)
+    expected = pl.policy_loss(pl.preset(name).with_horizon(12), NEW, OLD, A, MASK).loss
     assert float(loss) == pytest.approx(float(expected), rel=1e-13, abs=1e-15)
 
 
@@ -291,7 +296,7 @@ def test_a_kl_that_verl_does_not_have_is_refused(fake_verl: dict[str, Any], kl: 
 
 def test_only_means_are_reported_as_verl_averages_them(fake_verl: dict[str, Any]) -> None:
     verl.register()
-    _, metrics = fake_verl["policyloss/dapo"](OLD, NEW, A, MASK, "token-mean", config(), None)
+    _, metrics = fake_verl["policyloss/dapo"](OLD, NEW, A, MASK, "token-mean", unset(), None)
     assert "policyloss/clip_fraction" in metrics
     assert not {"policyloss/loss", "policyloss/tokens", "policyloss/ratio_max"} & set(metrics)
 

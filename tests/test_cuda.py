@@ -9,6 +9,7 @@ from conformance.record import decode
 from conformance.runner import everything
 
 import policyloss as pl
+from cases import PRESETS
 from policyloss.check import Batch
 from test_recorded import NAMES, entry, recorded
 
@@ -30,7 +31,7 @@ def test_the_gpu_gives_the_cpus_numbers(name, packed):
     batch, extra = BATCH.packed() if packed else (BATCH, None)
     there = {} if extra is None else {"cu_seqlens": extra.cuda()}
     here = {} if extra is None else {"cu_seqlens": extra}
-    spec = pl.preset(name)
+    spec = PRESETS[name]
     loss, gradient = batch.loss(spec, **here)
     gpu_loss, gpu_gradient = on_gpu(batch).loss(spec, **there)
     torch.testing.assert_close(gpu_loss.cpu(), loss, rtol=1e-12, atol=1e-12)
@@ -47,7 +48,7 @@ def test_nothing_waits_for_the_host(name, packed):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = pl.policy_loss(pl.preset(name), logp, **batch.others(), **layout)
+        out = pl.policy_loss(PRESETS[name], logp, **batch.others(), **layout)
         out.loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -59,9 +60,9 @@ def test_the_same_bits_every_time(name):
     """A large packed batch, where atomics would show."""
     batch, cu_seqlens = Batch.random(rows=300, width=700, seed=5).packed()
     batch, cu_seqlens = on_gpu(batch, torch.float32), cu_seqlens.cuda()
-    first = batch.loss(pl.preset(name), cu_seqlens=cu_seqlens)
+    first = batch.loss(PRESETS[name], cu_seqlens=cu_seqlens)
     for _ in range(3):
-        again = batch.loss(pl.preset(name), cu_seqlens=cu_seqlens)
+        again = batch.loss(PRESETS[name], cu_seqlens=cu_seqlens)
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
 
@@ -69,7 +70,7 @@ def test_the_same_bits_every_time(name):
 @pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "grpo", "tis"])
 def test_compiled_on_the_gpu(name):
     batch = on_gpu(BATCH, torch.float32)
-    spec = pl.preset(name)
+    spec = PRESETS[name]
 
     def value(logp):
         return pl.policy_loss(spec, logp, **batch.others()).loss
@@ -116,7 +117,7 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
 @pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
 def test_a_recorded_loss_is_the_compiled_loss(name, packed):
     """The same bits; and what a call returned is not changed by the next, though both write to the same memory of the graph."""
-    plain, recorded_once = (pl.compiled_loss(pl.preset(name), cuda_graph=graph) for graph in (False, True))
+    plain, recorded_once = (pl.compiled_loss(PRESETS[name], cuda_graph=graph) for graph in (False, True))
     found, wanted = [], []
     for seed in (3, 4, 5):
         batch = Batch.random(rows=8, width=33, seed=seed)

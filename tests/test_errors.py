@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import policyloss as pl
-from cases import make_batch, run, step_totals
+from cases import PRESETS, make_batch, run, step_totals
 
 BATCH = make_batch(seed=1)
 PACKED = BATCH.packed()
@@ -73,7 +73,7 @@ def test_bad_tensors(name):
 
 FULL = pl.LossSpec(correction=pl.Veto(), kl=pl.KL("k3", 0.1), entropy_coef=0.1, aggregate=pl.PromptMean())
 SPECS = {
-    **{name: pl.preset(name) for name in pl.presets()},
+    **PRESETS,
     "everything": FULL,
     "opsm on rollout": pl.LossSpec(correction=pl.OPSM(0.1, source="rollout")),
     "sequence ratio": pl.LossSpec(ratio=pl.SequenceRatio(anchor="rollout")),

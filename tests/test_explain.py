@@ -205,7 +205,7 @@ def numbers(e: Explanation) -> dict[str, tuple[Any, str]]:
 
 @pytest.mark.parametrize("name", pl.presets())
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
-    said, spec = numbers(pl.explain(name)), PRESETS[name]
+    said, spec = numbers(pl.explain(name)), pl.preset(name)
     for where, (value, source) in said.items():
         assert source, where
         guard = where.split(".")[-1] in ("log_clamp", "clamp")

@@ -78,7 +78,7 @@ def test_geometric_clip_at_ratio_one_is_minus_the_mean_advantage():
 @pytest.mark.parametrize("name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None))
 def test_presets_at_ratio_one_agree_with_reinforce(name):
     """With one advantage per sequence, one token per row and every engine alike, each loss has REINFORCE's gradient."""
-    spec = pl.preset(name)
+    spec = PRESETS[name]
     batch = on_policy(one_token(BATCH))
     batch = replace(batch, rollout_logp=batch.logp)
     if isinstance(spec.trust, pl.CovClip):

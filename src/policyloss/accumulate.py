@@ -19,9 +19,9 @@ from torch import Tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.ranks import all_gather
 from policyloss.functional.segments import Sequences
-from policyloss.loss import measure, policy_loss
+from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Invalid, Metrics
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
 from policyloss.totals import GroupTokens, Totals, data_parallel_group
@@ -59,7 +59,7 @@ def accumulate(
     log-probabilities of a micro-batch, in the shape of its mask; it is called without gradient for all of them first, and they are
     given to `measure`.
     """
-    spec = as_spec(spec)
+    spec = ready_spec(spec)
     _check(micro_batches)
     for name, ranks in (("group", group), ("cp_group", cp_group)):
         if ranks is not None and not (dist.is_available() and dist.is_initialized()):

@@ -18,9 +18,9 @@ from policyloss.functional.masking import accumulator_dtype, can_be_read, comput
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.fusing import fused
 from policyloss.graphed import Graphed, can_be_graphed
-from policyloss.loss import LossOutput, check_gradients, pipeline, policy_loss
+from policyloss.loss import LossOutput, check_gradients, pipeline, policy_loss, ready_spec
 from policyloss.metrics import Invalid, Layout, Metrics
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -79,7 +79,7 @@ class CompiledLoss:
         two_stages: bool | None = None,
         cuda_graph: bool = False,
     ) -> None:
-        spec = as_spec(spec)
+        spec = ready_spec(spec)
         self.spec = spec
         self.dynamic = dynamic
         self.options = options

@@ -9,11 +9,11 @@ from typing import Any
 from policyloss.explaining.difference import diff, plain, shown
 from policyloss.explaining.formulas import Formula, formula
 from policyloss.explaining.names import Elsewhere, elsewhere
-from policyloss.explaining.provenance import Sourced, nearest, same_presets, sources
+from policyloss.explaining.provenance import Sourced, nearest, sources
 from policyloss.explaining.traps import Trap, traps
 from policyloss.explaining.words import describe
 from policyloss.explaining.zero_gradient import Condition, ZeroGradient, zero_gradient
-from policyloss.presets import Preset, as_spec, find_preset
+from policyloss.presets import Preset, as_spec, find_preset, presets_equal_to
 from policyloss.spec import LossSpec
 
 __all__ = ["Explanation", "diff", "explain"]
@@ -25,9 +25,10 @@ class Explanation:
     """What a loss is. `str()` gives a page of plain text, `to_dict()` the same as JSON-ready data.
 
     preset: the preset it is (None if it is none), also: other presets that are the same loss, near: the preset it is a small
-    change of. formula: lines in the argument names of `policy_loss`. words: what each slot does. numbers: every choice and number
-    with its source. reads: the tensors it needs. zero: which tokens get exactly no gradient from the policy term.
-    elsewhere: what frameworks call its parts. traps: what surprises people about it.
+    change of. advantage: the estimator of `policyloss.advantage` that this preset, or the one it is a change of, is defined
+    with (None: any); advantage_source: who says so. formula: lines in the argument names of `policy_loss`. words: what each slot
+    does. numbers: every choice and number with its source. reads: the tensors it needs. zero: which tokens get exactly no gradient
+    from the policy term. elsewhere: what frameworks call its parts. traps: what surprises people about it.
     """
 
     spec: LossSpec
@@ -37,6 +38,8 @@ class Explanation:
     near: str | None
     paper: str
     note: str
+    advantage: str | None
+    advantage_source: str
     formula: Formula
     words: dict[str, str]
     numbers: tuple[Sourced, ...]
@@ -53,6 +56,13 @@ class Explanation:
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
         return f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}." if terms else ""
 
+    @property
+    def advantages(self) -> str:
+        """A sentence on the advantages that go with it."""
+        if self.advantage is None:
+            return "any: it is not defined with advantages of its own."
+        return f"advantage.{self.advantage}; {self.advantage_source}."
+
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
         return {
@@ -62,6 +72,8 @@ class Explanation:
             "near": self.near,
             "paper": self.paper,
             "note": self.note,
+            "advantage": self.advantage,
+            "advantage_source": self.advantage_source,
             "formula": [{"name": line.name, "expression": line.expression} for line in self.formula.lines],
             "formula_is_exact": self.formula.exact,
             "callables": [c._asdict() for c in self.formula.callables],
@@ -86,6 +98,7 @@ class Explanation:
             ("Formula", _formula(self)),
             ("In words", [f"{slot}: {text}." for slot, text in self.words.items()]),
             ("Reads", [", ".join(self.reads)]),
+            ("Advantages", [self.advantages]),
             ("Numbers", _numbers(self)),
             ("No gradient", _zero_lines(self)),
             ("Elsewhere", _elsewhere(self)),
@@ -105,7 +118,7 @@ def explain(spec: LossSpec | str | Any) -> Explanation:
         spec = spec_from_config(spec, handled=BESIDE)
     named = find_preset(spec) if isinstance(spec, str) else None
     spec = as_spec(spec)
-    same = same_presets(spec)
+    same = presets_equal_to(spec)
     exact = named or (same[0] if same else None)
     base = exact or nearest(spec)
     return Explanation(
@@ -116,6 +129,8 @@ def explain(spec: LossSpec | str | Any) -> Explanation:
         near=base.name if base and not exact else None,
         paper=base.paper if base else "",
         note=exact.note if exact else "",
+        advantage=base.advantage if base else None,
+        advantage_source=base.sources.get("advantage", "") if base else "",
         formula=formula(spec),
         words=describe(spec),
         numbers=sources(spec, base),
@@ -156,7 +171,7 @@ def _formula(e: Explanation) -> list[str]:
 
 def _numbers(e: Explanation) -> list[str]:
     width = max(len(n.where) for n in e.numbers)
-    values = [str(shown(n.value)) for n in e.numbers]
+    values = [str(shown(n.value, n.where)) for n in e.numbers]
     column = max(len(v) for v in values)
     rows = zip(e.numbers, values, shortened(e.numbers), strict=True)
     return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]

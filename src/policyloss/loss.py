@@ -18,6 +18,7 @@ from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
+from policyloss.slots.aggregate import known_horizon
 from policyloss.slots.correction import Combined, combine, self_normalised
 from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
@@ -69,7 +70,7 @@ def policy_loss(
       each token's place in its whole sequence; read only with `cp_group`, by parts that depend on the order of tokens
       (`SegmentRatio`), and only at valid tokens.
     """
-    spec = as_spec(spec)
+    spec = ready_spec(spec)
     check_gradients(spec, logp, entropy)
     given = resolve(totals)
     others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
@@ -110,6 +111,14 @@ def check_gradients(spec: LossSpec, logp: Any, entropy: Any) -> None:
             f"entropy carries no gradient, but logp does, so entropy_coef={spec.entropy_coef:g} would train nothing: pass the "
             "entropy of the same forward (policyloss.logprobs(…, entropy=True)), or spec.replace(entropy_coef=0.0) to measure it."
         )
+
+
+def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
+    """The spec, or the preset of that name, if nothing is missing that it computes with."""
+    spec = as_spec(spec)
+    if spec.needs_horizon:
+        known_horizon(spec.aggregate)  # raises, before a step is sampled, counted or compiled
+    return spec
 
 
 def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
@@ -238,7 +247,7 @@ def measure(
     "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
-    spec = as_spec(spec)
+    spec = ready_spec(spec)
     check_tensor("logp", logp, "float")
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():

@@ -41,7 +41,11 @@ from policyloss.spec import LossSpec
 
 @dataclass(frozen=True)
 class Preset:
-    """A named loss. sources: slot or slot.field → where the choice or number comes from."""
+    """A named loss.
+
+    sources: slot or slot.field → where the choice or number comes from; "advantage" → that of `advantage`.
+    advantage: the estimator of `policyloss.advantage` that the loss is defined with; None if it goes with any.
+    """
 
     name: str
     title: str
@@ -49,6 +53,7 @@ class Preset:
     spec: LossSpec
     sources: dict[str, str]
     note: str = ""
+    advantage: str | None = None
 
 
 _PPO = "Schulman et al. 2017, arXiv 1707.06347, table 1: epsilon 0.2 scored best"
@@ -63,7 +68,12 @@ _ALL = (
         "PPO, clipped surrogate",
         "arXiv 1707.06347",
         LossSpec(trust=_CLIP, aggregate=TokenMean()),
-        {"trust": _PPO, "aggregate": "the expectation over timesteps of equation 7"},
+        {
+            "trust": _PPO,
+            "aggregate": "the expectation over timesteps of equation 7",
+            "advantage": "arXiv 1707.06347, equations 11 and 12: generalised advantage estimation with a critic",
+        },
+        advantage="gae",
     ),
     Preset(
         "ppo_dual_clip",
@@ -74,7 +84,9 @@ _ALL = (
             "trust": _PPO,
             "trust.dual": "dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and SkyRL (clip_ratio_c)",
             "aggregate": "the expectation over timesteps",
+            "advantage": "Ye et al. 2019, arXiv 1912.09729: PPO's actor and critic, advantages by GAE",
         },
+        advantage="gae",
     ),
     Preset(
         "grpo",
@@ -86,19 +98,22 @@ _ALL = (
             "kl": "DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3",
             "kl.coef": "DeepSeekMath, section 4.2: 0.04",
             "aggregate": "DeepSeekMath, equation 3: mean over outputs of token means",
+            "advantage": "DeepSeekMath, section 4.1.2: reward minus the group's mean, over its standard deviation",
         },
+        advantage="grpo",
     ),
     Preset(
         "dr_grpo",
         "Dr. GRPO: GRPO without length and std normalisation",
         "arXiv 2503.20783",
-        LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(3000)),
+        LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm()),
         {
             "trust": _PPO,
             "aggregate": "arXiv 2503.20783, section 3.2: divide by a constant, not by the length",
-            "aggregate.horizon": "generate_max_length of the authors' runs, 3000 tokens; set it to your own generation budget",
+            "aggregate.horizon": "your run's generation budget: spec.with_horizon(tokens); 3000 tokens in the authors' runs",
+            "advantage": "arXiv 2503.20783, section 3.2: reward minus the group's mean, not divided by its deviation",
         },
-        note="Pair it with advantage.dr_grpo (group mean, no std).",
+        advantage="dr_grpo",
     ),
     Preset(
         "dapo",
@@ -108,7 +123,9 @@ _ALL = (
         {
             "trust": "DAPO, arXiv 2503.14476, section 4.1: epsilon_low 0.2, epsilon_high 0.28",
             "aggregate": "DAPO: token-level policy gradient loss",
+            "advantage": "DAPO, arXiv 2503.14476, equation 9: as GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "bnpo",
@@ -123,7 +140,13 @@ _ALL = (
         "GSPO: sequence-level ratio and clip",
         "arXiv 2507.18071",
         LossSpec(ratio=SequenceRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
-        {"ratio": _GSPO_RATIO, "trust": _GSPO_EPS, "aggregate": "GSPO, equation 5: mean over sequences"},
+        {
+            "ratio": _GSPO_RATIO,
+            "trust": _GSPO_EPS,
+            "aggregate": "GSPO, equation 5: mean over sequences",
+            "advantage": "GSPO, arXiv 2507.18071, equation 6: as GRPO",
+        },
+        advantage="grpo",
     ),
     Preset(
         "gspo_token",
@@ -156,7 +179,9 @@ _ALL = (
             "trust": "MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper bound",
             "trust.ratio_max": "5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends; MiniMax-M1 prints none",
             "aggregate": "MiniMax-M1, equation 4: sum over all tokens over their number",
+            "advantage": "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "cispo_unified",
@@ -168,7 +193,9 @@ _ALL = (
             "trust.ratio_min": "ROLL's CISPO default, 1 - 0.1",
             "trust.ratio_max": "ROLL's CISPO default, 1 + 0.1",
             "aggregate": "MiniMax-M1, equation 6",
+            "advantage": "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "rollout_is",
@@ -191,7 +218,9 @@ _ALL = (
         {
             "trust": "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's, verl's and SkyRL's defaults",
             "aggregate": "SAPO: mean over sequences of token means",
+            "advantage": "SAPO, arXiv 2511.20347: group-normalised, as GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "gmpo",
@@ -201,15 +230,21 @@ _ALL = (
         {
             "trust": "GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4), also TRL's default",
             "aggregate": "GMPO: mean over sequences",
+            "advantage": "GMPO, arXiv 2507.20673: as GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "gpg",
         "GPG: the plain policy gradient",
         "arXiv 2504.02546",
         LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
-        {"trust": "GPG, arXiv 2504.02546: -A·logp, no ratio", "aggregate": "token mean, the default of verl's loss_mode='gpg'"},
-        note="Pair it with advantage.gpg, which rescales by the share of informative samples.",
+        {
+            "trust": "GPG, arXiv 2504.02546: -A·logp, no ratio",
+            "aggregate": "token mean, the default of verl's loss_mode='gpg'",
+            "advantage": "GPG, arXiv 2504.02546: group-centred, rescaled by the share of informative samples",
+        },
+        advantage="gpg",
     ),
     Preset(
         "reinforce",
@@ -304,7 +339,9 @@ _ALL = (
             "correction": "AReaL, arXiv 2505.24298: exp(old_logp - rollout_logp), not truncated",
             "correction.high": "no truncation in the paper; AReaL's code can cap it",
             "aggregate": "token mean",
+            "advantage": "the decoupled objective changes PPO's ratio alone (Hilton et al. 2021, arXiv 2110.00641): GAE",
         },
+        advantage="gae",
     ),
     Preset(
         "clip_cov",
@@ -374,7 +411,9 @@ _ALL = (
             "kl": "Kimi-K2.5's (logp - rollout_logp)² without the one half",
             "kl.coef": "kl_tau 1e-3; doubled because k2 holds the one half",
             "aggregate": "global token mean",
+            "advantage": "prime-rl's default: reward minus the group's mean",
         },
+        advantage="dr_grpo",
     ),
     Preset(
         "dro",
@@ -385,7 +424,9 @@ _ALL = (
             "trust": "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599: a quadratic penalty on the log-ratio",
             "trust.beta": "ROLL's kimi15 default, tau = 0.1 (verl has no default)",
             "aggregate": "token mean, as verl",
+            "advantage": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: reward minus the mean of the sampled rewards",
         },
+        advantage="dr_grpo",
     ),
     Preset(
         "topr",
@@ -407,7 +448,9 @@ _ALL = (
             "ratio": _GSPO_RATIO,
             "trust": "LUSPO, arXiv 2602.05261, section 5.1: epsilon 2e-3 and 2.5e-3",
             "aggregate": "LUSPO, as in TRL's loss_type='luspo': sequence loss times length, mean over sequences",
+            "advantage": "LUSPO, arXiv 2602.05261: as GSPO and GRPO",
         },
+        advantage="grpo",
     ),
     Preset(
         "vespo",
@@ -433,8 +476,10 @@ _ALL = (
             "ratio": "TRL RLOOTrainer: exp of the difference of summed log-probs",
             "trust": "TRL RLOOConfig: epsilon 0.2",
             "aggregate": "mean over sequences",
+            "advantage": "RLOO, arXiv 2402.14740: reward minus the mean of the other samples",
         },
         note="Elsewhere RLOO is only an advantage estimator: advantage.rloo.",
+        advantage="rloo",
     ),
     Preset(
         "two_sided",
@@ -534,3 +579,20 @@ def as_spec(spec: LossSpec | PresetName | str) -> LossSpec:
     raise InputError(
         f"spec must be a LossSpec or the name of a preset, got {type(spec).__name__}; policyloss.presets() lists the names."
     )
+
+
+def defined_with(loss: LossSpec | str) -> str | None:
+    """The advantage estimator that a preset, or a spec equal to one, is defined with; None if it goes with any, or is no preset.
+
+    A spec has no name: where several presets are this loss and are defined with different advantages, the answer is None.
+    """
+    if isinstance(loss, str):
+        return find_preset(loss).advantage
+    found = {p.advantage for p in presets_equal_to(loss)}
+    return found.pop() if len(found) == 1 else None
+
+
+def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
+    """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
+    horizon = getattr(spec.aggregate, "horizon", None)
+    return tuple(p for p in _ALL if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon)))

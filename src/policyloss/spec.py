@@ -28,6 +28,8 @@ _VARIANTS: dict[str, tuple[type, ...]] = {
     "aggregate": aggregate.VARIANTS,
 }
 
+_NO_HORIZON = object()  # of an aggregation that divides by no constant
+
 # The defaults are plain PPO: frozen values, safe to share.
 _TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = ratio.TokenRatio(), trust.Clip(0.2, 0.2), aggregate.TokenMean()
 
@@ -178,6 +180,22 @@ class LossSpec:
                 raise SpecError(f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…).")
             changed = _with_value(changed, places[0], value)
         return changed
+
+    @property
+    def needs_horizon(self) -> bool:
+        """Whether the aggregation divides by a length that is not set yet (see `with_horizon`)."""
+        return getattr(self.aggregate, "horizon", _NO_HORIZON) is None
+
+    def with_horizon(self, tokens: float) -> LossSpec:
+        """The same loss, its token sums divided by `tokens`: the generation budget of your run.
+
+        A loss that does not ask for a horizon, or has one, is returned as it is.
+        """
+        if not self.needs_horizon:
+            return self
+        if tokens is None:
+            raise SpecError("with_horizon needs the horizon, your generation budget in tokens; got None.")
+        return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def replace(self, **slots: Unpack[Slots]) -> LossSpec:
         """The same loss with other parts in the named slots."""

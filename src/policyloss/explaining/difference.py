@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policyloss.explaining.formulas import formula
-from policyloss.explaining.provenance import is_part, part_name, same_presets
+from policyloss.explaining.provenance import is_part, part_name
 from policyloss.explaining.trust_formulas import number
 from policyloss.explaining.words import SLOTS, describe_slot
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import PresetName, as_spec, presets_equal_to
 from policyloss.slots import aggregate, trust
 from policyloss.spec import LossSpec
 
@@ -71,10 +71,15 @@ def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Diff
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
 
 
-def shown(value: Any) -> Any:
-    """A number as it is printed in formulas; anything else as it is."""
+def shown(value: Any, where: str = "") -> Any:
+    """A number as it is printed in formulas; a horizon that is None as "not set"; anything else as it is.
+
+    where: the name of the number, such as "aggregate.horizon".
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
+    if value is None and where.rpartition(".")[2] == "horizon":
+        return "not set"
     return f"({', '.join(str(shown(v)) for v in value)})" if isinstance(value, tuple) else value
 
 
@@ -88,7 +93,7 @@ def plain(value: Any) -> Any:
 def _label(given: LossSpec | str, spec: LossSpec) -> str:
     if isinstance(given, str):
         return given
-    same = same_presets(spec)
+    same = presets_equal_to(spec)
     return same[0].name if same else "a LossSpec"
 
 
@@ -154,7 +159,7 @@ def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 def _block(change: SlotChange) -> str:
     lines = [f"{change.slot}: {change.a} -> {change.b}"]
-    lines += [f"  {f.field}: {shown(f.a)} -> {shown(f.b)}" for f in change.fields]
+    lines += [f"  {f.field}: {shown(f.a, f.field)} -> {shown(f.b, f.field)}" for f in change.fields]
     for text in change.meaning:
         lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False)
     return "\n".join(lines)

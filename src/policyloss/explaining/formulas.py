@@ -42,6 +42,7 @@ VOCABULARY = {
     "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
     "N_group": "N_group: tokens of the token's prompt group in the whole step",
     "n": "n: tokens of this call alone (1 if there are none)",
+    "horizon": "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
 ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "current": "sg(logp)"}
@@ -297,7 +298,7 @@ def _loss_lines(spec: LossSpec) -> list[Line]:
 
 def _aggregated(part: Any, x: str) -> str:
     if isinstance(part, (aggregate.SeqMeanTokenSumNorm, aggregate.TokenSumNorm)):
-        horizon = number(part.horizon)
+        horizon = "horizon" if part.horizon is None else number(part.horizon)
         return f"sum({x}) / (B * {horizon})" if isinstance(part, aggregate.SeqMeanTokenSumNorm) else f"sum({x}) / {horizon}"
     if isinstance(part, aggregate.SeqMeanTokenMean) and part.epsilon:
         return f"sum({x} / (L + {number(part.epsilon)})) / B"

@@ -24,11 +24,6 @@ class Sourced(NamedTuple):
     source: str
 
 
-def same_presets(spec: LossSpec) -> tuple[Preset, ...]:
-    """The presets that are exactly `spec`."""
-    return tuple(p for p in PRESETS.values() if p.spec == spec)
-
-
 def nearest(spec: LossSpec) -> Preset | None:
     """The preset that `spec` is a small change of, or None: the same kind of trust region, and a few things changed."""
     costs = {name: distance(spec, p.spec) for name, p in PRESETS.items() if type(p.spec.trust) is type(spec.trust)}
@@ -93,7 +88,8 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
     value, theirs = getattr(part, field.name), getattr(other, field.name)
     where = f"{label}.{field.name}"
     if value != theirs:
-        return Sourced(where, value, f"set by you (preset {base.name} has {theirs!r})")
+        had = "leaves it to your run" if field.name == "horizon" and theirs is None else f"has {theirs!r}"
+        return Sourced(where, value, f"set by you (preset {base.name} {had})")
     own = base.sources.get(f"{slot}.{field.name}")
     if own is not None:
         return Sourced(where, value, own)

@@ -205,7 +205,8 @@ def _kl(p: Any) -> str:
 def _aggregate(p: Any) -> str:
     if isinstance(p, (aggregate.SeqMeanTokenSumNorm, aggregate.TokenSumNorm)):
         mean = ", mean over sequences" if isinstance(p, aggregate.SeqMeanTokenSumNorm) else ", not averaged over sequences"
-        return f"token sums over the constant {_g(p.horizon)}{mean}"
+        constant = "a constant that is not set yet" if p.horizon is None else f"the constant {_g(p.horizon)}"
+        return f"token sums over {constant}{mean}"
     return _AGGREGATES.get(type(p)) or _own(p)
 
 

@@ -16,8 +16,8 @@ from policyloss.head.batch import Batch, Window, batch_of, entropy_has_slope, se
 from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
-from policyloss.loss import LossOutput, policy_loss
-from policyloss.presets import PresetName, as_spec
+from policyloss.loss import LossOutput, policy_loss, ready_spec
+from policyloss.presets import PresetName
 from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -70,7 +70,7 @@ def linear_policy_loss(
     were computed.
     """
     call = _Call(
-        as_spec(spec),
+        ready_spec(spec),
         hidden,
         weight,
         ids,
@@ -116,7 +116,7 @@ def explain_plan(
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask, which say which rows matter.")
-    return _Call(as_spec(spec), hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+    return _Call(ready_spec(spec), hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
 
 
 def _plan_of_logprobs(

@@ -28,6 +28,23 @@ def _totals(t: Tokens) -> Totals:
     return t.totals
 
 
+def _check_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> None:
+    hint = "it is the constant length that sums are divided by."
+    checks.number(part, "horizon", above=0, finite=True, optional=True, hint=hint)
+
+
+def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
+    """The constant that sums are divided by, or an error that says how to set it."""
+    if part.horizon is None:
+        name = type(part).__name__
+        raise InputError(
+            f"{name} divides by a horizon, which is not set: it is the generation budget of your run, in tokens "
+            f"(max_completion_length, max_response_length, --max-new-tokens). Set it with spec.with_horizon(tokens), or "
+            f"give {name}(tokens)."
+        )
+    return part.horizon
+
+
 @dataclass(frozen=True)
 class TokenMean:
     """Every token counts the same: `1 / N` (DAPO)."""
@@ -70,17 +87,21 @@ class SeqMeanTokenSum:
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm:
-    """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`. horizon: your generation budget in tokens."""
+    """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`.
+
+    horizon: your generation budget in tokens. None: not set yet; the loss cannot be computed before
+    it is, with `LossSpec.with_horizon`.
+    """
 
     divides_by: ClassVar[str] = "sequences"
-    horizon: float
+    horizon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number(self, "horizon", above=0, finite=True, hint="it is the constant length that sums are divided by.")
+        _check_horizon(self)
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
-        return (totals.dp_size / self.horizon) * reciprocal(totals.sequences, t.advantages)
+        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)
 
 
 @dataclass(frozen=True)
@@ -93,15 +114,19 @@ class TokenSum:
 
 @dataclass(frozen=True)
 class TokenSumNorm:
-    """Legacy: the sum over a constant with no mean over sequences, `1 / horizon` (verl up to 0.7.0, ROLL, Trinity)."""
+    """Legacy: the sum over a constant with no mean over sequences, `1 / horizon` (verl up to 0.7.0, ROLL, Trinity).
 
-    horizon: float
+    horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
+    """
+
+    horizon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number(self, "horizon", above=0, finite=True, hint="it is the constant that the sum is divided by.")
+        _check_horizon(self)
 
     def __call__(self, t: Tokens) -> Tensor:
-        return torch.full((), _totals(t).dp_size / self.horizon, device=t.mask.device, dtype=t.dtype)
+        scale = _totals(t).dp_size / known_horizon(self)
+        return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
-from policyloss.presets import preset
+from policyloss.presets import PRESETS, preset
 from policyloss.spec import LossSpec
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
@@ -66,7 +66,8 @@ class TrainConfig:
     """Train on completions that were sampled this many steps ago."""
 
     advantage: str | None = None
-    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; gae for the loss "ppo", else grpo."""
+    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those that the loss is defined with,
+    and grpo if it goes with any."""
     passk: int = 4
     """k of the advantage passk_combinatorial."""
     gamma: float = 1.0
@@ -173,7 +174,20 @@ class TrainConfig:
     @property
     def estimator(self) -> str:
         """The name of the advantage estimator."""
-        return self.advantage or ("gae" if self.loss in ("ppo", "decoupled_ppo") else "grpo")
+        return self.advantage or self.defined_with or "grpo"
+
+    @property
+    def defined_with(self) -> str | None:
+        """The advantage estimator that the loss is defined with; None if it goes with any, or is no preset."""
+        return PRESETS[self.loss].advantage if self.loss in PRESETS else None
+
+    @property
+    def advantage_notice(self) -> str | None:
+        """A line for a run whose advantages are not those that its loss is defined with."""
+        if self.advantage in (None, self.defined_with) or self.defined_with is None:
+            return None
+        source = PRESETS[self.loss].sources["advantage"]
+        return f"--advantage {self.advantage}: the loss {self.loss!r} is defined with {self.defined_with!r} ({source})"
 
     @property
     def with_critic(self) -> bool:
@@ -209,7 +223,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
 
     rest, changes = _split_loss_options(arguments)
     config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
-    spec = read_spec(config.loss, changes)
+    spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)
     return config, spec
 
@@ -230,6 +244,11 @@ def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
 
 def check_together(config: TrainConfig, spec: LossSpec) -> None:
     """Raise where the loss and the options contradict each other."""
+    if spec.needs_horizon:
+        raise InputError(
+            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options it is "
+            f"spec.with_horizon({config.max_new_tokens}), the longest completion."
+        )
     if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp rollout they are the same numbers; "

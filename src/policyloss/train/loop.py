@@ -69,6 +69,8 @@ class Training:
     def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)
+        if config.advantage_notice:
+            self.display.say(config.advantage_notice)
         self.models: Models = build(config, spec, ranks, say=self.display.say)
         self.collector = Collector(config, self.models.task, self.models.tokenizer, ranks, warn=self.display.warn)
         self.queue: deque[Completions] = deque()

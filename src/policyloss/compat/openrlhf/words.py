@@ -78,7 +78,7 @@ def check_gate(gate: Gate) -> None:
             'is_correction_mode="clip" clamps the ratio of a token: it needs is_correction_level="token" and gating="ratio".'
         )
     if gate.gating != "ratio" and gate.level != "off" and bounds(gate.threshold)[0] > 0:
-        raise SpecError(f"is_correction_threshold={gate.threshold!r}: {gate.gating} is bounded from above only; give (0, high).")
+        raise SpecError(f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; give (0, high).")
 
 
 def bounds(threshold: Threshold) -> tuple[float, float]:

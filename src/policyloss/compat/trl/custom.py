@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from policyloss.compat.notices import check_advantages
 from policyloss.compat.trl.config import BESIDE, spec_from_config
-from policyloss.compat.trl.options import is_set, option
+from policyloss.compat.trl.options import advantages_of, is_set, option
 from policyloss.errors import SpecError
-from policyloss.presets import preset
+from policyloss.presets import defined_with, preset
 from policyloss.slots.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
 from policyloss.slots.kl import KL
 from policyloss.spec import LossSpec
@@ -34,11 +35,21 @@ def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str |
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
     if not isinstance(spec, LossSpec):
         raise SpecError(f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}.")
+    spec = spec.with_horizon(option(config, "max_completion_length")) if spec.needs_horizon else spec
     _check_options(spec, own, config)
     _check_reference(spec, config)
     _check_engine(spec, config)
     _check_batching(spec, config)
+    _check_advantages(policy_loss, config)
     return spec
+
+
+def _check_advantages(policy_loss: LossSpec | str, config: Any) -> None:
+    fixes = {"grpo": "set scale_rewards='group'", "dr_grpo": "set scale_rewards='none'"}
+    called = f"policy_loss={policy_loss!r}" if isinstance(policy_loss, str) else "policy_loss"
+    setting = f"GRPOConfig(scale_rewards={getattr(config, 'scale_rewards', 'group')!r})"
+    fix = fixes.get(defined_with(policy_loss) or "", "TRL's GRPOTrainer cannot make them")
+    check_advantages(called, policy_loss, advantages_of(config), setting, fix)
 
 
 def _check_options(spec: LossSpec, own: LossSpec, config: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
-from policyloss.compat.trl.options import DEFAULTS, is_set, option
+from policyloss.compat.trl.options import DEFAULTS, advantages_of, is_set, option
 from policyloss.explain import explain
 
 _AVERAGES = {
@@ -127,6 +127,11 @@ def _traps(config: Any) -> Iterator[str]:
         )
     if loss_type == "bnpo":
         yield "bnpo divides by each micro-batch's own tokens: the gradient depends on per_device_train_batch_size."
+    if loss_type == "dr_grpo" and advantages_of(config) != "dr_grpo":
+        yield (
+            f"scale_rewards={getattr(config, 'scale_rewards', 'group')!r}: Dr. GRPO's advantages are not divided by a standard "
+            "deviation; set scale_rewards='none'."
+        )
     if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         yield f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence by its length; GSPO is 'grpo'."
     if level == "token" and loss_type == "luspo":

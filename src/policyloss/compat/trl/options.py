@@ -62,6 +62,12 @@ def option(config: Any, name: str) -> Any:
     raise SpecError(f"the config has no {name!r}; give TRL's GRPOConfig, or an object with its attributes.")
 
 
+def advantages_of(config: Any) -> str | None:
+    """The estimator of `policyloss.advantage` that stands for `scale_rewards`; None for one that is not there."""
+    scale = getattr(config, "scale_rewards", "group")
+    return {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}.get(scale)
+
+
 def is_set(config: Any, name: str) -> bool:
     """Whether the option is there with another value than its default: the config's own if it is a dataclass, else `DEFAULTS`."""
     if not hasattr(config, name):

@@ -65,6 +65,7 @@ from policyloss.compat.verl.rollout_correction import (
     compute_rollout_rejection_mask,
     compute_rs_metrics,
 )
+from policyloss.compat.verl.settings import check_config
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -76,6 +77,7 @@ __all__ = [
     "TensorBatch",
     "agg_loss",
     "apply_bypass_mode",
+    "check_config",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",

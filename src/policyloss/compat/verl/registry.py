@@ -15,11 +15,11 @@ from torch import Tensor
 
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.calls import clipped, drift, either, read
+from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, with_horizon_of
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.metrics import Metrics, Stat
 from policyloss.presets import preset, presets
-from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
 from policyloss.slots.correction import OPSM
 from policyloss.slots.given import GivenWeight
 from policyloss.slots.kl import KL
@@ -28,7 +28,6 @@ from policyloss.slots.trust import CovClip, CovKL
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
-PREFIX = "policyloss/"
 VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
@@ -38,7 +37,9 @@ def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
     The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. Means are reported as "policyloss/…",
     which verl averages over micro-batches, as it does its own. verl hands a policy loss neither reference nor rollout
     log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
-    too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting.
+    too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting. A setting of the actor
+    that was set and that the spec overrides (clip_ratio, loss_agg_mode and the like) is named in a warning, once. A horizon that
+    is not set is `actor.loss_scale_factor`.
     """
     register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
     named = {**{name: preset(name) for name in presets()}, **(specs or {})}
@@ -61,8 +62,10 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        served = _served(name, spec, config, rollout_is_weights)
-        _check_average(name, spec, loss_agg_mode)
+        whole = with_horizon_of(config, name, spec)
+        served = _served(name, whole, config, rollout_is_weights)
+        _check_average(name, whole, loss_agg_mode)
+        warn_of_overridden(name, whole, config, loss_agg_mode)
         totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
         # verl averages what a loss reports over micro-batches: right for means, wrong for counts, sums and extremes.
@@ -137,19 +140,12 @@ def _check_entropy(name: str, coef: float, config: Any) -> None:
         raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")
 
 
-# verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
-_MODES = {
-    TokenMean: "token-mean",
-    TokenSum: "token-sum",
-    SeqMeanTokenSum: "seq-mean-token-sum",
-    SeqMeanTokenMean: "seq-mean-token-mean",
-    SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
-}
-
-
 def _check_average(name: str, spec: LossSpec, seen: str) -> None:
-    """What verl adds must be averaged as the loss is: check that verl's mode is the spec's."""
-    mode = _MODES.get(type(spec.aggregate))
+    """What verl adds must be averaged as the loss is: check that verl's mode is the spec's.
+
+    verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
+    """
+    mode = MODES.get(type(spec.aggregate))
     if (spec.kl is not None or spec.entropy_coef) and seen != mode:
         fix = f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
         raise SpecError(

@@ -41,8 +41,9 @@ class Rule(NamedTuple):
 def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
     """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has one (IcePop, from 0.8.0)."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float, str)):
+        not_this = ", not a boolean" if isinstance(threshold, bool) else ""
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0', got {threshold!r}."
+            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0'{not_this}; got {threshold!r}."
         )
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(

@@ -1,0 +1,165 @@
+"""What verl's own settings say beside a loss of this library: which of them it overrides, and which it needs.
+
+A preset fills its slots itself, so verl's numbers for the same things have no effect. One that was set is named, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from policyloss.compat.notices import check_advantages, warn_once
+from policyloss.compat.patching import swap
+from policyloss.compat.verl.calls import read
+from policyloss.errors import SpecError
+from policyloss.presets import PRESETS
+from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
+from policyloss.spec import LossSpec
+
+PREFIX = "policyloss/"
+# verl's names for the averages that a preset may have.
+MODES = {
+    TokenMean: "token-mean",
+    TokenSum: "token-sum",
+    SeqMeanTokenSum: "seq-mean-token-sum",
+    SeqMeanTokenMean: "seq-mean-token-mean",
+    SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
+}
+# Options of the actor, verl's defaults, and the fields of the trust region that say the same.
+_OF_THE_ACTOR: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "clip_ratio": (0.2, ("eps_low", "eps_high")),
+    "clip_ratio_low": (0.2, ("eps_low",)),
+    "clip_ratio_high": (0.2, ("eps_high",)),
+    "clip_ratio_c": (3.0, ("dual",)),
+    "tau_pos": (1.0, ("tau_positive",)),
+    "tau_neg": (1.05, ("tau_negative",)),
+}
+_OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "clip_cov_ratio": (2e-4, ("fraction",)),
+    "clip_cov_lb": (1.0, ("cov_low",)),
+    "clip_cov_ub": (5.0, ("cov_high",)),
+    "kl_cov_ratio": (2e-4, ("fraction",)),
+    "ppo_kl_coef": (0.1, ("coef",)),
+    "dro_beta": (None, ("beta",)),
+}
+# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard deviation unless
+# algorithm.norm_adv_by_std_in_grpo is false.
+_ESTIMATORS = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "opo": "opo",
+    "gpg": "gpg",
+    "gdpo": "gdpo",
+    "remax": "remax",
+    "grpo_passk": "passk_max_gap",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+
+
+def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
+    """Name, once, the settings of verl's actor that were set and that the parts of `spec` stand in the place of."""
+    overridden = list(_overridden_numbers(spec, config, "", _OF_THE_ACTOR))
+    options = read(config, "policy_loss")
+    if options is not None:
+        overridden.extend(_overridden_numbers(spec, options, "policy_loss.", _OF_ONE_LOSS))
+    if loss_agg_mode not in ("token-mean", MODES.get(type(spec.aggregate))):
+        overridden.append(f"loss_agg_mode={loss_agg_mode}")
+    if overridden:
+        listed = ", ".join(f"actor.{option}" for option in overridden)
+        warn_once(
+            f"{PREFIX}{name} has its own trust region and average, so {listed} of verl's configuration has no effect on it; "
+            f"leave it out, or register a loss with the number you want: register({{'mine': preset({name!r}).replace(…)}}). It "
+            f"runs with trust={spec.trust!r}, aggregate={spec.aggregate!r}."
+        )
+
+
+def _overridden_numbers(spec: LossSpec, config: Any, prefix: str, options: dict[str, tuple[Any, tuple[str, ...]]]) -> Iterator[str]:
+    for option, (default, fields) in options.items():
+        value = read(config, option, default)
+        if value is None or value == _default(config, option, default):
+            continue
+        if any(getattr(spec.trust, field, None) != value for field in fields):
+            yield f"{prefix}{option}={value!r}"
+
+
+def _default(config: Any, option: str, default: Any) -> Any:
+    """The default of an option: the config's own if it is a dataclass."""
+    if dataclasses.is_dataclass(config):
+        return {field.name: field.default for field in dataclasses.fields(config)}.get(option, default)
+    return default
+
+
+def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
+    """`spec` with the horizon that verl is set to, `actor.loss_scale_factor`; two different ones are an error."""
+    tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
+    if spec.needs_horizon and tokens is None:
+        raise SpecError(
+            f"{PREFIX}{name} divides by the generation budget of your run, which verl does not tell a policy loss: set "
+            "actor_rollout_ref.actor.loss_scale_factor to the value of data.max_response_length."
+        )
+    if None not in (tokens, chosen) and tokens != chosen:
+        raise SpecError(
+            f"{PREFIX}{name} divides by the horizon {chosen!r}, but actor.loss_scale_factor={tokens!r}; give both the same value, "
+            "or leave one of them out."
+        )
+    return spec if tokens is None else spec.with_horizon(tokens)
+
+
+def check_config(config: Any) -> None:
+    """Check the whole configuration of a verl run whose `loss_mode` is one of this library's.
+
+    config: what verl's main function gets. A preset that is defined with other advantages than `algorithm.adv_estimator` makes is
+    said in a warning; one that needs a horizon which is not set is an error. Another loss_mode is none of our business.
+    """
+    actor = read(read(config, "actor_rollout_ref"), "actor")
+    mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
+    name = mode.removeprefix(PREFIX)
+    if name == mode or name not in PRESETS:
+        return
+    with_horizon_of(actor, name, PRESETS[name].spec)
+    algorithm = read(config, "algorithm")
+    chosen = str(getattr(read(algorithm, "adv_estimator", "gae"), "value", read(algorithm, "adv_estimator", "gae")))
+    made, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
+    if made == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
+        made, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
+    check_advantages(mode, name, made, setting, _setting_for(PRESETS[name].advantage))
+
+
+def _setting_for(advantage: str | None) -> str:
+    if advantage == "dr_grpo":
+        return "set algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false"
+    theirs = next((name for name, ours in _ESTIMATORS.items() if ours == advantage), None)
+    return f"set algorithm.adv_estimator={theirs}" if theirs else ""
+
+
+def check_when_verl_does() -> bool:
+    """Let verl's own check of its configuration run `check_config` as well; returns whether there is one to follow.
+
+    verl checks in the process that is started by hand, so the hook must be imported there too:
+    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers see the actor's settings alone.
+    """
+    try:
+        checked = import_module("verl.utils.config").validate_config
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    if not hasattr(checked, "checks_policyloss"):
+        swap("verl", [(checked, _followed_by_ours(checked))])
+    return True
+
+
+def _followed_by_ours(validate_config: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(validate_config)
+    def both(config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = validate_config(config, *args, **kwargs)
+        check_config(config)
+        return result
+
+    both.checks_policyloss = True  # type: ignore[attr-defined]
+    return both
