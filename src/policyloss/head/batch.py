@@ -131,7 +131,7 @@ class _Answered:
     shape: torch.Size
 
     @property
-    def __name__(self) -> str:  # type: ignore[override]
+    def __name__(self) -> str:
         return self.name
 
     def __call__(self, t: Tokens) -> Corrected:
