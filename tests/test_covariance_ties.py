@@ -53,9 +53,9 @@ def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
     loss, records, dlogp = torch.zeros((), dtype=batch.logp.dtype), pl.Metrics({}), torch.zeros_like(batch.logp)
     for rows, packed in (([5, 1], False), ([0, 2, 6], True), ([4, 3], False)):
         part = batch.rows(rows)
-        found = run(spec, part.packed() if packed else part, totals)
-        loss, records = loss + found.loss, records + found.records
-        dlogp[rows] = found.dlogp
+        actual = run(spec, part.packed() if packed else part, totals)
+        loss, records = loss + actual.loss, records + actual.records
+        dlogp[rows] = actual.dlogp
     return Result(loss, dlogp, torch.zeros_like(dlogp), records)
 
 

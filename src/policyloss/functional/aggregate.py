@@ -29,7 +29,7 @@ def per_sequence_mean(lengths: Tensor, sequences: Sequences, epsilon: float = 0.
 
 
 def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
-    """Raise if `x` would be broadcast along the wrong axis: numbers per sequence `[B]` are none per column of `[B, T]`."""
+    """Raise if `x` would be broadcast along the wrong axis: `[B]` numbers are of rows, not of columns."""
     if x.dim() not in (0, tokens.dim()):
         shape = tuple(tokens.shape)
         raise InputError(
