@@ -65,7 +65,7 @@ def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
 def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype: str) -> None:
     spec = pl.LossSpec(trust=PARTS[name])
     tolerance = 1e-12 if dtype == "float64" else 1e-5
-    for seed in range(25):
+    for seed in range(12):
         batch = TIES[tie](make_batch(seed, dtype=DTYPES[dtype]), seed)
         whole = run(spec, batch)
         assert_same_result(run(spec, batch.packed()), whole, tolerance)
