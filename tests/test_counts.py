@@ -136,12 +136,12 @@ def test_sums_over_packs_are_rounded_once() -> None:
 def test_flags_add_up_to_integers() -> None:
     flags = torch.tensor([True, False, True, True])
     rows, pack = pl.functional.Sequences.of(flags.view(2, 2)), pl.functional.Sequences.of(flags, torch.tensor([0, 3, 4]))
-    for found, expected in ((rows.sum(flags.view(2, 2)), [1, 2]), (pack.sum(flags), [2, 1])):
-        assert found.dtype == torch.int64
-        assert found.tolist() == expected
+    for actual, expected in ((rows.sum(flags.view(2, 2)), [1, 2]), (pack.sum(flags), [2, 1])):
+        assert actual.dtype == torch.int64
+        assert actual.tolist() == expected
 
 
 def test_sizes_of_plain_groups_in_half_precision() -> None:
     """300 rewards of one prompt: bfloat16 counts to 256."""
-    found = PlainGroups.indexed(torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64))
-    assert float(found.size[0]) == 300
+    actual = PlainGroups.indexed(torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64))
+    assert float(actual.size[0]) == 300

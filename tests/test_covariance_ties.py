@@ -53,9 +53,9 @@ def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
     loss, records, dlogp = torch.zeros((), dtype=batch.logp.dtype), pl.Metrics({}), torch.zeros_like(batch.logp)
     for rows, packed in (([5, 1], False), ([0, 2, 6], True), ([4, 3], False)):
         part = batch.rows(rows)
-        found = run(spec, part.packed() if packed else part, totals)
-        loss, records = loss + found.loss, records + found.records
-        dlogp[rows] = found.dlogp
+        actual = run(spec, part.packed() if packed else part, totals)
+        loss, records = loss + actual.loss, records + actual.records
+        dlogp[rows] = actual.dlogp
     return Result(loss, dlogp, torch.zeros_like(dlogp), records)
 
 
@@ -65,7 +65,7 @@ def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
 def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype: str) -> None:
     spec = pl.LossSpec(trust=PARTS[name])
     tolerance = 1e-12 if dtype == "float64" else 1e-5
-    for seed in range(25):
+    for seed in range(12):
         batch = TIES[tie](make_batch(seed, dtype=DTYPES[dtype]), seed)
         whole = run(spec, batch)
         assert_same_result(run(spec, batch.packed()), whole, tolerance)

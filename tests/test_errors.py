@@ -24,7 +24,26 @@ def cu(*offsets, dtype=torch.int64):
     return torch.tensor(offsets, dtype=dtype)
 
 
+SQUARE = make_batch(seed=1, rows=8)  # as many rows as columns: numbers per row look like numbers per column
+
+
+def per_row(t):
+    return torch.ones(t.mask.shape[0], dtype=t.dtype)
+
+
 BAD = {
+    "aggregate returns one weight per row": (
+        lambda: call(SQUARE, pl.LossSpec(aggregate=per_row)),
+        ["aggregation", "(8, 8)", "(8,)", "expand"],
+    ),
+    "correction returns one weight per row": (
+        lambda: call(SQUARE, pl.LossSpec(correction=lambda t: pl.Corrected(weight=per_row(t)))),
+        ["correction", "(8, 8)", "(8,)", "expand"],
+    ),
+    "correction returns one verdict per row": (
+        lambda: call(SQUARE, pl.LossSpec(correction=lambda t: pl.Corrected(keep=per_row(t) > 0))),
+        ["correction", "(8, 8)", "(8,)", "expand"],
+    ),
     "logp is a list": (lambda: call(logp=[[1.0]]), ["logp", "tensor", "list"]),
     "logp is integer": (lambda: call(logp=torch.zeros(7, 8, dtype=torch.int64)), ["logp", "floating-point", "int64"]),
     "logp is 3-D": (lambda: call(logp=torch.zeros(7, 8, 2)), ["[B, T]", "(7, 8, 2)", "cu_seqlens"]),

@@ -24,10 +24,10 @@ LOSSES = {
 
 def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
     """The frozen tensors, each with a gradient to ask for; advantages one per token or one per sequence."""
-    found = {name: getattr(batch, name).clone() for name in FROZEN}
+    actual = {name: getattr(batch, name).clone() for name in FROZEN}
     if per_sequence:
-        found["advantages"] = torch.linspace(-1, 1, 7, dtype=torch.float64)
-    return {name: x.requires_grad_() for name, x in found.items()}
+        actual["advantages"] = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    return {name: x.requires_grad_() for name, x in actual.items()}
 
 
 @pytest.mark.parametrize("per_sequence", [False, True], ids=["per token", "per sequence"])

@@ -86,8 +86,8 @@ def test_levels_of_a_weight():
     log_w, mask = rows([4, 0.5, 1]).log(), rows([1, 1, 0]) != 0
     sequences = Sequences.of(mask)
     for level, expected in (("token", [4, 0.5, 1]), ("geomean", [2**0.5] * 3), ("product", [2] * 3)):
-        found = at_level(log_w, level, sequences.sum(mask), sequences).exp()
-        torch.testing.assert_close(found, rows(expected), rtol=1e-14, atol=0)
+        actual = at_level(log_w, level, sequences.sum(mask), sequences).exp()
+        torch.testing.assert_close(actual, rows(expected), rtol=1e-14, atol=0)
 
 
 def test_a_statistic_that_is_nan_decides_nothing():

@@ -220,10 +220,10 @@ def compare(seed: int, losses: int) -> Compared:
         if frozen:
             expected = expected._replace(dweight=torch.zeros_like(expected.dweight))
         for call in CALLS:
-            found = outcome(spec, batch, frozen, call, totals=totals)
-            if found is None:
+            actual = outcome(spec, batch, frozen, call, totals=totals)
+            if actual is None:
                 continue
-            error = error_of(found, expected, metrics=call != "skip")
+            error = error_of(actual, expected, metrics=call != "skip")
             assert error <= 1e-10, f"off by {error:.3g} under {call}, totals={totals}, frozen={frozen}: {spec}"
             calls, in_windows, worst = calls + 1, in_windows + (call == "small windows"), max(worst, error)
     return Compared(calls, in_windows, worst)
@@ -232,11 +232,11 @@ def compare(seed: int, losses: int) -> Compared:
 @pytest.mark.skipif(CUDA, reason="the kernels do not take float64")
 @pytest.mark.parametrize("seed", range(3))
 def test_composed_losses_under_every_plan(seed: int, record_property: Callable[[str, object], None]) -> None:
-    """Loss, gradients and metrics of 50 drawn losses agree with eager `policy_loss` to 1e-10 in float64 (measured: 1e-14)."""
-    compared = compare(seed, losses=50)
+    """Loss, gradients and metrics of 40 drawn losses agree with eager `policy_loss` to 1e-10 in float64 (measured: 1e-14)."""
+    compared = compare(seed, losses=40)
     record_property("compared", compared)
-    assert compared.calls >= 230, compared
-    assert compared.in_windows >= 24, compared  # or nothing was tested but the plans that are eager themselves
+    assert compared.calls >= 190, compared
+    assert compared.in_windows >= 20, compared  # or nothing was tested but the plans that are eager themselves
 
 
 NORMALISED = {
@@ -268,9 +268,9 @@ def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
     for batch in (whole, whole.packed()):
         expected = run_oracle(spec, batch)
         for call in calls:
-            found = outcome(spec, batch, False, call)
-            assert found is not None, call
-            assert error_of(found, expected, metrics=call != "skip") <= loss_tolerance(batch), call
+            actual = outcome(spec, batch, False, call)
+            assert actual is not None, call
+            assert error_of(actual, expected, metrics=call != "skip") <= loss_tolerance(batch), call
 
 
 def test_a_test_of_sequences_beside_a_weight_of_tokens() -> None:

@@ -123,7 +123,7 @@ class PlainGroups:
 
 
 def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of segments in the dtype of `x`, one number after the other (`Sequences.sum` rounds once)."""
+    """Sums of segments in the dtype of `x`, one number after another (`Sequences.sum` rounds once)."""
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.errors import InputError
 from policyloss.functional.segments import Sequences
 
 
@@ -27,8 +28,18 @@ def per_sequence_mean(lengths: Tensor, sequences: Sequences, epsilon: float = 0.
     return sequences.expand(reciprocal(lengths + epsilon if epsilon else lengths, lengths))
 
 
+def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
+    """Raise if `x` would be broadcast along the wrong axis: `[B]` numbers are of rows, not of columns."""
+    if x.dim() not in (0, tokens.dim()):
+        shape = tuple(tokens.shape)
+        raise InputError(
+            f"{rule}, shape {shape}; got shape {tuple(x.shape)}. Give numbers per sequence to each token by t.sequences.expand(…)."
+        )
+
+
 def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`Σ weight·x` as a total and a 0-dim scale: a weight that all tokens share is the scale, another goes into the total."""
+    check_alignment("an aggregation must return one weight, or one per token", weight, x)
     return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), x.new_ones(()))
 
 

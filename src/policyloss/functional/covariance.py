@@ -1,7 +1,8 @@
-"""Covariances of advantage and log-probability over a whole step, in which numbers that are equal up to rounding are equal.
+"""Covariances of advantage and log-probability over a whole step.
 
-A mean is rounded, and differently for every layout of the same batch. Where all advantages are equal, their distances from their
-mean are that rounding and nothing else, and an order by them would be an order by chance.
+Numbers that are equal up to rounding are equal. A mean is rounded, and differently for every layout of
+the same batch. Where all advantages are equal, their distances from their mean are that rounding and
+nothing else, and an order by them would be an order by chance.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ ROUNDINGS = 16  # of a mean: some of the sum, one of each number that enters it
 
 
 def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> dict[str, Tensor]:
-    """The number of valid tokens, and mean and rounding of advantages and logp over them; over the ranks of every group. 0-dim.
+    """The number of valid tokens, and mean and rounding of advantages and logp over them. All 0-dim.
 
-    A rounding is how far two equal numbers may lie apart once a mean was subtracted: some units in the last place of the mean size.
-    Both tensors are 0 where masked.
+    They are taken over the ranks of every group. A rounding is how far two equal numbers may lie apart
+    once a mean was subtracted: some units in the last place of the mean size. Both tensors are 0 where
+    masked.
     """
     wide = accumulator_dtype(mask.device)
     sums = [x.sum(dtype=wide) for x in (advantages, logp, advantages.abs(), logp.abs())]

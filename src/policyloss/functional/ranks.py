@@ -126,9 +126,10 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
 
 
 def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
-    """A pair that exactly the k largest are `at_least`: halfway between the k-th and the next score, or the k-th if they are equal.
+    """A pair that exactly the k largest are `at_least`.
 
-    Halfway, so that scores may be computed again and differ in their last digits. Arguments as in `kth_largest`.
+    It lies halfway between the k-th and the next score, so that scores may be computed again and differ
+    in their last digits; where the two are equal, it is the k-th pair. Arguments as in `kth_largest`.
     """
     (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))
     middle = (score + after) / 2
@@ -137,7 +138,7 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
 
 
 def _largest(score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Scores and ties of the k-th and the next largest pair, `[2]` each; the lowest there is if there are fewer."""
+    """Scores and ties of the k-th and the next largest pair, `[2]` each; of fewer pairs, the lowest."""
     score, tie = score.reshape(-1), tie.reshape(-1)
     if score.numel() == 0:
         score, tie = score.new_full((1,), -torch.inf), tie.new_full((1,), _LOWEST)

@@ -25,7 +25,8 @@ from policyloss.functional.stats import count
 class _SegmentSum(torch.autograd.Function):
     """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary.
 
-    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones; so all is added up in float64 and rounded once.
+    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
+    float64 and rounded once.
     """
 
     @staticmethod
@@ -55,7 +56,7 @@ class _Spread(torch.autograd.Function):
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a sum of `x`: its own, and for flags and integers int64, so that counts are exact."""
+    """The dtype of a sum of `x`: its own; for flags and integers int64, so that counts are exact."""
     return x.dtype if x.is_floating_point() else torch.int64
 
 

@@ -45,8 +45,9 @@ class Window(NamedTuple):
 class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or token-shaped) known beforehand.
 
-    weight: None if there is no correction, or if one reads logp; then `corrections` are what is known of them, in the order of the
-    spec: those that do not read logp with their answer for the whole batch. live: tokens that may have a gradient, flat bool.
+    weight: None if there is no correction, or if one reads logp. corrections: those of the spec, in its
+    order; beside one that reads logp, the others with their answer for the whole batch. live: tokens that
+    may have a gradient, flat bool.
     """
 
     spec: LossSpec
@@ -87,7 +88,7 @@ class Batch:
 
     @staticmethod
     def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """A slope at the window's tokens as one at its rows `[R]`; None if the loss does not depend on the number."""
+        """A slope at the window's tokens as one at its rows `[R]`; None if the loss has none."""
         if slope is None:
             return None
         return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
@@ -118,13 +119,14 @@ class Batch:
             raw=raw,
             group_ids=None,
             positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
-            known={} if t.known is None else t.known,  # a window's own numbers are not the batch's: what is missing is an error
+            # A window's own numbers are not the batch's, so what was not measured is an error.
+            known={} if t.known is None else t.known,
         ), at
 
 
 @dataclass(frozen=True, eq=False)
 class _Answered:
-    """A correction that was asked already: it may have looked at whole sequences, which a window need not hold."""
+    """A correction with its answer for the whole batch: it may have looked at sequences, which a window need not hold."""
 
     answer: Corrected
     name: str
@@ -151,13 +153,13 @@ def _answered(part: Any, t: Tokens) -> Any:
 
 
 def entropy_has_slope(spec: LossSpec) -> bool:
-    """Whether the loss may change with the entropy: by its bonus, or because a user's callable may read it."""
+    """Whether the loss may change with the entropy: by its bonus, or by a user's callable."""
     return bool(spec.entropy_coef) or not spec.is_data
 
 
 @dataclass(frozen=True)
 class _SingleTokens(Sequences):
-    """The layout of tokens from anywhere in the batch, which are no sequence: whoever asks for one has a larger reach."""
+    """The layout of tokens from anywhere in the batch: a part that asks for sequences has a larger reach."""
 
     def _sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()

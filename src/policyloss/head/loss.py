@@ -213,9 +213,9 @@ class _Call:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            said = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
-            return "batch", f"a part of it may look at any token ({said})"
-        # Without a correction that reads logp, what corrections need of the batch is known before the first window.
+            hint = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            return "batch", f"a part of it may look at any token ({hint})"
+        # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if given is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return "batch", "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction
+from policyloss.functional.aggregate import check_alignment
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.ranks import all_sum
 from policyloss.functional.stats import count, mean_or_zero
@@ -294,6 +295,9 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
         said = part(t)
         if not isinstance(said, Corrected):
             raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(said).__name__}.")
+        for x in said:
+            if x is not None:
+                check_alignment("a correction must return one weight and one verdict per token", x, t.mask)
         if said.weight is not None:
             weight = said.weight if weight is None else weight * said.weight
         if said.keep is not None:

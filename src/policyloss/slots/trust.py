@@ -328,8 +328,8 @@ class CovClip:
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
     depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens. (Tokens
-    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.) A number that
-    equals its mean up to rounding has covariance 0.
+    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
+    A number that equals its mean up to rounding has covariance 0.
     """
 
     reach: ClassVar[str] = "token"
