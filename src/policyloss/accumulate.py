@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss.arguments import check_group
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.ranks import all_gather
 from policyloss.functional.segments import Sequences
@@ -60,9 +61,8 @@ def accumulate(
     """
     check_spec(spec)
     _check(micro_batches)
-    for name, ranks in (("group", group), ("cp_group", cp_group)):
-        if ranks is not None and not (dist.is_available() and dist.is_initialized()):
-            raise InputError(f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it.")
+    check_group("group", group)
+    check_group("cp_group", cp_group)
     if spec.needs_statistics and not callable(logp):
         raise InputError(
             "this loss needs numbers of the whole step that its mask does not give (survivors of a rejection, covariances or a "

@@ -29,13 +29,12 @@ from policyloss.advantages.estimators import (
 )
 from policyloss.advantages.optimal_baseline import optimal_token_baseline
 from policyloss.advantages.returns import GAE, discounted_returns, gae
-from policyloss.errors import InputError, unknown_name
+from policyloss.arguments import check_choice
 
 
 def estimator(name: str) -> Callable[..., Any]:
     """The estimator called `name`, or an error that lists the names."""
-    if name not in ESTIMATORS:
-        raise InputError(unknown_name("advantage estimator", name, ESTIMATORS))
+    check_choice("name", name, ESTIMATORS)
     return ESTIMATORS[name]
 
 

@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
@@ -126,6 +127,18 @@ def check_flag(name: str, value: Any) -> None:
         raise InputError(f"{name} must be True or False, got {seen(value)}.")
 
 
+def check_group(name: str, group: Any) -> None:
+    """Raise unless `group` is None or a process group, of a `torch.distributed` that is initialised."""
+    if group is None or torch.compiler.is_compiling():
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            f"{name} was given ({seen(group)}), but torch.distributed is not initialised: call init_process_group, or omit it."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"{name} must be a process group that this rank belongs to, got {seen(group)}.")
+
+
 def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
     """Raise unless `value` is one of the words of `valid` (or None, where that is among them)."""
     words = list(valid)
@@ -137,8 +150,8 @@ def by_annotation(function: F) -> F:
     """Check every argument by what its annotation says, before `function` runs.
 
     `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of Python or of an array library.
-    `bool`, `str`: a value of that type. A union allows any of its types. What has another annotation (`Any`, a class) is the
-    function's own matter. A compiler traces the function without the checks.
+    `bool`: True or False. A union allows any of its types. What has another annotation (`str`, `Any`, a class) is the function's
+    own matter. A compiler traces the function without the checks.
     """
     rules = _rules(function)
     names = tuple(inspect.signature(function).parameters)
@@ -159,8 +172,11 @@ def by_annotation(function: F) -> F:
 
 
 def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
-    """The types that each annotated argument may have; an argument that may have any other type as well is left out."""
-    plain = {Tensor, float, int, bool, str, type(None)}
+    """The types that each annotated argument may have; an argument that may have any other type as well is left out.
+
+    So is one that may be a word: which words are valid is the function's own matter, and so is what it says of others.
+    """
+    plain = {Tensor, float, int, bool, type(None)}
     hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
     return {name: types for name, types in hints.items() if types <= plain}
 
@@ -180,11 +196,11 @@ def _check_allowed(name: str, value: Any, allowed: frozenset[type], first: tuple
     if Tensor in allowed and (isinstance(value, Tensor) or allowed <= {Tensor, type(None)}):
         check_tensor(name, value, like=first if isinstance(value, Tensor) and value.dim() else None)
         return
-    if (bool in allowed and isinstance(value, bool)) or (str in allowed and isinstance(value, str)):
+    if bool in allowed and isinstance(value, bool):
         return
     if (float in allowed or int in allowed) and _is_scalar(value):
         return
-    words = [_WORDS[t] for t in (Tensor, float, int, bool, str, type(None)) if t in allowed]
+    words = [_WORDS[t] for t in (Tensor, float, int, bool, type(None)) if t in allowed]
     raise InputError(f"{name} must be {' or '.join(words)}, got {seen(value)}.")
 
 
@@ -200,6 +216,5 @@ _WORDS: dict[type, str] = {
     float: "a number",
     int: "an integer",
     bool: "True or False",
-    str: "a string",
     type(None): "None",
 }

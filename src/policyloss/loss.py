@@ -98,10 +98,10 @@ class _Parts(NamedTuple):
     metrics: Metrics
 
 
-def check_spec(spec: Any) -> None:
+def check_spec(spec: Any, called: str = "spec") -> None:
     """Raise unless `spec` is a LossSpec."""
     if not isinstance(spec, LossSpec):
-        raise InputError(f"spec must be a LossSpec, got {seen(spec)}; for a preset use policyloss.preset(name).")
+        raise InputError(f"{called} must be a LossSpec, got {seen(spec)}; for a preset use policyloss.preset(name).")
 
 
 def check_gradients(spec: LossSpec, logp: Any, entropy: Any) -> None:

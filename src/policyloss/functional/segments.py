@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_group, check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import can_be_read, holds
 from policyloss.functional.stats import count
@@ -108,6 +108,7 @@ class Sequences:
     @classmethod
     def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None) -> Sequences:
         """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`."""
+        check_group("cp_group", cp_group)
         if not isinstance(tokens, Tensor):
             raise InputError(f"expected a tensor of tokens, [B, T] or [N] with cu_seqlens=, got {seen(tokens)}.")
         if cu_seqlens is None:

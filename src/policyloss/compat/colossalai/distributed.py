@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from policyloss.arguments import by_annotation
 from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.aggregate import guarded
@@ -27,6 +28,7 @@ class PolicyLoss(nn.Module):
     returns: "tuple" for `(loss, largest ratio)`, "loss" for the loss alone.
     """
 
+    @by_annotation
     def __init__(
         self,
         clip_eps_low: float = 0.2,
@@ -49,6 +51,7 @@ class PolicyLoss(nn.Module):
         self.adv = adv
         self.returns = returns
 
+    @by_annotation
     def forward(
         self,
         log_probs: Tensor,

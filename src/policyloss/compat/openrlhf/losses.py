@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from policyloss.arguments import by_annotation
 from policyloss.compat.guards import number
 from policyloss.compat.openrlhf.words import (
     CURRENT,
@@ -58,6 +59,7 @@ class PolicyLoss(nn.Module):
 
     default_release: str | None = None
 
+    @by_annotation
     def __init__(
         self,
         clip_eps_low: float = 0.2,
@@ -116,6 +118,7 @@ class PolicyLoss(nn.Module):
         ratio = TokenRatio(log_clamp=20.0 if at_least(self.release, "0.10.3") else None)
         return LossSpec(ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate)
 
+    @by_annotation
     def forward(
         self,
         log_probs: Tensor,
@@ -204,6 +207,7 @@ class ValueLoss(nn.Module):
 
     default_release: str | None = None
 
+    @by_annotation
     def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True, *, release: str | None = None) -> None:
         super().__init__()
         self.release = release or self.default_release or CURRENT
@@ -213,6 +217,7 @@ class ValueLoss(nn.Module):
         self.clip_eps = clip_eps
         self.token_level_loss = token_level_loss
 
+    @by_annotation
     def forward(
         self,
         values: Tensor,
@@ -236,6 +241,7 @@ class ValueLoss(nn.Module):
         ).loss
 
 
+@by_annotation
 def aggregate_loss(
     loss: Tensor,
     loss_mask: Tensor | None,
@@ -250,6 +256,7 @@ def aggregate_loss(
     return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
 
 
+@by_annotation
 def compute_approx_kl(
     log_probs: Tensor,
     log_probs_base: Tensor,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.arguments import by_annotation
 from policyloss.functional.terms import where_scored
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.slots.correction import OPSM, Corrected
@@ -23,6 +24,7 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion.bool()
 
 
+@by_annotation
 def batch_loss(
     spec: LossSpec,
     logp: Tensor,

@@ -28,6 +28,7 @@ from policyloss.advantages.plain import (
     sequence_scores,
     weighted_sum,
 )
+from policyloss.arguments import by_annotation
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.calls import read
 from policyloss.errors import InputError
@@ -37,6 +38,7 @@ from policyloss.tokens import as_mask
 AdvantageResult = tuple[Tensor, Tensor]
 
 
+@by_annotation
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
     values: Tensor,
@@ -52,6 +54,7 @@ def compute_gae_advantage_return(
     return plain_whiten(found.advantages, response_mask), found.returns
 
 
+@by_annotation
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -65,6 +68,7 @@ def compute_grpo_outcome_advantage(
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
+@by_annotation
 def compute_grpo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -85,6 +89,7 @@ def compute_grpo_vectorized_outcome_advantage(
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
+@by_annotation
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -110,6 +115,7 @@ def compute_gdpo_outcome_advantage(
     return _whitened(weighted_sum(parts, weights), response_mask)
 
 
+@by_annotation
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -130,6 +136,7 @@ def compute_grpo_passk_outcome_advantage(
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
 
 
+@by_annotation
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -143,6 +150,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     return _whitened(over_tokens(groups.centered, response_mask), response_mask)
 
 
+@by_annotation
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -155,6 +163,7 @@ def compute_rloo_outcome_advantage(
     return _outcome(_groups(sequence_scores(token_level_rewards), index).left_out(), response_mask)
 
 
+@by_annotation
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -168,6 +177,7 @@ def compute_opo_outcome_advantage(
     return _outcome(groups.centered, response_mask)
 
 
+@by_annotation
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -188,6 +198,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return _whitened(returns, response_mask)[0], returns
 
 
+@by_annotation
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,
     reward_baselines: Tensor,
@@ -200,6 +211,7 @@ def compute_remax_outcome_advantage(
     return less_baseline(returns, reward_baselines, response_mask), returns
 
 
+@by_annotation
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -214,6 +226,7 @@ def compute_gpg_outcome_advantage(
     return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
 
 
+@by_annotation
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -227,6 +240,7 @@ def compute_rloo_vectorized_outcome_advantage(
     return _outcome(PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask)
 
 
+@by_annotation
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -255,6 +269,7 @@ def compute_optimal_token_baseline_advantage(
     return advantages, reward_to_go(token_level_rewards, response_mask)
 
 
+@by_annotation
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import by_annotation
 from policyloss.compat.guards import guard, number, share
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
@@ -75,6 +76,7 @@ def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str
     return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
 
 
+@by_annotation
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -93,6 +95,7 @@ def agg_loss(
     return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
 
 
+@by_annotation
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -147,11 +150,13 @@ def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
     return part(tokens).reshape(logprob.shape)
 
 
+@by_annotation
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms have the gradient of k2."""
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 
+@by_annotation
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
     if kl_penalty.endswith("+"):

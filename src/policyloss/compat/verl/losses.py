@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.arguments import by_annotation
 from policyloss.compat.guards import guard, share
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
@@ -42,6 +43,7 @@ from policyloss.totals import Totals
 LossResult = tuple[Tensor, dict[str, Any]]
 
 
+@by_annotation
 def compute_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -71,6 +73,7 @@ def compute_policy_loss(
     return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
 
 
+@by_annotation
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -99,6 +102,7 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
 
 
+@by_annotation
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -115,6 +119,7 @@ def compute_policy_loss_dppo_tv(
     return _probability_band(call, "tv")
 
 
+@by_annotation
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -131,6 +136,7 @@ def compute_policy_loss_dppo_kl(
     return _probability_band(call, "kl")
 
 
+@by_annotation
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -150,6 +156,7 @@ def compute_policy_loss_gspo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(None), 0.0)
 
 
+@by_annotation
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -170,6 +177,7 @@ def compute_policy_loss_sapo(
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
 
+@by_annotation
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -186,6 +194,7 @@ def compute_policy_loss_gpg(
     return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
 
 
+@by_annotation
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -208,6 +217,7 @@ def compute_policy_loss_clip_cov(
     return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], response_mask), call.drift(None))
 
 
+@by_annotation
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -227,6 +237,7 @@ def compute_policy_loss_kl_cov(
     return out.loss, call.report(None, call.drift(None, "abs"))
 
 
+@by_annotation
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -257,6 +268,7 @@ def compute_policy_loss_geo_mean(
     return out.loss, call.report(share(positive, response_mask), call.drift(None), share(negative, response_mask))
 
 
+@by_annotation
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -277,6 +289,7 @@ def compute_policy_loss_dro(
     return out.loss, call.report(None, call.drift(None))
 
 
+@by_annotation
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -294,6 +307,7 @@ def compute_policy_loss_cispo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(20.0), 0.0)
 
 
+@by_annotation
 def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor,
     log_prob: Tensor,
@@ -311,6 +325,7 @@ def compute_policy_loss_reinforce(
     return out.loss, call.report(None, call.drift(None))
 
 
+@by_annotation
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,

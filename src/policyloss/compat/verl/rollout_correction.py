@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.arguments import by_annotation
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_by_weight import rejection_by_weight
@@ -98,6 +99,7 @@ def _means(response_mask: Tensor) -> Means:
     return Means.of(response_mask, EPSILON)
 
 
+@by_annotation
 @torch.no_grad()
 def compute_rollout_correction_weights(
     log_ratio: Tensor,
@@ -147,6 +149,7 @@ def _world() -> Any:
     return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
 
 
+@by_annotation
 @torch.no_grad()
 def compute_is_metrics(
     rollout_is_weights: Tensor,
@@ -178,6 +181,7 @@ def compute_is_metrics(
     return _report("rollout_is_", found)
 
 
+@by_annotation
 @torch.no_grad()
 def compute_rollout_rejection_mask(
     log_ratio: Tensor,
@@ -238,6 +242,7 @@ def _apply(rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor) 
     return keep, metrics
 
 
+@by_annotation
 @torch.no_grad()
 def compute_rs_metrics(
     option_name: str,
@@ -265,6 +270,7 @@ def compute_rs_metrics(
     return _report(f"rollout_rs_{option_name}_", found)
 
 
+@by_annotation
 @torch.no_grad()
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tensor,
@@ -336,18 +342,21 @@ def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
     }
 
 
+@by_annotation
 @torch.no_grad()
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
     """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `functional.mismatch.policy_gap`)."""
     return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
 
 
+@by_annotation
 def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
     found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in found.items()}
 
 
+@by_annotation
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -372,6 +381,7 @@ def compute_rollout_correction_and_add_to_batch(
     return (batch if weights is None else batch.union(weights)), metrics
 
 
+@by_annotation
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
     """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's loss_mode to "bypass_mode"."""
     if "rollout_log_probs" not in batch.batch:
