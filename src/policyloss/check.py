@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from policyloss.arguments import check_integer
+from policyloss.arguments import check_integer, seen
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.ranks import several_ranks
 from policyloss.loss import check_spec, measure, policy_loss
@@ -172,6 +172,8 @@ def check_loss(loss: Callable[[Tokens], Any] | LossSpec | str, *, base: LossSpec
         raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
     if isinstance(loss, str):
         loss = preset(loss)
+    if isinstance(loss, type) or not (callable(loss) or isinstance(loss, LossSpec)):
+        raise InputError(f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}.")
     if base is not None:
         check_spec(base, "base")
     check_integer("seed", seed, 0)

@@ -25,6 +25,16 @@ class InputTypeError(InputError, TypeError):
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
     names = sorted(valid)
-    close = get_close_matches(str(name), names, n=1)
+    shown = safe_repr(name)
+    close = get_close_matches(name, names, n=1) if isinstance(name, str) else []
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}."
+    return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
+
+
+def safe_repr(value: object) -> str:
+    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an integer of many digits)."""
+    try:
+        text = repr(value)
+    except Exception:  # a user's object may do anything here
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -30,8 +30,11 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
+        device = None
         for name, part in self.__dict__.items():
-            if not isinstance(part, Tensor) or part.dim() or part.is_complex():
+            dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
+            device = part.device if dense and device is None else device
+            if not dense or part.dim() or part.device != device:
                 raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from policyloss.arguments import seen
 from policyloss.errors import SpecError, unknown_name
 from policyloss.slots.aggregate import (
     LengthWeighted,
@@ -469,6 +470,8 @@ def presets() -> tuple[str, ...]:
 
 def preset(name: str) -> LossSpec:
     """The loss called `name`, as a frozen `LossSpec`."""
+    if not isinstance(name, str):
+        raise SpecError(f"name must be the name of a preset, a string, got {seen(name)}.")
     if name not in PRESETS:
         raise SpecError(unknown_name("preset", name, PRESETS))
     return PRESETS[name].spec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_tensor, is_number, seen
+from policyloss.arguments import check_group, check_like, check_number, check_tensor, is_number, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.ranks import several_ranks
@@ -86,7 +86,7 @@ class Totals:
         ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine sums gradients.
         """
         check_tensor("mask", mask)
-        sequences = Sequences.of(mask, cu_seqlens, cp_group)
+        sequences = Sequences.of(mask, cu_seqlens, cp_group, "mask")
         lengths = sequences.sum(as_mask(mask, mask).to(torch.float32))
         groups = None
         if group_ids is not None:
@@ -102,6 +102,8 @@ class Totals:
 
         epsilon: added to the number of tokens, as frameworks do that guard a mean with 1e-8.
         """
+        check_tensor("mask", mask)
+        check_number("epsilon", epsilon, least=0, finite=True)
         valid = as_mask(mask, mask)
         return cls(count(valid).to(accumulator_dtype(mask.device)) + epsilon, count(valid.any(-1)), dp_size=dp_size)
 

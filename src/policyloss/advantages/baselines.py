@@ -237,7 +237,7 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
     """
     check_tensor("x", x, "float")
     check_flag("mean", mean)
-    mask = as_mask(mask, x)
+    mask = as_mask(mask, x, like_called="x")
     dtype = compute_dtype(x)
     check_group("cp_group", cp_group)
     if group is None and cp_group is not None and dist.get_world_size(cp_group) == dist.get_world_size():

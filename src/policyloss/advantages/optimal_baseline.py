@@ -132,7 +132,8 @@ def _checked(
         )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
     for name, x in (("old_logp", old_logp), ("sum_pi_squared", sum_pi_squared), ("weights", weights)):
-        if x is not None and (not isinstance(x, Tensor) or x.shape != mask.shape):
+        optional = x is None and name == "weights"
+        if not optional and (not isinstance(x, Tensor) or x.shape != mask.shape):
             raise InputError(f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {seen(x)}.")
         if x is not None:
             check_tensor(name, x, like=("mask", mask))

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from policyloss.arguments import seen
 from policyloss.errors import SpecError
 from policyloss.explaining.formulas import formula
 from policyloss.explaining.provenance import is_part, part_name, same_presets
@@ -67,18 +68,18 @@ class Difference:
 
 def diff(a: LossSpec | str, b: LossSpec | str) -> Difference:
     """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
-    first, second = as_spec(a), as_spec(b)
+    first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
 
 
-def as_spec(spec: LossSpec | str) -> LossSpec:
-    """A spec, or the preset of that name."""
+def as_spec(spec: LossSpec | str, called: str = "spec") -> LossSpec:
+    """A spec, or the preset of that name. called: what the caller calls it."""
     if isinstance(spec, LossSpec):
         return spec
     if isinstance(spec, str):
         return preset(spec)
-    raise SpecError(f"give a LossSpec or the name of a preset, got {type(spec).__name__}.")
+    raise SpecError(f"{called}: give a LossSpec or the name of a preset, got {seen(spec)}.")
 
 
 def shown(value: Any) -> Any:

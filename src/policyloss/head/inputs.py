@@ -133,6 +133,7 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
         raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+    check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token.")
     if ids.device != device:
@@ -234,9 +235,8 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
                 ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
                 "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise InputError(f"{name} must be a floating-point tensor, got {seen(x)}.")
+    check_tensor("hidden", hidden, "float")
+    check_tensor("weight", weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
@@ -244,6 +244,8 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
         )
     if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()):
         raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}.")
+    if bias is not None:
+        check_tensor("bias", bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(f"bias is on {bias.device} and weight on {weight.device}; they must be on one device.")
     if hidden.device != weight.device:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import seen
+from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.inputs import (
@@ -49,6 +49,7 @@ def logprobs(
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
         raise InputError(f"logits must be a floating-point tensor [..., V], got {seen(logits)}.")
+    check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
         raise InputError("logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=.")

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import by_annotation
-from policyloss.compat.guards import guard, share
+from policyloss.compat.guards import drop_in, guard, share
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
-from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, policy_options, read
+from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, number_of, policy_options, read
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.stats import outside_by_sign
@@ -43,7 +42,7 @@ from policyloss.totals import Totals
 LossResult = tuple[Tensor, dict[str, Any]]
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -73,7 +72,7 @@ def compute_policy_loss(
     return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -102,7 +101,7 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -119,7 +118,7 @@ def compute_policy_loss_dppo_tv(
     return _probability_band(call, "tv")
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -136,7 +135,7 @@ def compute_policy_loss_dppo_kl(
     return _probability_band(call, "kl")
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -156,7 +155,7 @@ def compute_policy_loss_gspo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(None), 0.0)
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -172,12 +171,12 @@ def compute_policy_loss_sapo(
     mode = "seq-mean-token-mean"
     call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
     # verl holds them in the dtype of the advantages.
-    taus = (float(torch.as_tensor(read(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
+    taus = (float(torch.as_tensor(number_of(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
     out = call.loss(LossSpec(trust=SoftGate(*taus)))
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -194,7 +193,7 @@ def compute_policy_loss_gpg(
     return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -217,7 +216,7 @@ def compute_policy_loss_clip_cov(
     return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], response_mask), call.drift(None))
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -237,7 +236,7 @@ def compute_policy_loss_kl_cov(
     return out.loss, call.report(None, call.drift(None, "abs"))
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -268,7 +267,7 @@ def compute_policy_loss_geo_mean(
     return out.loss, call.report(share(positive, response_mask), call.drift(None), share(negative, response_mask))
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -289,7 +288,7 @@ def compute_policy_loss_dro(
     return out.loss, call.report(None, call.drift(None))
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -307,7 +306,7 @@ def compute_policy_loss_cispo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(20.0), 0.0)
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor,
     log_prob: Tensor,
@@ -325,7 +324,7 @@ def compute_policy_loss_reinforce(
     return out.loss, call.report(None, call.drift(None))
 
 
-@by_annotation
+@drop_in
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,
