@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss.arguments import check_group, check_tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.ranks import all_gather
 from policyloss.functional.segments import Sequences
@@ -61,9 +62,8 @@ def accumulate(
     """
     spec = ready_spec(spec)
     _check(micro_batches)
-    for name, ranks in (("group", group), ("cp_group", cp_group)):
-        if ranks is not None and not (dist.is_available() and dist.is_initialized()):
-            raise InputError(f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it.")
+    check_group("group", group)
+    check_group("cp_group", cp_group)
     if spec.needs_statistics and not callable(logp):
         raise InputError(
             "this loss needs numbers of the whole step that its mask does not give (survivors of a rejection, covariances or a "
@@ -244,10 +244,15 @@ class _Pack:
         for i, data in enumerate(micro_batches):
             mask, group_ids = data["mask"], data.get("group_ids")
             try:
+                check_tensor("mask", mask)
+                if mask.is_meta:
+                    raise InputError("mask is on the device 'meta', which holds no values to count; move it to the loss's device.")
                 masks.append(as_mask(mask, mask).reshape(-1))
-                sequences = Sequences.of(mask, data.get("cu_seqlens"))
+                sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
                 if group_ids is not None:
                     check_group_ids(group_ids, sequences)
+                    if group_ids.is_meta:
+                        raise InputError("group_ids is on the device 'meta', which holds no values; move it to the mask's device.")
                     groups.append(group_ids.to(mask.device))
             except InputError as error:
                 raise InputError(f"micro_batches[{i}]: {error}") from None
@@ -290,7 +295,7 @@ def _check_numbers(numbers: list[int]) -> None:
     """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the forward of a sharded model."""
     if 0 in numbers:
         raise InputError(
-            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one to run its forward on: give "
+            f"micro_batches: rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one to run its forward on: give "
             "it one with an all-False mask, which adds nothing."
         )
 

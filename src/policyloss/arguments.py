@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.errors import InputError, PolicyLossError, unknown_name
+from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
 
 Kind = Literal["number", "float", "integer", "any"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,18 +26,13 @@ _WANTED: dict[str, str] = {
     "float": "a floating-point tensor",
     "integer": "a tensor of integers",
 }
-_LONGEST = 60  # characters of a value that an error shows
 
 
 def seen(x: Any) -> str:
     """What an error says of a value that does not fit: the type of a tensor's numbers and its shape, or the value itself."""
     if isinstance(x, Tensor):
         return f"dtype {x.dtype} and shape {tuple(x.shape)}"
-    try:
-        text = repr(x)
-    except Exception:  # an integer of many digits has none, and a user's object may have a broken one
-        return f"a value of type {type(x).__name__}"
-    return f"{type(x).__name__} {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}"
+    return f"{type(x).__name__} {safe_repr(x)}"
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
@@ -126,41 +122,79 @@ def check_flag(name: str, value: Any) -> None:
         raise InputError(f"{name} must be True or False, got {seen(value)}.")
 
 
+def check_group(name: str, group: Any) -> None:
+    """Raise unless `group` is None or a process group, of a `torch.distributed` that is initialised."""
+    if group is None or torch.compiler.is_compiling():
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            f"{name} was given ({seen(group)}), but torch.distributed is not initialised: call init_process_group, or omit it."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"{name} must be a process group that this rank belongs to, got {seen(group)}.")
+
+
 def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
     """Raise unless `value` is one of the words of `valid` (or None, where that is among them)."""
     words = list(valid)
     if not (value is None or isinstance(value, str)) or value not in words:
-        raise InputError(unknown_name(name, value if isinstance(value, str) else seen(value), map(str, words)))
+        raise InputError(unknown_name(name, value, map(str, words)))
 
 
-def by_annotation(function: F) -> F:
-    """Check every argument by what its annotation says, before `function` runs.
+def by_annotation(
+    alike: Container[str] = (), floating: Container[str] = (), also: Callable[[dict[str, Any]], None] | None = None
+) -> Callable[[F], F]:
+    """A decorator that checks every argument by what its annotation says, before the function runs.
 
     `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of Python or of an array library.
-    `bool`, `str`: a value of that type. A union allows any of its types. What has another annotation (`Any`, a class) is the
-    function's own matter. A compiler traces the function without the checks.
+    `bool`: True or False. A union allows any of its types. What has another annotation (`str`, `Any`, a class) is the function's
+    own matter. A compiler traces the function without the checks.
+    alike: names of arguments that, where given, have one shape. floating: names of those that must be floating-point. also: called
+    with the arguments by name, for what else there is to check.
     """
-    rules = _rules(function)
-    names = tuple(inspect.signature(function).parameters)
 
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            first: tuple[str, Tensor] | None = None
-            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-                allowed = rules.get(name)
-                if allowed is not None:
-                    _check_allowed(name, value, allowed, first)
-                    if first is None and isinstance(value, Tensor):
-                        first = (name, value)
-        return function(*args, **kwargs)
+    def decorate(function: F) -> F:
+        rules = _rules(function)
+        names = tuple(inspect.signature(function).parameters)
 
-    return cast(F, checked)
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                arguments = dict(zip(names, args, strict=False)) | kwargs
+                _check_call(arguments, rules, alike, floating)
+                if also is not None:
+                    also(arguments)
+            return function(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorate
+
+
+def _check_call(
+    arguments: dict[str, Any], rules: dict[str, frozenset[type]], alike: Container[str], floating: Container[str]
+) -> None:
+    first: tuple[str, Tensor] | None = None
+    first_alike: tuple[str, Tensor] | None = None
+    for name, value in arguments.items():
+        if name in rules:
+            _check_allowed(name, value, rules[name], first)
+        if not isinstance(value, Tensor):
+            continue
+        first = first or (name, value)
+        if name in floating:
+            check_tensor(name, value, "float")
+        if name in alike:
+            first_alike = first_alike or (name, value)
+            check_like(name, value, first_alike)
 
 
 def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
-    """The types that each annotated argument may have; an argument that may have any other type as well is left out."""
-    plain = {Tensor, float, int, bool, str, type(None)}
+    """The types that each annotated argument may have; an argument that may have any other type as well is left out.
+
+    So is one that may be a word: which words are valid is the function's own matter, and so is what it says of others.
+    """
+    plain = {Tensor, float, int, bool, type(None)}
     hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
     return {name: types for name, types in hints.items() if types <= plain}
 
@@ -180,12 +214,18 @@ def _check_allowed(name: str, value: Any, allowed: frozenset[type], first: tuple
     if Tensor in allowed and (isinstance(value, Tensor) or allowed <= {Tensor, type(None)}):
         check_tensor(name, value, like=first if isinstance(value, Tensor) and value.dim() else None)
         return
-    if (bool in allowed and isinstance(value, bool)) or (str in allowed and isinstance(value, str)):
+    if bool in allowed and isinstance(value, bool):
         return
     if (float in allowed or int in allowed) and _is_scalar(value):
         return
-    words = [_WORDS[t] for t in (Tensor, float, int, bool, str, type(None)) if t in allowed]
+    words = [_WORDS[t] for t in (Tensor, float, int, bool, type(None)) if t in allowed]
     raise InputError(f"{name} must be {' or '.join(words)}, got {seen(value)}.")
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Raise unless `value` is one number, of Python or of an array library."""
+    if not _is_scalar(value):
+        raise InputError(f"{name} must be a number, got {seen(value)}.")
 
 
 def _is_scalar(value: Any) -> bool:
@@ -200,6 +240,5 @@ _WORDS: dict[type, str] = {
     float: "a number",
     int: "an integer",
     bool: "True or False",
-    str: "a string",
     type(None): "None",
 }

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from policyloss.arguments import check_integer, seen
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.ranks import several_ranks
 from policyloss.loss import measure, policy_loss
 from policyloss.presets import PresetName, as_spec
+from policyloss.slots.aggregate import TokenSum
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
+
+# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is wide on that side.
+AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
+ALONG = (*AGAINST, 3.0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,12 @@ class Batch:
     def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and gradient in logp (zero at masked positions by contract, which the checks rely on)."""
         logp = self.logp.detach().requires_grad_()
-        out = policy_loss(spec, logp, **self.others(), **kwargs)
+        others = self.others()
+        if spec.entropy_coef:
+            others["entropy"] = self.entropy.detach().requires_grad_()
+        if "cu_seqlens" in kwargs:
+            others["advantages"] = self.advantages.unsqueeze(0)  # one per token, also where there are as many sequences
+        out = policy_loss(spec, logp, **others, **kwargs)
         (gradient,) = torch.autograd.grad(out.loss, logp)
         return out.loss.detach(), gradient
 
@@ -152,23 +163,29 @@ def check_loss(
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
     callables in any slot, or a preset's name. Checked, in float64 on small ragged batches: it runs and gives one finite number per
-    token; autograd agrees with finite differences (stop-gradients held constant); garbage at masked positions, row order, packing,
-    any split into micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs give the same
-    bits.
+    token; autograd agrees with finite differences (stop-gradients held constant); at ratio 1 the surrogate alone makes good tokens
+    more likely and bad ones less; it has no limit that binds only where a token moved against its advantage; garbage at masked
+    positions, row order, packing, any split into micro-batches and an empty batch change nothing; half precision is upcast first;
+    the same inputs give the same bits.
     Returns a report: print it, or assert it. It runs in one process.
     """
     if several_ranks():
         raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
+    if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
+        raise InputError(f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}.")
+    check_integer("seed", seed, 0)
     if isinstance(loss, (str, LossSpec)):
         spec = as_spec(loss)
     else:
-        spec = (LossSpec() if base is None else as_spec(base)).replace(trust=loss)
+        spec = (LossSpec() if base is None else as_spec(base, "base")).replace(trust=loss)
     batch = Batch.random(seed=seed)
     spec = spec.with_horizon(batch.mask.shape[-1])  # a common factor, which no check depends on
     results = [_run("runs", _runs, spec, batch)]
     if results[0].passed:
         checks = {
             "gradient": _gradient,
+            "direction": _direction,
+            "pessimism": _pessimism,
             "mask": _mask,
             "row order": _row_order,
             "packing": _packing,
@@ -233,6 +250,42 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
             return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+    return ""
+
+
+def _pulls(spec: LossSpec, shift: float) -> Tensor:
+    """How hard the surrogate alone pulls each token: `−A·∂loss/∂logp`, positive towards its advantage. `[2, n]`, row 0 with A > 0.
+
+    Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the direction of its advantage.
+    """
+    surrogate = spec.replace(correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum())
+    advantages = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5], dtype=torch.float64)
+    advantages = advantages.repeat_interleave(3).unsqueeze(1)
+    anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
+    ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
+    apart = Batch(anchor + shift * advantages.sign(), anchor, anchor, anchor, ones, advantages, ones.bool(), group_ids=rows // 2)
+    _, gradient = apart.loss(surrogate)
+    return (-advantages * gradient).view(2, -1)
+
+
+def _direction(spec: LossSpec, batch: Batch) -> str:
+    """At ratio 1, before any limit binds, a good token must become more likely and a bad one less."""
+    for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
+        if (pulls < 0).any():
+            more = "less" if sign == "positive" else "more"
+            return f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a sign wrong, or |advantages| used?"
+    return ""
+
+
+def _pessimism(spec: LossSpec, batch: Batch) -> str:
+    """A limit must not bind only where a token moved *against* its advantage: nothing would bring it back."""
+    against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
+    along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
+    if (against == 0).any(0).all() and (along != 0).all():
+        return (
+            "tokens that moved against their advantage get no gradient, and those that moved along it always do: a clip must take "
+            "the worse of the two losses (torch.maximum), not the better"
+        )
     return ""
 
 

@@ -161,7 +161,7 @@ class CompiledLoss:
         """The graph of this call, and what it gives: loss, packed metrics, what `_scaled` takes."""
         logp, mask, cu_seqlens = tensors["logp"], tensors["mask"], tensors.get("cu_seqlens")
         if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, logp.shape[0])
+            check_cu_seqlens(cu_seqlens, logp, "logp")
             tensors["cu_seqlens"] = cu_seqlens.to(logp.device)
             # A graph serves every pack of its shape, so that a shape must mean the same in all of them.
             sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])

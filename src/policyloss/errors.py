@@ -36,6 +36,16 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
     names = sorted(valid)
     plain = {_plain(known): known for known in names}
-    close = [plain[key] for key in get_close_matches(_plain(str(name)), plain, n=1)]
+    near = get_close_matches(_plain(name), plain, n=1) if isinstance(name, str) else []
+    close, shown = [plain[key] for key in near], safe_repr(name)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}."
+    return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
+
+
+def safe_repr(value: object) -> str:
+    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an integer of many digits)."""
+    try:
+        text = repr(value)
+    except Exception:  # a user's object may do anything here
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import seen
+from policyloss.arguments import check_group, seen
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.ranks import collective_device, outside_level
@@ -30,8 +30,11 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
+        device = None
         for name, part in self.__dict__.items():
-            if not isinstance(part, Tensor) or part.dim() or part.is_complex():
+            dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
+            device = part.device if dense and device is None else device
+            if not dense or part.dim() or part.device != device:
                 raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
 
     @property
@@ -136,6 +139,13 @@ BEYOND_TOTALS = (
     "a call held more than its totals say the whole step has (metric beyond_totals): the average divided by too small a count. "
     "Count all micro-batches of the step, policyloss.Totals.count(mask_of_the_whole_step); for a plain sum use TokenSum."
 )
+
+
+def refuse_invalid(counts: Mapping[str, Tensor | float]) -> None:
+    """Raise if one of these counts, by the names of `REFUSED`, is not 0."""
+    for name, number in counts.items():
+        if float(number) != 0:
+            raise InputError(REFUSED[name].format(n=f"{float(number):g}"))
 
 
 @dataclass(frozen=True)
@@ -282,20 +292,16 @@ class Metrics(Mapping[str, Record]):
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
         numbers = dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
-        self.refuse_invalid(numbers)
+        refuse_invalid({name: numbers[name] for name, record in self._records.items() if isinstance(record, Invalid)})
         if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
             warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
         if numbers.get("beyond_totals", 0) > 0:
             warnings.warn(BEYOND_TOTALS, stacklevel=outside_level())
         return numbers
 
-    def refuse_invalid(self, numbers: Mapping[str, float] | None = None) -> None:
-        """Raise if a count of certainly wrong values (`Invalid`) is not 0. numbers: the values, if the host has them already."""
-        for name, record in self._records.items():
-            if isinstance(record, Invalid):
-                number = record.item() if numbers is None else numbers[name]
-                if number != 0:
-                    raise InputError(REFUSED[name].format(n=f"{number:g}"))
+    def refuse_invalid(self) -> None:
+        """Raise if a count of certainly wrong values (`Invalid`) is not 0. Reads them back to the host."""
+        refuse_invalid({name: record.value for name, record in self._records.items() if isinstance(record, Invalid)})
 
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
@@ -305,6 +311,7 @@ class Metrics(Mapping[str, Record]):
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self
+        check_group("group", group)
         kinds = self._kinds_of_all_ranks(group)
         if not kinds:
             return self

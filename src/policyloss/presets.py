@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from policyloss.arguments import seen
 from policyloss.errors import InputError, SpecError, match_name, unknown_name
 from policyloss.slots.aggregate import (
     LengthWeighted,
@@ -554,6 +555,8 @@ def presets() -> tuple[str, ...]:
 
 def find_preset(name: str) -> Preset:
     """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
+    if not isinstance(name, str):
+        raise SpecError(f"name must be the name of a preset, a string, got {seen(name)}.")
     known = match_name(name, PRESETS)
     if known is None:
         raise SpecError(unknown_name("preset", name, PRESETS))
@@ -570,14 +573,14 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
     return find_preset(name).spec.with_fields(**numbers)
 
 
-def as_spec(spec: LossSpec | PresetName | str) -> LossSpec:
-    """`spec` itself, or the preset of that name. Every function that takes a spec calls this."""
+def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec:
+    """`spec` itself, or the preset of that name. called: what the caller calls this argument."""
     if isinstance(spec, LossSpec):
         return spec
     if isinstance(spec, str):
         return find_preset(spec).spec
     raise InputError(
-        f"spec must be a LossSpec or the name of a preset, got {type(spec).__name__}; policyloss.presets() lists the names."
+        f"{called} must be a LossSpec or the name of a preset, got {seen(spec)}; policyloss.presets() lists the names."
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 
+from policyloss.arguments import seen
 from policyloss.errors import SpecError, unknown_name
 from policyloss.slots import aggregate, checks, correction, kl, ratio, trust
 from policyloss.tokens import Tokens
@@ -220,7 +221,7 @@ class LossSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
         """The inverse of `to_dict`. Strict: an unknown key, type or value is an error that names the valid ones."""
         if not isinstance(data, Mapping):
-            raise SpecError(f"a LossSpec is made from a mapping, got {type(data).__name__}.")
+            raise SpecError(f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}.")
         slots: dict[str, Any] = {}
         for key, value in data.items():
             if key not in SLOTS:
@@ -294,7 +295,7 @@ def check_part(slot: str, part: Any) -> None:
             raise SpecError(f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}.")
     if not callable(part):
         names = ", ".join(v.__name__ for v in _VARIANTS[slot])
-        raise SpecError(f"{slot}={part!r} is not a part; use one of {names}, or a callable of Tokens.")
+        raise SpecError(f"{slot}={seen(part)} is not a part; use one of {names}, or a callable of Tokens.")
 
 
 def _encode(slot: str, part: Any) -> dict[str, Any]:

@@ -33,20 +33,16 @@ class NeedsStatistics(Protocol):
         ...
 
 
-def as_mask(mask: Tensor, like: Tensor, called: str = "mask") -> Tensor:
+def as_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> Tensor:
     """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only on a CPU)."""
-    return checked_mask(mask, like, called)[0]
+    return checked_mask(mask, like, called, like_called)[0]
 
 
-def checked_mask(mask: Tensor, like: Tensor, called: str = "mask") -> tuple[Tensor, Tensor | None]:
+def checked_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> tuple[Tensor, Tensor | None]:
     """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they were, or need not be."""
-    check_tensor(called, mask)
+    check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
-        raise InputError(
-            f"{called} has shape {tuple(mask.shape)} but the tokens have {tuple(like.shape)}; give one entry per token."
-        )
-    if mask.device != like.device:
-        raise InputError(f"{called} is on {mask.device} and the tokens are on {like.device}; move them to one device.")
+        raise InputError(f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token.")
     if mask.dtype == torch.bool:
         return mask, None
     invalid = neither_0_nor_1(mask)
@@ -129,8 +125,8 @@ class Tokens:
         called: what the caller calls its first two arguments, for error messages.
         """
         check_tensor(called[0], logp, "float")
-        sequences = Sequences.of(logp, cu_seqlens, cp_group)
-        mask, invalid_mask = checked_mask(mask, logp)
+        sequences = Sequences.of(logp, cu_seqlens, cp_group, called[0])
+        mask, invalid_mask = checked_mask(mask, logp, like_called=called[0])
         for name, x in others.items():
             if x is not None:
                 check_like(name, x, (called[0], logp))

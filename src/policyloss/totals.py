@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss.arguments import check_group, check_like, check_number, check_tensor, is_number, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.ranks import several_ranks
@@ -29,6 +30,12 @@ class GroupTokens:
 
     ids: Tensor
     tokens: Tensor
+
+    def __post_init__(self) -> None:
+        check_tensor("GroupTokens.ids", self.ids, "integer")
+        check_like("GroupTokens.tokens", self.tokens, ("GroupTokens.ids", self.ids))
+        if self.ids.dim() != 1:
+            raise InputError(f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}.")
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,14 @@ class Totals:
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "dp_size"):
             value = getattr(self, name)
-            if isinstance(value, Tensor):
-                if value.numel() != 1:
-                    raise InputError(f"Totals.{name} must be one number, got a tensor of shape {tuple(value.shape)}.")
-            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise InputError(f"Totals.{name} must be a count, got {value!r}.")
-        if isinstance(self.groups, (int, float)) and not self.groups >= 0:
-            raise InputError(f"Totals.groups must be a number of groups, got {self.groups!r}.")
-        if isinstance(self.dp_size, float) or (isinstance(self.dp_size, int) and self.dp_size < 1):
-            raise InputError(f"Totals.dp_size must be a number of ranks, got {self.dp_size!r}.")
+            _check_count(f"Totals.{name}", value, "a count")
+        if self.groups is not None and not isinstance(self.groups, GroupTokens):
+            _check_count("Totals.groups", self.groups, "a number of groups, a GroupTokens or None")
+        if not isinstance(self.dp_size, Tensor) and (not isinstance(self.dp_size, int) or self.dp_size < 1):
+            raise InputError(f"Totals.dp_size must be a number of ranks, got {seen(self.dp_size)}.")
+        numbers = self.statistics
+        if numbers is not None and not (isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())):
+            raise InputError(f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}.")
 
     @classmethod
     def count(
@@ -79,11 +85,13 @@ class Totals:
         the default group if there is one. cp_group: ranks that hold other tokens of the *same* sequences. dp_size: by default all
         ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine sums gradients.
         """
-        sequences = Sequences.of(mask, cu_seqlens, cp_group)
+        check_tensor("mask", mask)
+        sequences = Sequences.of(mask, cu_seqlens, cp_group, "mask")
         lengths = sequences.sum(as_mask(mask, mask))
         groups = None
         if group_ids is not None:
             check_group_ids(group_ids, sequences)
+            check_tensor("group_ids", group_ids, like=("mask", mask))
             groups = _group_tokens(group_ids, lengths)
         counts = cls(lengths.sum(), count(lengths > 0), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
@@ -94,6 +102,8 @@ class Totals:
 
         epsilon: added to the number of tokens, as frameworks do that guard a mean with 1e-8.
         """
+        check_tensor("mask", mask)
+        check_number("epsilon", epsilon, least=0, finite=True)
         valid = as_mask(mask, mask)
         return cls(count(valid).to(accumulator_dtype(mask.device)) + epsilon, count(valid.any(-1)), dp_size=dp_size)
 
@@ -141,8 +151,19 @@ class Totals:
         return self._with(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
 
 
+def _check_count(name: str, value: Any, wanted: str) -> None:
+    """Raise unless `value` is a number that is not negative, or a tensor that holds one number."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise InputError(f"{name} must be one number, got a tensor of {seen(value)}.")
+    elif not is_number(value) or not value >= 0:
+        raise InputError(f"{name} must be {wanted}, got {seen(value)}.")
+
+
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
     """The ranks that hold other sequences: `group`, or by default all of them; None if there are no others."""
+    check_group("group", group)
+    check_group("cp_group", cp_group)
     if group is not None or not several_ranks():
         return group
     if cp_group is None:
@@ -175,8 +196,8 @@ def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
     """What the caller said about the step: given totals, or None for "this call is the whole batch"."""
     if isinstance(totals, Totals):
         return totals
-    if totals not in (None, "local"):
-        raise InputError(f'totals must be a Totals, "local" or None, got {totals!r}.')
+    if totals is not None and not (isinstance(totals, str) and totals == "local"):
+        raise InputError(f'totals must be a Totals, "local" or None, got {seen(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
             f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "

@@ -8,6 +8,7 @@ of all of them are brought together, and each rank gets its own rows' advantages
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.errors import InputError, unknown_name
-from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
-from policyloss.functional.ranks import Gathered, all_sum, gather_rows, statistics_group
+from policyloss.arguments import check_choice, check_flag, check_group, check_number, check_tensor, fits_kind, seen
+from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
+from policyloss.functional.ranks import Gathered, all_sum, gather_rows, outside_level, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 
@@ -147,6 +149,8 @@ def group_advantages(
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
+    if center is not None and single == "zero":
+        _warn_of_single_groups(g)
     weight = more[0][g.order] if more else None
     alone_raw = (g.size == 1) & (single == "raw")
     advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
@@ -156,6 +160,16 @@ def group_advantages(
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
         advantage = divided(advantage, spread, eps)
     return g.back(advantage, dtype)[own]
+
+
+def _warn_of_single_groups(g: RankedGroups) -> None:
+    """Warn if no sequence has another one to be compared with, so that every advantage is 0."""
+    if g.size.numel() > 1 and can_be_read(g.size) and holds(g.size.max() == 1):
+        warnings.warn(
+            f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence and every advantage is 0. Give "
+            'the samples of one prompt the same id, or pass single="raw" for the rewards themselves.',
+            stacklevel=outside_level(),
+        )
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
@@ -221,10 +235,11 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
     A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token gives zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than two tokens).
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise InputError(f"x must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}.")
-    mask = as_mask(mask, x)
+    check_tensor("x", x, "float")
+    check_flag("mean", mean)
+    mask = as_mask(mask, x, like_called="x")
     dtype = compute_dtype(x)
+    check_group("cp_group", cp_group)
     if group is None and cp_group is not None and dist.get_world_size(cp_group) == dist.get_world_size():
         group = "local"  # there are no ranks beside those of cp_group
     return whitened(
@@ -244,33 +259,26 @@ def whitened(x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: fl
 
 def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     """Raise unless rewards are `[S]` numbers and group_ids `[S]` integers."""
-    if not isinstance(rewards, Tensor) or rewards.dim() != 1 or rewards.is_complex():
-        shape = f"shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {shape}; sum token rewards first.")
-    if not isinstance(group_ids, Tensor) or group_ids.is_floating_point() or group_ids.dtype == torch.bool:
-        kind = f"dtype {group_ids.dtype}" if isinstance(group_ids, Tensor) else type(group_ids).__name__
-        raise InputError(f"group_ids must be a tensor of integers, one per sequence, got {kind}.")
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 1:
+        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum token rewards first.")
+    if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
+        raise InputError(f"group_ids must be a tensor of integers, one per sequence, got {seen(group_ids)}.")
+    check_tensor("group_ids", group_ids, like=("rewards", rewards))
     if group_ids.shape != rewards.shape:
         raise InputError(f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each.")
 
 
 def check_numbers(eps: float, ddof: int) -> None:
     """Raise unless eps ≥ 0 and ddof is 0 or 1."""
-    if not eps >= 0:
-        raise InputError(f"eps must be >= 0, got {eps!r}.")
-    if ddof not in (0, 1):
-        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {ddof!r}.")
-
-
-def check_choice(name: str, value: object, valid: tuple[str | None, ...]) -> None:
-    """Raise unless `value` is one of `valid`."""
-    if value not in valid:
-        raise InputError(unknown_name(name, value, (str(v) for v in valid)))
+    check_number("eps", eps, least=0)
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
+        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {seen(ddof)}.")
 
 
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
     if not isinstance(x, Tensor) or x.shape != rewards.shape:
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {got}.")
+        raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}.")
+    check_tensor(name, x, like=("rewards", rewards))
     return x.detach()

@@ -19,7 +19,6 @@ from torch import Tensor
 from policyloss.advantages.baselines import (
     RankedGroups,
     Single,
-    check_choice,
     check_numbers,
     check_rewards,
     divided,
@@ -31,6 +30,7 @@ from policyloss.advantages.baselines import (
 )
 from policyloss.advantages.optimal_baseline import optimal_token_baseline
 from policyloss.advantages.returns import discounted_returns, gae
+from policyloss.arguments import check_choice, check_integer, check_number, check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, compute_dtype
 from policyloss.functional.scan import linear_recurrence_reverse
@@ -119,8 +119,9 @@ def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
 
     Source: Li et al., arXiv 2310.10505. For rewards on every token, as in verl: `discounted_returns(rewards, mask) − b`.
     """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 1:
-        raise InputError("rewards must be one number per sequence, a tensor [S].")
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 1:
+        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}.")
     b = per_sequence("baseline_rewards", baseline_rewards, rewards)
     dtype = compute_dtype(rewards, b)
     return rewards.detach().to(dtype) - b.to(dtype)
@@ -132,6 +133,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single =
     Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with `single="raw"` (verl).
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
+    check_rewards(rewards, group_ids)
     weights = per_sequence("lengths", lengths, rewards)
     return group_advantages(rewards, group_ids, scale=None, weights=weights, single=single, group=group)
 
@@ -153,8 +155,7 @@ def gpg(
     Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with `single="raw"` (verl).
     """
     check_choice("valid", valid, ("informative", "nonzero"))
-    if not f_norm > 0:
-        raise InputError(f"f_norm must be > 0, got {f_norm!r}.")
+    check_number("f_norm", f_norm, above=0)
     check_rewards(rewards, group_ids)
     (r, ids), own = of_all_ranks(group, rewards, group_ids)
     centered = dr_grpo(r, ids, single=single, group="local")
@@ -186,13 +187,12 @@ def gdpo(
     of its `lengths` tokens. group: ranks that share the statistics of prompts and the whitening, as in `group_advantages`.
     Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group of one adds 0, or r with "raw".
     """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 2:
-        raise InputError("rewards must be [S, K], one column per reward.")
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 2:
+        raise InputError(f"rewards must be [S, K], one column per reward, got {seen(rewards)}.")
     check_rewards(rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids)
     k, dtype = rewards.shape[1], compute_dtype(rewards)
-    weight = rewards.new_ones(k, dtype=dtype) if weights is None else torch.as_tensor(weights)
-    if tuple(weight.shape) != (k,):
-        raise InputError(f"weights must hold one number per reward ({k},), got shape {tuple(weight.shape)}.")
+    weight = rewards.new_ones(k, dtype=dtype) if weights is None else _weights(weights, k, rewards.device)
     counts = torch.ones_like(group_ids) if lengths is None else per_sequence("lengths", lengths, group_ids)
     (counts, group_ids, *columns), own = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
     s = counts.shape[0]
@@ -261,8 +261,7 @@ def passk_combinatorial(
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, 0)
-    if not isinstance(k, int) or k < 1:
-        raise InputError(f"k must be an integer >= 1, got {k!r}.")
+    check_integer("k", k, 1)
     dtype = compute_dtype(rewards)
     (rewards, group_ids), own = of_all_ranks(group, rewards, group_ids)
     if rewards.numel() == 0:
@@ -294,6 +293,16 @@ def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
         return torch.lgamma(top + 1) - torch.lgamma(top - bottom + 1) - torch.lgamma(torch.full_like(top, bottom + 1))
 
     return torch.where(exists, (log_choose(a, b) - log_choose(n, k)).exp(), 0)
+
+
+def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
+    """`weights` as a tensor `[K]`, from a sequence of numbers or a tensor."""
+    if isinstance(weights, Sequence) and not isinstance(weights, str):
+        weights = torch.tensor([float(check_number("weights", w)) for w in weights], dtype=torch.float64)
+    check_tensor("weights", weights)
+    if tuple(weights.shape) != (k,) or weights.is_meta:
+        raise InputError(f"weights must hold one number per reward ({k},), got {seen(weights)}.")
+    return weights.to(device)
 
 
 def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:

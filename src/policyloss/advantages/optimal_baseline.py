@@ -10,6 +10,7 @@ from torch import Tensor
 from policyloss.advantages.baselines import RankedGroups, check_numbers, check_rewards
 from policyloss.advantages.plain import reward_to_go, rows_by_size
 from policyloss.advantages.returns import token_rewards, whole_sequences
+from policyloss.arguments import check_flag, check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype, fill
 from policyloss.functional.ranks import gather_rows, statistics_group
@@ -51,6 +52,8 @@ def optimal_token_baseline(
     Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's optimal_token_baseline (`bridge=False`) and
     tir_optimal_token_baseline (`bridge=True`).
     """
+    check_flag("zero_tail", zero_tail)
+    check_flag("bridge", bridge)
     valid = _checked(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
@@ -122,11 +125,17 @@ def _checked(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, old_logp: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
 ) -> Tensor:
     """The mask as bool, after checking every shape against it."""
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise InputError("mask must be padded tokens [B, T]; the optimal token baseline compares rows token by token.")
+    check_tensor("mask", mask)
+    if mask.dim() != 2:
+        raise InputError(
+            f"mask must be padded tokens [B, T], got {seen(mask)}; the optimal token baseline compares rows token by token."
+        )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
     for name, x in (("old_logp", old_logp), ("sum_pi_squared", sum_pi_squared), ("weights", weights)):
-        if x is not None and (not isinstance(x, Tensor) or x.shape != mask.shape):
-            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {shape}.")
+        optional = x is None and name == "weights"
+        if not optional and (not isinstance(x, Tensor) or x.shape != mask.shape):
+            raise InputError(f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {seen(x)}.")
+        if x is not None:
+            check_tensor(name, x, like=("mask", mask))
+    check_tensor("rewards", rewards, like=("mask", mask))
     return as_mask(mask, mask)

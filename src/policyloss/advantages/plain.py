@@ -22,6 +22,7 @@ from torch import Tensor
 
 from policyloss.advantages.baselines import check_rewards, per_sequence
 from policyloss.advantages.returns import GAE
+from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.segments import group_index
@@ -150,8 +151,9 @@ def _root(x: Tensor) -> Tensor:
 @torch.no_grad()
 def sequence_scores(token_rewards: Tensor) -> Tensor:
     """The sum of a row's token rewards, at valid and masked tokens alike, in their dtype. `[B, T]` → `[B]`."""
-    if not isinstance(token_rewards, Tensor) or token_rewards.dim() != 2 or not token_rewards.is_floating_point():
-        raise InputError("token rewards must be a floating-point tensor [B, T].")
+    check_tensor("token_level_rewards", token_rewards, "float")
+    if token_rewards.dim() != 2:
+        raise InputError(f"token_level_rewards must be a tensor [B, T], got {seen(token_rewards)}.")
     return token_rewards.detach().sum(dim=-1)
 
 

@@ -58,6 +58,8 @@ def gae(
     """
     _check_fraction("gamma", gamma)
     _check_fraction("lam", lam)
+    check_tensor("rewards", rewards)
+    check_tensor("values", values)
     if cp_group is not None:
         layout, mask = _layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
@@ -91,6 +93,7 @@ def discounted_returns(
     cp_group, positions: as in `gae`.
     """
     _check_fraction("gamma", gamma)
+    check_tensor("rewards", rewards)
     layout, mask = _layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
         whole, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
@@ -101,7 +104,7 @@ def discounted_returns(
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
     """Rewards as one number per token, 0 at masked ones; one per sequence (`[S]`, `[S, 1]`) goes to the last valid token."""
-    rewards = _checked_rewards(rewards, layout)
+    rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
     n = mask.numel()
@@ -125,7 +128,7 @@ def _lambda_returns(
     x = torch.lerp(reward, value, 1 - lam).reshape(-1)
     decay = torch.where(mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1).reshape(-1)
     ends = _ends(layout, x.device)
-    after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout).to(x.dtype)
+    after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout, x).to(x.dtype)
     if last_values is not None:
         x = x + decay * _placed(after, ends, n)
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN is put back by sequence.
@@ -162,18 +165,18 @@ def _gae_by_kernel(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, cu_seqlens: Tensor | None, last_values: Tensor | None
 ) -> GAE:
     """`gae` in one launch. The checks are those of the other path, less what they would compute: microseconds count here."""
-    if cu_seqlens is None or values.dim() != 1:
-        layout = Sequences.of(values, cu_seqlens)
+    if cu_seqlens is None:
+        layout = Sequences.of(values, called="values")
     else:
-        check_cu_seqlens(cu_seqlens, values.shape[0])
+        check_cu_seqlens(cu_seqlens, values, "values")
         layout = Sequences(tuple(values.shape), cu_seqlens.to(values.device))
     if mask.shape != values.shape:
         mask = as_mask(mask, values)
-    rewards = _checked_rewards(rewards, layout)
+    rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         rewards = rewards.reshape(layout.shape)
     # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs more.
-    last = None if last_values is None else _per_sequence(last_values.detach(), layout)
+    last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
     return GAE(*kernels(KERNEL).gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
 
@@ -185,7 +188,7 @@ def whole_sequences(
 
     Rewards per sequence are known on every rank: they stay what they are, as `[S, 1]`.
     """
-    rewards = _checked_rewards(rewards, layout)
+    rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     by_token = (rewards.reshape(layout.shape).to(dtype),) if tuple(rewards.shape) in _token_shapes(layout) else ()
     whole = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
@@ -194,7 +197,7 @@ def whole_sequences(
 
 def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None) -> tuple[Sequences, Tensor]:
     check_tensor(name, tokens)
-    return Sequences.of(tokens, cu_seqlens, cp_group), as_mask(mask, tokens)
+    return Sequences.of(tokens, cu_seqlens, cp_group, name), as_mask(mask, tokens, like_called=name)
 
 
 def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
@@ -202,9 +205,9 @@ def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
     return (layout.shape,) if layout.offsets is None else (layout.shape, (1, *layout.shape))
 
 
-def _checked_rewards(rewards: Tensor, layout: Sequences) -> Tensor:
+def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
     """`rewards`, in a shape that says whether they are one per token or one per sequence."""
-    check_tensor("rewards", rewards)
+    check_tensor("rewards", rewards, like=("mask", mask))
     rewards = layout.with_clear_shape(rewards, "rewards")
     if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
@@ -214,8 +217,8 @@ def _checked_rewards(rewards: Tensor, layout: Sequences) -> Tensor:
     return rewards
 
 
-def _per_sequence(last_values: Tensor, layout: Sequences) -> Tensor:
-    check_tensor("last_values", last_values)
+def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tensor:
+    check_tensor("last_values", last_values, like=("values", like))
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},).")
     return last_values.reshape(-1)

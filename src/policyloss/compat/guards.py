@@ -2,10 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from policyloss.arguments import by_annotation, check_number, is_number
+from policyloss.errors import SpecError
+from policyloss.tokens import as_mask
+
+F = TypeVar("F", bound=Callable[..., Any])
+MASKS = frozenset({"response_mask", "action_mask", "loss_mask"})
+# What carries a gradient, or is computed with as it is.
+FLOATING = frozenset(
+    {
+        *("log_prob", "log_probs", "logprob", "old_log_prob", "rollout_log_prob", "log_ratio"),
+        *("vpreds", "values", "loss_mat", "loss", "token_level_rewards"),
+    }
+)
+# The arguments that hold one number per token, `[B, T]`, by the names of all frameworks.
+TOKEN_SHAPED = (
+    MASKS
+    | FLOATING
+    | {
+        *("old_log_probs", "rollout_log_probs", "ref_logprob", "log_probs_base", "log_probs_old"),
+        *("rollout_is_weights", "raw_rollout_is_weights", "rs_statistic", "sum_pi_squared", "per_token_kl"),
+        *("returns", "old_values", "advantage"),
+    }
+)
+
+
+COUNTS = frozenset({"batch_num_tokens", "global_batch_size", "total_effective_tokens_in_batch"})
+BOUNDS = frozenset({"cliprange", "cliprange_low", "cliprange_high", "clip_eps", "clip_eps_low", "clip_eps_high"})
+
+
+def _check_values(arguments: dict[str, Any]) -> None:
+    """Masks of 0 and 1, and numbers that are not negative, under the names the caller knows."""
+    for name, value in arguments.items():
+        if name in MASKS and value is not None:
+            as_mask(value, value, name)
+        elif name in COUNTS and is_number(value):
+            check_number(name, value, least=0)
+        elif name in BOUNDS and is_number(value):
+            check_number(name, value, least=0, error=SpecError)
+        elif name == "cliprange_value" and is_number(value):
+            check_number(name, value, above=0)
+        elif name == "dp_size" and is_number(value):
+            check_number(name, value, least=1, finite=True)
+
+
+def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
+    """`drop_in`, for a function where these arguments hold one number per sequence."""
+    return by_annotation(TOKEN_SHAPED - set(per_sequence), FLOATING, _check_values)
+
+
+def drop_in(function: F) -> F:
+    """Check the arguments of a framework's function under the framework's own names, before they get those of this library."""
+    return drop_in_with()(function)
 
 
 def guard(mask: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from policyloss.errors import SpecError
+from policyloss.errors import SpecError, safe_repr
 
 # 0.9.1, v0.9.1, 0.3.0.post1, 0.9.0rc1, 1.0.dev0, 0.9.1+cu128
 _VERSION = re.compile(r"v?(?P<numbers>\d+(?:\.\d+)*)(?:[.\-_]?(?P<stage>a|b|rc|dev|post)\d*)?(?:\+[a-z0-9.]+)?", re.IGNORECASE)
@@ -24,7 +24,7 @@ def _key(text: str, called: str) -> _Key:
     """Something that orders as releases do; `called` is the argument an error names."""
     match = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise SpecError(f'{called}={text!r} is not a release; give it as numbers with dots, such as {called}="0.9.1".')
+        raise SpecError(f'{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as {called}="0.9.1".')
     numbers = [int(n) for n in match["numbers"].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()

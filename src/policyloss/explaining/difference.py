@@ -66,7 +66,7 @@ class Difference:
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
     """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
-    first, second = as_spec(a), as_spec(b)
+    first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
 

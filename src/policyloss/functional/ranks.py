@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss.arguments import check_group
 from policyloss.errors import InputError
 
 
@@ -23,6 +24,7 @@ def statistics_group(group: Any) -> Any:
         if group != "local":
             raise InputError(f'group must be a process group, "local" (this rank alone) or None, got {group!r}.')
         return None
+    check_group("group", group)
     if group is None and several_ranks():
         warnings.warn(
             f"torch.distributed runs on {dist.get_world_size()} ranks, but these statistics are of this rank alone; pass group= "

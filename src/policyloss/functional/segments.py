@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_group, check_like, check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
 from policyloss.functional.stats import count
@@ -80,9 +80,19 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
     return torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
-    """Raise unless `cu_seqlens` is `[S+1]` integers that rise from 0 to `n`. Values are read only on a CPU (no sync)."""
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
+    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` is `[S+1]` integers that rise from 0 to N.
+
+    Values are read only on a CPU (no sync). called: what the caller calls the tokens.
+    """
     check_tensor("cu_seqlens", cu_seqlens, "any")
+    if tokens.dim() != 1:
+        raise InputError(
+            f"with cu_seqlens, {called} must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
+        )
+    n = tokens.shape[0]
+    if cu_seqlens.is_meta != tokens.is_meta:
+        raise InputError(f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to one device.")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(
             f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
@@ -116,24 +126,19 @@ class Sequences:
     invalid: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None) -> Sequences:
-        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`."""
-        if not isinstance(tokens, Tensor):
-            raise InputError(f"expected a tensor of tokens, [B, T] or [N] with cu_seqlens=, got {seen(tokens)}.")
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None, called: str = "tokens") -> Sequences:
+        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`. called: what the caller calls them."""
+        check_group("cp_group", cp_group)
+        check_tensor(called, tokens)
         if cu_seqlens is None:
             if tokens.dim() != 2:
                 raise InputError(
-                    f"expected padded tokens [B, T], got shape {tuple(tokens.shape)}; for packed tokens [N] pass cu_seqlens=."
+                    f"{called}: expected padded tokens [B, T], got shape {tuple(tokens.shape)}; for packed tokens [N] pass "
+                    "cu_seqlens=."
                 )
             return cls(tuple(tokens.shape), cp_group=cp_group)
-        if tokens.dim() != 1:
-            raise InputError(
-                f"with cu_seqlens, tokens must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
-            )
+        check_cu_seqlens(cu_seqlens, tokens, called)
         n = tokens.shape[0]
-        check_cu_seqlens(cu_seqlens, n)
-        if cu_seqlens.is_meta != tokens.is_meta:
-            raise InputError(f"cu_seqlens is on {cu_seqlens.device} and the tokens are on {tokens.device}.")
         offsets, invalid = cu_seqlens.to(tokens.device), None
         if not can_be_read(cu_seqlens):
             right = _rises(offsets, n)
@@ -240,6 +245,10 @@ def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:
 
 def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     """For each element, the sum of `x` over the elements with the same id. `[S]`, `[S]` → `[S]`."""
+    check_tensor("x", x, "float")
+    check_like("group_ids", group_ids, ("x", x), "integer")
+    if x.dim() != 1:
+        raise InputError(f"x must be one number per element, [S], got {seen(x)}.")
     order, groups = group_index(group_ids)
     total = groups.expand(groups.sum(x[order]))
     return torch.empty_like(total).scatter(0, order, total)

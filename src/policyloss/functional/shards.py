@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_tensor, fits_kind, seen
 from policyloss.errors import InputError
 from policyloss.functional.ranks import gather_rows
 from policyloss.functional.segments import Sequences
@@ -48,9 +49,11 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
             f"{reader} depends on the order of tokens, and with cp_group they lie on several ranks: pass positions=, each token's "
             "place in its whole sequence."
         )
-    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
-        kind = f"dtype {positions.dtype}" if isinstance(positions, Tensor) else type(positions).__name__
-        raise InputError(f"positions must be a tensor of integers, each token's place in its whole sequence, got {kind}.")
+    if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
+        raise InputError(
+            f"positions must be a tensor of integers, each token's place in its whole sequence, got {seen(positions)}."
+        )
+    check_tensor("positions", positions, like=("the tokens", tokens))
     if positions.shape != tokens.shape:
         raise InputError(f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each.")
     return positions

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_tensor, fits_kind, is_number, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.products import Room, mixed, product
 from policyloss.head.rows import Scaling, Statistics, finished, row_gradient, row_partials
 from policyloss.head.vocabulary import Vocabulary
-from policyloss.tokens import as_mask
+from policyloss.metrics import refuse_invalid
+from policyloss.tokens import checked_mask
 
 Index = Tensor | slice
 
@@ -129,8 +131,9 @@ def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
 
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InputError(f"ids must be a tensor of token ids (integers), got {_kind(ids)}.")
+    if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
+        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+    check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token.")
     if ids.device != device:
@@ -188,28 +191,39 @@ def later(x: Tensor) -> Callable[[], list[int]]:
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`mask` as bool, flat; None if there is none."""
-    return None if mask is None else as_mask(mask, tokens).reshape(-1)
+    """`mask` as bool, flat; None if there is none. Waits for the device if the mask is not bool, as the head does anyway."""
+    if mask is None:
+        return None
+    valid, invalid = checked_mask(mask, tokens)
+    if invalid is not None and not mask.is_meta:
+        refuse_invalid({"invalid_mask_values": invalid})
+    return valid.reshape(-1)
 
 
-def inverse_temperature(temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype) -> float | Tensor:
+def inverse_temperature(
+    temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
     """`1 / temperature`: a number, or one per token in `dtype`, flat. The values of a tensor are checked by `strays`."""
-    if isinstance(temperature, Tensor) and temperature.requires_grad:
-        raise InputError("temperature requires grad, but no gradient goes through it; pass temperature.detach().")
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
+        if temperature.requires_grad:
+            raise InputError("temperature requires grad, but no gradient goes through it; pass temperature.detach().")
+        if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
+            raise InputError(f"temperature is on {temperature.device}, but the logits are on {device}; move it there.")
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tokens:
             raise InputError(f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}.")
         return 1 / temperature.reshape(-1).to(dtype)
-    value = float(temperature)
-    if not (value > 0 and math.isfinite(value)):
-        raise InputError(f"temperature must be a positive number, got {value}.")
+    value = temperature.item() if isinstance(temperature, Tensor) else temperature
+    if not is_number(value) or not (value > 0 and math.isfinite(value)):
+        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
     return 1 / value
 
 
 def check_softcap(softcap: float | None) -> None:
     """Raise unless `softcap` is None or a bound."""
-    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
-        raise InputError(f"softcap must be None or a positive number (logits are held within ±softcap), got {softcap!r}.")
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
+        raise InputError(f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}.")
 
 
 def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
@@ -221,17 +235,19 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
                 ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
                 "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise InputError(f"{name} must be a floating-point tensor, got {_kind(x)}.")
+    check_tensor("hidden", hidden, "float")
+    check_tensor("weight", weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
             "the same D (the weight of torch.nn.Linear(D, V) as it is)."
         )
-    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],)):
-        seen = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-        raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen}.")
+    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()):
+        raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}.")
+    if bias is not None:
+        check_tensor("bias", bias)
+    if bias is not None and bias.device != weight.device:
+        raise InputError(f"bias is on {bias.device} and weight on {weight.device}; they must be on one device.")
     if hidden.device != weight.device:
         raise InputError(f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device.")
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
@@ -240,5 +256,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
         )
 
 
-def _kind(x: Any) -> str:
-    return f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+def check_vocabulary(name: str, x: Tensor, size: int) -> None:
+    """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
+    if size == 0:
+        raise InputError(f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least.")

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_group
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import Wanted, gradients_by_columns, gradients_from_stash, keep_probabilities
 from policyloss.head.inputs import (
@@ -17,6 +18,7 @@ from policyloss.head.inputs import (
     check_mask,
     check_matrices,
     check_softcap,
+    check_vocabulary,
     inverse_temperature,
     later,
     operands,
@@ -122,11 +124,14 @@ def head_of(
 ) -> Head:
     """The head of these arguments, checked but for the values of the ids."""
     check_matrices(hidden, weight, bias)
+    check_group("vocab_group", vocab_group)
+    if vocab_group is None:  # else all ranks must hear of it
+        check_vocabulary("weight", weight, weight.shape[0])
     tokens = tuple(hidden.shape[:-1])
     check_ids(ids, tokens, "hidden", hidden.device)
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(x))
+    rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     return Head(x, w, ids.reshape(-1).to(torch.int64), b, rate, softcap, vocabulary)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.inputs import (
@@ -17,6 +18,7 @@ from policyloss.head.inputs import (
     check_ids,
     check_mask,
     check_softcap,
+    check_vocabulary,
     inverse_temperature,
     refuse_strays,
     strays,
@@ -79,8 +81,9 @@ def logprobs(
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        seen = f"shape {tuple(logits.shape)} and dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen}.")
+        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen(logits)}.")
+    check_tensor("logits", logits, "float")
+    check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
         raise InputError("logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=.")
     if overwrite_logits and any(step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)):
@@ -91,7 +94,7 @@ def logprobs(
     check_ids(ids, tokens, "logits", logits.device)
     check_softcap(softcap)
     valid = check_mask(mask, ids)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(logits))
+    rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
     # The rest of a head, which a check of the values reads.
     head = Head(
         logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1], logits.shape[-1])

@@ -17,6 +17,7 @@ from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_str
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.loss import LossOutput, policy_loss, ready_spec
+from policyloss.metrics import refuse_invalid
 from policyloss.presets import PresetName
 from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
@@ -192,6 +193,8 @@ class _Call:
         stand_in = torch.zeros(self.ids.shape, dtype=head.dtype, device=self.hidden.device)
         t = Tokens.of(stand_in, self.advantages, self.mask, others=self.others, **self.layout)
         t.raw["logp"] = None  # whoever reads it before it is computed is told
+        if not stand_in.is_meta:
+            refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
         reach, why = self._reach(given)
         batch = None if reach == "batch" else batch_of(self.spec, t, given)

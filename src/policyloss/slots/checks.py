@@ -33,8 +33,7 @@ def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
     value = getattr(owner, field)
     names = list(valid)
     if not isinstance(value, str) or value not in names:
-        shown = value if isinstance(value, str) else seen(value)
-        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", shown, names))
+        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, names))
 
 
 def interval(owner: Any, low: str, high: str) -> None:

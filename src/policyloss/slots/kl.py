@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from policyloss.arguments import seen
 from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
@@ -50,7 +51,7 @@ class KL:
         checks.number(self, "value_clamp", above=0, optional=True)
         checks.choice(self, "anchor", ("ref", "old", "rollout"))
         if not isinstance(self.as_written, bool):
-            raise SpecError(f"KL.as_written must be True or False, got {self.as_written!r}.")
+            raise SpecError(f"KL.as_written must be True or False, got {seen(self.as_written)}.")
 
     @property
     def reach(self) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.compat.guards import drop_in, drop_in_with
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.aggregate import guarded
 from policyloss.loss import policy_loss
@@ -27,6 +28,7 @@ class PolicyLoss(nn.Module):
     returns: "tuple" for `(loss, largest ratio)`, "loss" for the loss alone.
     """
 
+    @drop_in
     def __init__(
         self,
         clip_eps_low: float = 0.2,
@@ -49,6 +51,7 @@ class PolicyLoss(nn.Module):
         self.adv = adv
         self.returns = returns
 
+    @drop_in_with(per_sequence=("loss_mask",))
     def forward(
         self,
         log_probs: Tensor,
@@ -67,7 +70,7 @@ class PolicyLoss(nn.Module):
         mask = everything(log_probs) if action_mask is None else action_mask
         learned = as_mask(mask, log_probs)
         if loss_mask is not None:
-            learned = learned & as_mask(loss_mask, log_probs[:, 0]).unsqueeze(-1)
+            learned = learned & as_mask(loss_mask, log_probs[:, 0], "loss_mask").unsqueeze(-1)
         by_sample = self.loss_variation == "sample_level"
         spec = LossSpec(
             TokenRatio(log_clamp=None),

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from policyloss.advantages.returns import returns_of
 from policyloss.compat.colossalai.calls import all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.compat.guards import drop_in
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.slots.ratio import TokenRatio
@@ -19,6 +20,7 @@ LOG_10 = 2.302585092994046  # the ratio is at most 10
 class PolicyLoss(nn.Module):
     """ColossalChat's older PPO loss: the ratio is at most 10; the mean over all rows of their token means."""
 
+    @drop_in
     def __init__(self, clip_eps: float = 0.2, skip_threshold: float = 20.0) -> None:
         super().__init__()
         self.clip_eps = clip_eps
@@ -30,6 +32,7 @@ class PolicyLoss(nn.Module):
         ratio = TokenRatio(log_clamp=(None, LOG_10))
         return LossSpec(ratio, Clip(self.clip_eps, self.clip_eps), aggregate=sample_mean(None))
 
+    @drop_in
     def forward(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
     ) -> tuple[Tensor, bool, Tensor]:
@@ -44,12 +47,14 @@ class PolicyLoss(nn.Module):
 class ValueLoss(nn.Module):
     """ColossalChat's older value loss: half the larger of the squared errors, clipped or not, over all valid tokens."""
 
+    @drop_in
     def __init__(self, clip_eps: float = 0.2) -> None:
         super().__init__()
         if not clip_eps > 0:
             raise SpecError(f"clip_eps must be greater than 0, got {clip_eps!r}.")
         self.clip_eps = clip_eps
 
+    @drop_in
     def forward(self, values: Tensor, old_values: Tensor, advantage: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """The loss, 0-dim; the returns are advantage + old_values. All `[B, T]`. Nothing valid gives 0 (ColossalChat: NaN)."""
         mask = everything(values) if action_mask is None else action_mask

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from policyloss.compat.guards import number
+from policyloss.arguments import check_like
+from policyloss.compat.guards import drop_in, number
 from policyloss.compat.openrlhf.words import (
     CURRENT,
     VLLM_TYPES,
@@ -58,6 +59,7 @@ class PolicyLoss(nn.Module):
 
     default_release: str | None = None
 
+    @drop_in
     def __init__(
         self,
         clip_eps_low: float = 0.2,
@@ -116,6 +118,7 @@ class PolicyLoss(nn.Module):
         ratio = TokenRatio(log_clamp=20.0 if at_least(self.release, "0.10.3") else None)
         return LossSpec(ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate)
 
+    @drop_in
     def forward(
         self,
         log_probs: Tensor,
@@ -204,6 +207,7 @@ class ValueLoss(nn.Module):
 
     default_release: str | None = None
 
+    @drop_in
     def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True, *, release: str | None = None) -> None:
         super().__init__()
         self.release = release or self.default_release or CURRENT
@@ -213,6 +217,7 @@ class ValueLoss(nn.Module):
         self.clip_eps = clip_eps
         self.token_level_loss = token_level_loss
 
+    @drop_in
     def forward(
         self,
         values: Tensor,
@@ -236,6 +241,7 @@ class ValueLoss(nn.Module):
         ).loss
 
 
+@drop_in
 def aggregate_loss(
     loss: Tensor,
     loss_mask: Tensor | None,
@@ -250,6 +256,7 @@ def aggregate_loss(
     return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
 
 
+@drop_in
 def compute_approx_kl(
     log_probs: Tensor,
     log_probs_base: Tensor,
@@ -263,9 +270,12 @@ def compute_approx_kl(
     third argument is the estimator, and may be here too.
     """
     old = None if isinstance(log_probs_old, str) else log_probs_old
+    if old is not None:
+        check_like("log_probs_old", old, ("log_probs", log_probs))
     kl_estimator = log_probs_old if isinstance(log_probs_old, str) else kl_estimator
     if kl_estimator not in ("k1", "k2", "k3"):
-        raise SpecError(unknown_name("kl_estimator", kl_estimator, ("k1", "k2", "k3")))
+        called = "log_probs_old, or kl_estimator," if isinstance(log_probs_old, str) else "kl_estimator"
+        raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
     # Its k3 is written eᵈ − 1 − d; in float32 the order of the terms shows.

@@ -9,18 +9,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_like, check_tensor
 from policyloss.functional.terms import where_scored
-from policyloss.loss import LossOutput, policy_loss
+from policyloss.loss import LossOutput, check_spec, policy_loss
 from policyloss.slots.correction import OPSM, Corrected
 from policyloss.spec import LossSpec
-from policyloss.tokens import Tokens
+from policyloss.tokens import Tokens, as_mask
 from policyloss.totals import Totals
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """The tokens to train on, bool `[B, T]`: those of the completion that the model wrote itself, not a tool."""
     completion: Tensor = inputs["completion_mask"]
-    return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion.bool()
+    completion = as_mask(completion, completion, "completion_mask")
+    return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion
 
 
 def batch_loss(
@@ -38,6 +40,11 @@ def batch_loss(
     batch is exactly on-policy. A token that vLLM could not score (NaN) has importance weight 1 and shows no drift, as in TRL.
     entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped (top_entropy_quantile).
     """
+    check_spec(spec)
+    check_tensor("logp", logp, "float")
+    for name in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps", "completion_mask", "tool_mask"):
+        if inputs.get(name) is not None or name == "completion_mask":
+            check_like(name, inputs.get(name), ("logp", logp))
     old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     old = logp.detach() if old is None else old
     parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]

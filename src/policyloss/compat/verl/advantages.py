@@ -28,6 +28,8 @@ from policyloss.advantages.plain import (
     sequence_scores,
     weighted_sum,
 )
+from policyloss.arguments import check_number, check_scalar
+from policyloss.compat.guards import drop_in
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.calls import read
 from policyloss.errors import InputError
@@ -37,6 +39,7 @@ from policyloss.tokens import as_mask
 AdvantageResult = tuple[Tensor, Tensor]
 
 
+@drop_in
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
     values: Tensor,
@@ -47,11 +50,14 @@ def compute_gae_advantage_return(
     release: str | None = None,
 ) -> AdvantageResult:
     """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 time ran over masked tokens too."""
+    check_scalar("gamma", gamma)
+    check_scalar("lam", lam)
     bridge = at_least(release, "0.5.0")
     found = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
     return plain_whiten(found.advantages, response_mask), found.returns
 
 
+@drop_in
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -65,6 +71,7 @@ def compute_grpo_outcome_advantage(
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
+@drop_in
 def compute_grpo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -85,6 +92,7 @@ def compute_grpo_vectorized_outcome_advantage(
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
+@drop_in
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -110,6 +118,7 @@ def compute_gdpo_outcome_advantage(
     return _whitened(weighted_sum(parts, weights), response_mask)
 
 
+@drop_in
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -130,6 +139,7 @@ def compute_grpo_passk_outcome_advantage(
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
 
 
+@drop_in
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -143,6 +153,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     return _whitened(over_tokens(groups.centered, response_mask), response_mask)
 
 
+@drop_in
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -155,6 +166,7 @@ def compute_rloo_outcome_advantage(
     return _outcome(_groups(sequence_scores(token_level_rewards), index).left_out(), response_mask)
 
 
+@drop_in
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -168,6 +180,7 @@ def compute_opo_outcome_advantage(
     return _outcome(groups.centered, response_mask)
 
 
+@drop_in
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -183,11 +196,13 @@ def compute_reinforce_plus_plus_outcome_advantage(
     gamma = read(_given(config), "gamma")
     if gamma is None:
         raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
+    check_scalar("config.gamma", gamma)
     holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
     return _whitened(returns, response_mask)[0], returns
 
 
+@drop_in
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,
     reward_baselines: Tensor,
@@ -196,10 +211,15 @@ def compute_remax_outcome_advantage(
     **kwargs: Any,
 ) -> AdvantageResult:
     """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go itself."""
+    if reward_baselines.shape != response_mask.shape[:1]:
+        raise InputError(
+            f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, {response_mask.shape[:1]}."
+        )
     returns = reward_to_go(token_level_rewards, response_mask)
     return less_baseline(returns, reward_baselines, response_mask), returns
 
 
+@drop_in
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -214,6 +234,7 @@ def compute_gpg_outcome_advantage(
     return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
 
 
+@drop_in
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -227,6 +248,7 @@ def compute_rloo_vectorized_outcome_advantage(
     return _outcome(PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask)
 
 
+@drop_in
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -239,7 +261,8 @@ def compute_optimal_token_baseline_advantage(
     **kwargs: Any,
 ) -> AdvantageResult:
     """The optimal token baseline, column by column; returns are the reward-to-go."""
-    ids = group_numbers(index, token_level_rewards)
+    check_number("epsilon", epsilon, least=0)
+    ids = group_numbers(index, sequence_scores(token_level_rewards))
     advantages = optimal_token_baseline(
         token_level_rewards,
         ids,
@@ -255,6 +278,7 @@ def compute_optimal_token_baseline_advantage(
     return advantages, reward_to_go(token_level_rewards, response_mask)
 
 
+@drop_in
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -267,7 +291,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     **kwargs: Any,
 ) -> AdvantageResult:
     """The optimal token baseline by valid tokens, for rows of several turns; returns are the reward-to-go."""
-    ids = group_numbers(index, token_level_rewards)
+    check_number("epsilon", epsilon, least=0)
+    ids = group_numbers(index, sequence_scores(token_level_rewards))
     advantages = optimal_token_baseline(
         token_level_rewards,
         ids,

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard, number, share
+from policyloss.arguments import check_choice, seen
+from policyloss.compat.guards import drop_in, guard, number, share
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
@@ -23,6 +24,10 @@ from policyloss.value import value_loss
 EPSILON = 1e-8
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLDEST = "0.4.1"
+
+
+class NotOfferedError(InputError, NotImplementedError):
+    """A word of verl's that means nothing here. verl raises a NotImplementedError; every error of this library is a ValueError."""
 
 
 class Aggregation(NamedTuple):
@@ -47,8 +52,7 @@ def aggregation(
     release: whose meaning. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum over the scale, with neither a mean over rows nor
     dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up to 0.5.0 rows without a valid token count as rows.
     """
-    if loss_agg_mode not in AGG_MODES:
-        raise InputError(unknown_name("loss_agg_mode", loss_agg_mode, AGG_MODES))
+    check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
         raise SpecError(f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here.")
     dp_size = int(dp_size)
@@ -75,6 +79,7 @@ def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str
     return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
 
 
+@drop_in
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -93,6 +98,7 @@ def agg_loss(
     return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
 
 
+@drop_in
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -130,11 +136,13 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 
 def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
     """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the value of the estimator."""
+    if not isinstance(kl_penalty, str):
+        raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
     name = kl_penalty.removesuffix("+")
     if name == "full":
-        raise NotImplementedError('kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.')
+        raise NotOfferedError('kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.')
     if name not in KL_ESTIMATORS:
-        raise NotImplementedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
+        raise NotOfferedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
     estimator = KL_ESTIMATORS[name]
     clamp, value_clamp = (20.0, 10.0) if estimator == "k3" else (None, None)
     return KL(estimator, coef, grad="k2" if kl_penalty.endswith("+") else "value", clamp=clamp, value_clamp=value_clamp)
@@ -147,15 +155,17 @@ def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
     return part(tokens).reshape(logprob.shape)
 
 
+@drop_in
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms have the gradient of k2."""
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 
+@drop_in
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
-    if kl_penalty.endswith("+"):
-        raise NotImplementedError(f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward.")
+    if isinstance(kl_penalty, str) and kl_penalty.endswith("+"):
+        raise NotOfferedError(f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward.")
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_scalar
 from policyloss.compat.guards import guard
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.errors import InputError, SpecError
@@ -32,6 +33,15 @@ def read(config: Any, name: str, default: Any = None) -> Any:
     return default if value is _MISSING else value
 
 
+def number_of(config: Any, name: str, called: str = "config", default: Any = None) -> float:
+    """A field of a verl config that must be a number. called: what the config is called."""
+    value = read(config, name, default)
+    if value is None:
+        raise InputError(f"{called}.{name} is missing; it must be a number.")
+    check_scalar(f"{called}.{name}", value)
+    return float(value)
+
+
 def either(value: Any, default: Any) -> Any:
     """`value`, or `default` where it is None."""
     return default if value is None else value
@@ -51,11 +61,14 @@ def clip_range(config: Any) -> tuple[float, float]:
     low, high = either(read(config, "clip_ratio_low"), both), either(read(config, "clip_ratio_high"), both)
     if low is None or high is None:
         raise InputError("config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high.")
+    check_scalar("config.clip_ratio_low", low)
+    check_scalar("config.clip_ratio_high", high)
     return float(low), float(high)
 
 
 def check_dual(clip_ratio_c: float) -> float:
     """verl's dual clip is always on, and must lie above 1."""
+    check_scalar("clip_ratio_c", clip_ratio_c)
     dual = float(clip_ratio_c)
     if not dual > 1:
         raise SpecError(f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}.")

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard, share
+from policyloss.compat.guards import drop_in, guard, share
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
-from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, policy_options, read
+from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, number_of, policy_options, read
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.stats import outside_by_sign
@@ -42,6 +42,7 @@ from policyloss.totals import Totals
 LossResult = tuple[Tensor, dict[str, Any]]
 
 
+@drop_in
 def compute_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -71,6 +72,7 @@ def compute_policy_loss(
     return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
 
 
+@drop_in
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -99,6 +101,7 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
 
 
+@drop_in
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -115,6 +118,7 @@ def compute_policy_loss_dppo_tv(
     return _probability_band(call, "tv")
 
 
+@drop_in
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -131,6 +135,7 @@ def compute_policy_loss_dppo_kl(
     return _probability_band(call, "kl")
 
 
+@drop_in
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -150,6 +155,7 @@ def compute_policy_loss_gspo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(None), 0.0)
 
 
+@drop_in
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -165,11 +171,12 @@ def compute_policy_loss_sapo(
     mode = "seq-mean-token-mean"
     call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
     # verl holds them in the dtype of the advantages.
-    taus = (float(torch.as_tensor(read(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
+    taus = (float(torch.as_tensor(number_of(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
     out = call.loss(LossSpec(trust=SoftGate(*taus)))
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
 
+@drop_in
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -186,6 +193,7 @@ def compute_policy_loss_gpg(
     return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
 
 
+@drop_in
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -208,6 +216,7 @@ def compute_policy_loss_clip_cov(
     return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], response_mask), call.drift(None))
 
 
+@drop_in
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -227,6 +236,7 @@ def compute_policy_loss_kl_cov(
     return out.loss, call.report(None, call.drift(None, "abs"))
 
 
+@drop_in
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -257,6 +267,7 @@ def compute_policy_loss_geo_mean(
     return out.loss, call.report(share(positive, response_mask), call.drift(None), share(negative, response_mask))
 
 
+@drop_in
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -277,6 +288,7 @@ def compute_policy_loss_dro(
     return out.loss, call.report(None, call.drift(None))
 
 
+@drop_in
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -294,6 +306,7 @@ def compute_policy_loss_cispo(
     return out.loss, call.report(clipped(out, response_mask), call.drift(20.0), 0.0)
 
 
+@drop_in
 def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor,
     log_prob: Tensor,
@@ -311,6 +324,7 @@ def compute_policy_loss_reinforce(
     return out.loss, call.report(None, call.drift(None))
 
 
+@drop_in
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,

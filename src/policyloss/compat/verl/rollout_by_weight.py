@@ -26,7 +26,7 @@ def rejection_by_weight(
     log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float, log_clamp: float
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the metrics of weights and mask."""
-    if rollout_rs not in LEVELS:
+    if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))
     log_weight = at_level(means.filled(log_ratio), LEVELS[rollout_rs], means.lengths, means.sequences, EPSILON)
     weight = importance_weight(log_weight, log_clamp)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.compat.guards import drop_in
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_by_weight import rejection_by_weight
@@ -98,6 +99,7 @@ def _means(response_mask: Tensor) -> Means:
     return Means.of(response_mask, EPSILON)
 
 
+@drop_in
 @torch.no_grad()
 def compute_rollout_correction_weights(
     log_ratio: Tensor,
@@ -113,7 +115,7 @@ def compute_rollout_correction_weights(
     A weight is `exp(log_ratio)` of the "token", or the whole "sequence"'s product. One threshold truncates it, "lower_upper" zeroes
     it outside; `rollout_is_batch_normalize` then divides by the mean (over the ranks, where `torch.distributed` is initialised).
     """
-    if rollout_is not in LEVELS:
+    if not isinstance(rollout_is, str) or rollout_is not in LEVELS:
         raise SpecError(unknown_name("rollout_is", rollout_is, LEVELS))
     low, high = weight_bounds(rollout_is_threshold, release)
     level, over = LEVELS[rollout_is]
@@ -147,6 +149,7 @@ def _world() -> Any:
     return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
 
 
+@drop_in
 @torch.no_grad()
 def compute_is_metrics(
     rollout_is_weights: Tensor,
@@ -178,6 +181,7 @@ def compute_is_metrics(
     return _report("rollout_is_", found)
 
 
+@drop_in
 @torch.no_grad()
 def compute_rollout_rejection_mask(
     log_ratio: Tensor,
@@ -238,6 +242,7 @@ def _apply(rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor) 
     return keep, metrics
 
 
+@drop_in
 @torch.no_grad()
 def compute_rs_metrics(
     option_name: str,
@@ -265,6 +270,7 @@ def compute_rs_metrics(
     return _report(f"rollout_rs_{option_name}_", found)
 
 
+@drop_in
 @torch.no_grad()
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tensor,
@@ -336,18 +342,21 @@ def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
     }
 
 
+@drop_in
 @torch.no_grad()
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
     """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `functional.mismatch.policy_gap`)."""
     return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
 
 
+@drop_in
 def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
     found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in found.items()}
 
 
+@drop_in
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -372,6 +381,7 @@ def compute_rollout_correction_and_add_to_batch(
     return (batch if weights is None else batch.union(weights)), metrics
 
 
+@drop_in
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
     """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's loss_mode to "bypass_mode"."""
     if "rollout_log_probs" not in batch.batch:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from policyloss.arguments import is_number
 from policyloss.compat.releases import at_least
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.functional.mismatch import in_nats, reciprocal_band
 
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = {
@@ -40,10 +41,10 @@ class Rule(NamedTuple):
 
 def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
     """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has one (IcePop, from 0.8.0)."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float, str)):
+    if not isinstance(threshold, str) and not is_number(threshold):
         not_this = ", not a boolean" if isinstance(threshold, bool) else ""
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0'{not_this}; got {threshold!r}."
+            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0'{not_this}; got {safe_repr(threshold)}."
         )
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(
@@ -61,7 +62,7 @@ def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | N
     For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2 and k3 have one, on the estimate.
     """
     if not isinstance(rollout_rs, str):
-        raise SpecError(f"rollout_rs must be a string of comma-separated options, got {rollout_rs!r}.")
+        raise SpecError(f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}.")
     if rollout_rs_threshold is None:
         raise SpecError(f"rollout_rs_threshold must be given with rollout_rs={rollout_rs!r}.")
     options = list(dict.fromkeys(_parts(rollout_rs)))
@@ -70,9 +71,9 @@ def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | N
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
-    if not isinstance(rollout_rs_threshold, (int, float, str)):
+    if not isinstance(rollout_rs_threshold, str) and not is_number(rollout_rs_threshold):
         raise ThresholdTypeError(
-            f"rollout_rs_threshold must be a number or a string of one bound per option, got {rollout_rs_threshold!r}."
+            f"rollout_rs_threshold must be a number or a string of one bound per option, got {safe_repr(rollout_rs_threshold)}."
         )
     thresholds = _parts(str(rollout_rs_threshold))
     if len(thresholds) not in (1, len(options)):
