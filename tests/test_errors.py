@@ -90,6 +90,7 @@ def test_bad_tensors(name):
     assert not missing, f"the message does not say {missing}: {error.value}"
 
 
+ENGINE = pl.SequenceProduct(rollout="truncate")
 FULL = pl.LossSpec(correction=pl.Veto(), kl=pl.KL("k3", 0.1), entropy_coef=0.1, aggregate=pl.PromptMean())
 SPECS = {
     **PRESETS,
@@ -98,6 +99,13 @@ SPECS = {
     "sequence ratio": pl.LossSpec(ratio=pl.SequenceRatio(anchor="rollout")),
     "gspo-token": pl.LossSpec(ratio=pl.SequenceRatio(grad="token")),
     "proximal": pl.LossSpec(trust=pl.Unbounded("logp"), kl=pl.KL("k2", 0.1, anchor="old")),
+    "an engine in a ratio that nothing uses": pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp")),
+    "an engine in a ratio that the KL does not use": pl.LossSpec(
+        ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="token_ratio")
+    ),
+    "an engine in a ratio that the KL uses": pl.LossSpec(
+        ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="ratio")
+    ),
     "ratio-weighted KL": pl.LossSpec(trust=pl.Unbounded("logp"), kl=pl.KL("k2", 0.1, weight="ratio")),
 }
 

@@ -221,6 +221,8 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", pl.presets())
 def test_sources_name_real_slots_and_fields(name: str) -> None:
     for key in NAMED[name].sources:
+        if key == "advantage":
+            continue  # no slot of the loss: an estimator that goes with it
         slot, _, field = key.partition(".")
         part = getattr(PRESETS[name], slot)
         part = part[0] if slot == "correction" else part

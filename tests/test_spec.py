@@ -83,11 +83,22 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
 
 # --- What is read --------------------------------------------------------------------------------------------------------------
 
+ENGINE = pl.SequenceProduct(rollout="truncate")
 READS = [
     (pl.LossSpec(), ("old_logp",)),
     (pl.LossSpec(trust=pl.Unbounded("logp")), ()),
     (pl.LossSpec(trust=pl.Unbounded("logp"), ratio=pl.TokenRatio(anchor="rollout")), ()),
     (pl.LossSpec(trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="ratio")), ("old_logp", "ref_logp")),
+    (pl.LossSpec(ratio=ENGINE), ("old_logp", "rollout_logp")),
+    (pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp")), ()),  # nothing uses the ratio
+    (
+        pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="token_ratio")),
+        ("old_logp", "ref_logp"),  # the KL weighs by the token's own ratio, without the engine
+    ),
+    (
+        pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="ratio")),
+        ("old_logp", "rollout_logp", "ref_logp"),
+    ),
     (pl.LossSpec(ratio=pl.TokenRatio(anchor="rollout")), ("rollout_logp",)),
     (pl.LossSpec(ratio=pl.SequenceRatio(anchor="current")), ()),
     (pl.LossSpec(ratio=pl.TokenRatio(anchor="rollout"), correction=pl.Veto()), ("old_logp", "rollout_logp")),

@@ -277,6 +277,14 @@ def _importance_weights(trainer_class: Any, trainer: Any, made: dict[str, Any]) 
     return weights
 
 
+LOST_GRADIENT = Defect(
+    "far from the old policy or the reference, a KL that is weighted by the ratio has two huge terms that cancel; the policy "
+    "gradient is added to one of them first, and lost in its rounding",
+    "the two KL terms cancel first, and the policy gradient is kept",
+    (GRADIENT,),
+)
+
+
 def _defect(options: Options, inputs: Inputs) -> Defect | None:
     """Far from the reference, with no clamp, the KL's two terms are huge and cancel; what is added to one before that is lost."""
     if options["loss_type"] != "vespo" or options["beta"] == 0.0 or not options["use_bias_correction_kl"]:
@@ -289,16 +297,30 @@ def _defect(options: Options, inputs: Inputs) -> Defect | None:
     term = options["beta"] * (log_ratio + inputs["ref_logp"].double() - logp).exp() / mask.sum().clamp(min=1)
     if (term * mask).max() * torch.finfo(dtype).eps < TOLERANCE[dtype]:
         return None
-    return Defect(
-        "at a log-ratio near 30 to the reference, the policy gradient is added to one of two KL terms that cancel, and lost in its "
-        "rounding",
-        "the two KL terms cancel first, and the policy gradient is kept",
-        (GRADIENT,),
-    )
+    return LOST_GRADIENT
 
 
 def _function(name: str, options: list[Options], **others: Any) -> Function:
     return Function(name, options, _inputs, _ours, _theirs, differentiate=("logp",), defect=_defect, **others)
+
+
+def _far_function() -> Function:
+    """CISPO at a log-ratio of 80 to the old policy, the reference being the policy itself, as at the start of a run."""
+    near = [o for o in _options("cispo") if o["beta"] and o["use_bias_correction_kl"] and not o.get("use_vllm")]
+    options = [{**o, "on_policy": False, "off_policy_mask_threshold": None, "epsilon_high": 5.0} for o in near]
+
+    def inputs(batch: Batch, options: Options) -> Inputs:
+        return {**_inputs(batch, options), "old_logp": batch.logp - 80.0, "ref_logp": batch.logp.clone()}
+
+    return Function(
+        "GRPOTrainer cispo, log-ratio 80",
+        options,
+        inputs,
+        _ours,
+        _theirs,
+        differentiate=("logp",),
+        defect=lambda options, inputs: LOST_GRADIENT,
+    )
 
 
 def _bonus_function() -> Function:
@@ -328,6 +350,7 @@ def _with_bonus() -> list[Options]:
 FUNCTIONS = [
     *(_function(f"GRPOTrainer {name}", _some(name)) for name in LOSS_TYPES),
     _bonus_function(),
+    _far_function(),
     *(
         _function(f"GRPOTrainer {name}, all options", _options(name), kinds=("ragged",), releases=("1.16.0",))
         for name in LOSS_TYPES

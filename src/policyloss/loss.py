@@ -213,10 +213,12 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
 
 
 def set_ratio(spec: LossSpec, t: Tokens) -> None:
-    """Set the ratio on `t`, unless nothing needs it and its anchor was not given."""
+    """Set the ratio on `t`, unless nothing needs it and what it is made of was not given."""
     anchor = getattr(spec.ratio, "anchor", "old")
     t.anchor = anchor
-    if not spec.reads_ratio and anchor != "current" and t.raw.get(f"{anchor}_logp") is None:
+    made_of = [] if anchor == "current" else [f"{anchor}_logp"]
+    made_of += ["rollout_logp"] if getattr(spec.ratio, "rollout", None) is not None else []
+    if not spec.reads_ratio_value and any(t.raw.get(name) is None for name in made_of):
         return
     t.raw_log_ratio = spec.ratio(t)
     t.log_clamp = getattr(spec.ratio, "log_clamp", 20.0)

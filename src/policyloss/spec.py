@@ -99,8 +99,13 @@ class LossSpec:
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
+        return self.reads_ratio_value or getattr(self.kl, "weight", None) is not None
+
+    @property
+    def reads_ratio_value(self) -> bool:
+        """Whether anything uses the ratio as the `ratio` slot makes it, not only its anchor (a KL may weigh by the token's own)."""
         plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
-        return not plain or getattr(self.kl, "weight", None) is not None
+        return not plain or getattr(self.kl, "weight", None) == "ratio"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -109,7 +114,7 @@ class LossSpec:
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
             names.add(f"{anchor}_logp")
-        if getattr(self.ratio, "rollout", None) is not None:
+        if self.reads_ratio_value and getattr(self.ratio, "rollout", None) is not None:
             names.add("rollout_logp")
         for part in self.correction:
             if isinstance(part, correction.OPSM):

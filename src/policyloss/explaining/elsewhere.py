@@ -199,7 +199,7 @@ LOSSES = (
         "ProbabilityBand divergence_tv",
         {
             "verl": 'policy_loss.loss_mode="dppo_tv" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_tv"',
+            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_tv"; the ratio with its gradient, no cap',
             "Stable-RL": '"dppo_binary_tv"',
             "prime-rl": 'loss type "default" (both sides: "ipo")',
         },
@@ -210,7 +210,7 @@ LOSSES = (
         "ProbabilityBand divergence_kl",
         {
             "verl": 'policy_loss.loss_mode="dppo_kl" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_kl"',
+            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_kl"; the ratio with its gradient, no cap',
             "Stable-RL": '"dppo_binary_kl"',
         },
     ),

@@ -139,7 +139,12 @@ PARTS = (
         "kl_weight_ratio",
         {"TRL": "use_bias_correction_kl (on by default)", "slime": "--use-unbiased-kl"},
     ),
-    Elsewhere("KL", "with its score term", "kl_grad_score", {"NeMo-RL": "its on-policy KL term, weight exp(logp - sg(logp))"}),
+    Elsewhere(
+        "KL",
+        "with its score term",
+        "kl_grad_score",
+        {"NeMo-RL": "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - logp it has no score term"},
+    ),
     Elsewhere(
         "aggregate",
         "every token of the step counts the same",

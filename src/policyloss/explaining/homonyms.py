@@ -21,6 +21,7 @@ from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import Clip, DetachedClip, GeometricClip, ProbabilityBand, Quadratic, TwoSidedClip
 from policyloss.spec import LossSpec
 
+_RATIO = "(batch['logp'] - batch['old_logp']).exp()"
 _UNCLAMPED = TokenRatio(log_clamp=None)
 _CLIP = Clip(0.2, 0.2)
 _MEAN_OF_MEANS = SeqMeanTokenMean()
@@ -43,7 +44,11 @@ HOMONYMS = (
             ),
             Meaning("SkyRL", "the band 1 - 0 … 1 + 5: no weight below 1", LossSpec(trust=DetachedClip(1.0, 6.0))),
             Meaning("preset `cispo`", "MiniMax-M1: at most 5, no lower bound", LossSpec(trust=DetachedClip(0.0, 5.0))),
-            Meaning("TorchRL", "-clip(r)·A with the gradient through the clip and no logp: not this loss"),
+            Meaning(
+                "TorchRL's `CISPOLoss`",
+                "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token has none",
+                expression=f"-({_RATIO}.clamp(0.8, 1.2) * batch['advantages'])[batch['mask']].mean()",
+            ),
         ),
     ),
     Homonym(
@@ -248,6 +253,11 @@ HOMONYMS = (
                 "verl, OpenRLHF, SkyRL",
                 "the estimate at most 10, no gradient beyond",
                 LossSpec(trust=_CLIP, kl=KL("k3", 0.1, value_clamp=10.0)),
+            ),
+            Meaning(
+                "NeMo-RL",
+                "the estimate at most 10, with the score term, which its clamp of d at ±20 takes away where it acts",
+                LossSpec(trust=_CLIP, kl=KL("k3", 0.1, grad="score", value_clamp=10.0)),
             ),
             Meaning("ColossalChat, slime's `k3`", "no clamp", LossSpec(trust=_CLIP, kl=KL("k3", 0.1, clamp=None))),
             Meaning(

@@ -12,7 +12,9 @@ from policyloss.spec import LossSpec
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.
-_GUARDS = ("log_clamp", "clamp", "value_clamp", "floor")
+_GUARDS = ("log_clamp", "token_clamp", "clamp", "value_clamp", "floor")
+# Fields by which a drop-in keeps a framework's last digits.
+_ROUNDING = ("epsilon", "as_written")
 _PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
 
 
@@ -120,27 +122,42 @@ def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
 
 
 def distance(a: LossSpec, b: LossSpec) -> float:
-    """How many things differ, from `b` to `a`. Adding something that was off counts a little less than changing a number."""
+    """How far `a` is from `b`, as a reader would say it: the price of every change that leads from `b` to `a`.
+
+    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term costs little either way, because
+    people leave it out of every loss, and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
+    """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in _PARTS:
+        if slot == "ratio" and not (a.reads_ratio or b.reads_ratio):
+            continue
         mine, theirs = _parts(a, slot), _parts(b, slot)
         if [type(p) for p in mine] != [type(p) for p in theirs]:
-            total += 0.9 if not theirs else 2.0
+            total += _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
             if not is_part(x):
                 total += 2.0 * (x != y)
                 continue
-            total += sum(_change(getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
+            total += sum(_change(f, getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
     return total
 
 
-def _change(mine: Any, theirs: Any) -> float:
-    """The cost of one changed field: about 1, a little less if it was off, a little more the further a number moved."""
-    if mine == theirs:
+# The price of a part in the place of another, or of none in its place.
+_EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "kl": 0.6}
+_ADDED = 0.9
+
+
+def _change(field: Any, mine: Any, theirs: Any) -> float:
+    """The price of one changed field: of a number, a little more the further it moved; of what was off; of a choice."""
+    if mine == theirs or (field.name == "horizon" and theirs is None):
         return 0.0
+    if field.name in (*_GUARDS, *_ROUNDING):
+        return 0.05
     if theirs is None:
-        return 0.9
+        return 0.5
+    if field.default is None and mine is not None:
+        return 0.3  # the number of something that may be off is not what makes the loss
     if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and max(abs(mine), abs(theirs)) < math.inf:
-        return 1.0 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
+        return 0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
     return 1.1

@@ -129,8 +129,8 @@ TRAPS = (
         "trust",
         "ProbabilityBand",
         "DPPO differs by framework: verl measures against old_logp and weights logp by a stopped ratio; SkyRL, Stable-RL "
-        "and prime-rl measure against rollout_logp, and SkyRL and prime-rl keep the ratio's gradient. verl reads the "
-        "threshold from clip_ratio, and its cap of 20 is never used, because clip_ratio_c is 3 by default.",
+        "and prime-rl measure against rollout_logp, and SkyRL and prime-rl keep the ratio's gradient and do not cap it. verl "
+        "reads the threshold from clip_ratio, and its cap of 20 is never used, because clip_ratio_c is 3 by default.",
     ),
     Trap(
         "trust",

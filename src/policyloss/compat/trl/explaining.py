@@ -145,5 +145,10 @@ def _traps(config: Any) -> Iterator[str]:
         )
     if _weighted_kl(config):
         yield "the KL is multiplied by the ratio, with its gradient: beta means another pull than in releases before 1.10."
+        if loss_type in ("cispo", "vespo"):
+            yield (
+                "far from the old policy TRL loses the policy gradient in the rounding of that KL's two terms (log-ratio 30 in "
+                "float32, 60 in float64); policyloss keeps it."
+            )
     if loss_type in CLIPPED and option(config, "delta") is None:
         yield "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative advantage weighs 1e13."
