@@ -302,7 +302,8 @@ def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     check_tensor("weights", weights)
     if tuple(weights.shape) != (k,) or weights.is_meta:
         raise InputError(f"weights must hold one number per reward ({k},), got {seen(weights)}.")
-    return weights.to(device)
+    moved: Tensor = weights.to(device)
+    return moved
 
 
 def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:

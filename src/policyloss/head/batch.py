@@ -98,7 +98,7 @@ class Batch:
         at = window.rows if window.tokens is None else window.tokens
         known = {"logp": logp, "entropy": entropy}
         if window.place is not None:
-            room = logp.new_zeros(at.shape[0])
+            room = logp.new_zeros(self.rows[at].shape[0])
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
         shape = (1, -1) if window.tokens is None else (-1,)
         raw: dict[str, Tensor | None] = {

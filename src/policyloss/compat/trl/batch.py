@@ -11,7 +11,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
 from policyloss.functional.terms import where_scored
-from policyloss.loss import LossOutput, check_spec, policy_loss
+from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.slots.correction import OPSM, Corrected
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens, as_mask
@@ -40,7 +40,7 @@ def batch_loss(
     batch is exactly on-policy. A token that vLLM could not score (NaN) has importance weight 1 and shows no drift, as in TRL.
     entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped (top_entropy_quantile).
     """
-    check_spec(spec)
+    spec = ready_spec(spec)
     check_tensor("logp", logp, "float")
     for name in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps", "completion_mask", "tool_mask"):
         if inputs.get(name) is not None or name == "completion_mask":
