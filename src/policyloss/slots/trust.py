@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import trust
-from policyloss.functional.covariance import step_covariance, step_means
+from policyloss.functional.covariances import step_covariance, step_means
 from policyloss.functional.ranks import at_least, kth_largest, least_of_largest, outside_level
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
