@@ -16,7 +16,7 @@ def test_every_preset_passes_the_battery(name):
 def test_a_users_function_passes():
     report = pl.check_loss(lambda t: -t.advantages * t.ratio.clamp(max=2.0))
     assert report, str(report)
-    assert "9 of 9" in str(report)
+    assert "11 of 11" in str(report)
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -38,6 +38,47 @@ WRONG = {
     "dtype": lambda t: -t.advantages * (t.logp.to(t.read("old_logp").dtype) - t.read("old_logp")).exp(),
     "rerun": lambda t: -t.advantages * t.ratio * torch.rand(()),
 }
+
+
+CLIPS = (0.8, 1.2)
+TURNED = {
+    "the sign": ("direction", lambda t: t.advantages * t.ratio),
+    "the sign of a clip": ("direction", lambda t: -pl.Clip(0.2, 0.2)(t).loss),
+    "|advantages|": ("direction", lambda t: -t.advantages.abs() * t.ratio),
+    "min for max": ("pessimism", lambda t: torch.minimum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(*CLIPS))),
+    "max for min": ("pessimism", lambda t: -torch.maximum(t.advantages * t.ratio, t.advantages * t.ratio.clamp(*CLIPS))),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_loss_that_was_turned_round_is_caught(name):
+    """By the one check that is meant to, and by no other: everything else about it is right."""
+    check, turned = TURNED[name]
+    assert {r.name for r in pl.check_loss(turned).results if not r.passed} == {check}
+
+
+@pytest.mark.parametrize("name", pl.presets())
+def test_the_trust_part_of_every_preset_passes_as_a_callable(name):
+    spec = pl.preset(name)
+    if not spec.needs_statistics:
+        report = pl.check_loss(lambda t: spec.trust(t), base=spec)
+        assert report, str(report)
+
+
+LIMITED_OTHERWISE = {
+    "from above only": lambda t: -t.advantages * t.ratio.clamp(max=2.0),
+    "on both sides": lambda t: -t.advantages * t.ratio.clamp(*CLIPS),
+    "where the advantage is positive": lambda t: torch.where(
+        t.advantages > 0, torch.maximum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(max=1.2)), -t.advantages * t.ratio
+    ),
+    "good tokens only": lambda t: -t.advantages.clamp(min=0) * t.logp,
+}
+
+
+@pytest.mark.parametrize("name", LIMITED_OTHERWISE)
+def test_other_limits_are_no_mistake(name):
+    report = pl.check_loss(LIMITED_OTHERWISE[name])
+    assert report, str(report)
 
 
 @pytest.mark.parametrize("name", WRONG)

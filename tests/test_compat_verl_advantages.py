@@ -387,8 +387,8 @@ def components(**config):
         ("grpo", {"index": INDEX[:5]}, InputError, "5 labels for 6 rows"),
         ("grpo", {"index": None}, InputError, "got NoneType"),
         ("rloo", {"index": [[1]] * 6}, InputError, "one label per row"),
-        ("rloo", {"index": INDEX, "mask": MASK[:5]}, InputError, "one number for each row"),
-        ("rloo", {"index": INDEX, "rewards": REWARDS[:, 0]}, InputError, r"tensor \[B, T\]"),
+        ("rloo", {"index": INDEX, "mask": MASK[:5]}, InputError, r"response_mask has shape \(5, 2\)"),
+        ("rloo", {"index": INDEX, "rewards": REWARDS[:, 0]}, InputError, r"token_level_rewards has \(6,\)"),
     ],
 )
 def test_errors_name_what_is_wrong(name, given, error, message):

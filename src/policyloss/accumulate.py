@@ -295,8 +295,8 @@ def _check_numbers(numbers: list[int]) -> None:
     """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the forward of a sharded model."""
     if 0 in numbers:
         raise InputError(
-            f"micro_batches: rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one to run its forward on: give "
-            "it one with an all-False mask, which adds nothing."
+            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one "
+            "in micro_batches, to run its forward on: give it one with an all-False mask, which adds nothing."
         )
 
 

@@ -127,9 +127,7 @@ def check_group(name: str, group: Any) -> None:
     if group is None or torch.compiler.is_compiling():
         return
     if not (dist.is_available() and dist.is_initialized()):
-        raise InputError(
-            f"{name} was given ({seen(group)}), but torch.distributed is not initialised: call init_process_group, or omit it."
-        )
+        raise InputError(f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it.")
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(f"{name} must be a process group that this rank belongs to, got {seen(group)}.")
 

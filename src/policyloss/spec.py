@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from torch import Tensor
 
 from policyloss.arguments import seen
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.slots import aggregate, checks, correction, kl, ratio, trust
 from policyloss.tokens import Tokens
 
@@ -300,7 +300,7 @@ def check_part(slot: str, part: Any) -> None:
             raise SpecError(f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}.")
     if not callable(part):
         names = ", ".join(v.__name__ for v in _VARIANTS[slot])
-        raise SpecError(f"{slot}={seen(part)} is not a part; use one of {names}, or a callable of Tokens.")
+        raise SpecError(f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens.")
 
 
 def _encode(slot: str, part: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _check_values(arguments: dict[str, Any]) -> None:
 
 def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
     """`drop_in`, for a function where these arguments hold one number per sequence."""
-    return by_annotation(TOKEN_SHAPED - set(per_sequence), FLOATING, _check_values)
+    return by_annotation(TOKEN_SHAPED.difference(per_sequence), FLOATING, _check_values)
 
 
 def drop_in(function: F) -> F:

@@ -133,7 +133,7 @@ class Sequences:
         if cu_seqlens is None:
             if tokens.dim() != 2:
                 raise InputError(
-                    f"{called}: expected padded tokens [B, T], got shape {tuple(tokens.shape)}; for packed tokens [N] pass "
+                    f"expected padded tokens [B, T] in {called}, got shape {tuple(tokens.shape)}; for packed tokens [N] pass "
                     "cu_seqlens=."
                 )
             return cls(tuple(tokens.shape), cp_group=cp_group)

@@ -51,7 +51,7 @@ def _check_eps(owner: Clip | TwoSidedClip | CovClip) -> None:
     checks.number(owner, "eps_low", least=0, hint=hint)
     checks.number(owner, "eps_high", least=0, hint=hint)
     low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
-    if 1 < low < math.inf:
+    if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
         raise SpecError(
             f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: give a distance from 1 (0.2 for "
             "20 %), or math.inf for no lower bound."
