@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.files import StorageError, from_json, sync, to_json, write_error, write_synced
+from policyloss.train.files import StorageError, from_json, make_folder, sync, to_json, write_error, write_synced
 from policyloss.train.plain_files import read_plain, require_plain
 from policyloss.train.states import load_optimizer_state, load_rng_state, optimizer_state, rng_state
 
@@ -170,7 +170,7 @@ def undone_on_error(folder: Path, step: int) -> Iterator[None]:
 def begin(folder: Path, step: int) -> Path:
     """An empty temporary folder for the files of a checkpoint. Removes what an earlier one that was interrupted left."""
     temporary = _hidden(folder, step, "tmp")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _tidy(folder)
     temporary.mkdir()
     return temporary

@@ -39,6 +39,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, and bring their names to the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and bring it to the disk. What is there under its name, a link for one, is removed and not written to."""
     path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ import torch
 
 from policyloss.errors import InputError
 from policyloss.train.checkpoint import discard_after
-from policyloss.train.files import StorageError, from_json, replace_file, sync, to_json, write_error
+from policyloss.train.files import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
 from policyloss.train.jsonl import JsonLines
 from policyloss.train.lock import Lock
 from policyloss.train.plain_files import read_plain, refuse_links
@@ -69,7 +69,7 @@ class RunDir:
         contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
         data = to_json(contents, "run", indent=2)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
         except OSError as error:
             raise write_error(path, error, "Nothing was written.") from error
         refuse_links(path)
