@@ -173,8 +173,9 @@ def test_code_that_the_user_names_is_run(foreign: Path, tmp_path: Path, capsys: 
 def test_a_model_that_only_the_run_names_is_not_fetched(
     run: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import huggingface_hub.file_download
     import socket
+
+    import huggingface_hub.file_download
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a connection was tried")
@@ -217,9 +218,7 @@ INSIDE = ("checkpoints", "tensorboard", "checkpoints/step_000002", "checkpoints/
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("name", [*OF_A_RUN, *INSIDE])
-def test_links_and_pipes_are_refused(
-    name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_and_pipes_are_refused(name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What they lead to keeps its bytes, and nobody waits for a pipe."""
     outside, inside = tmp_path / "outside", run / name
     if inside.exists():
@@ -316,7 +315,10 @@ def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: 
 def task_with_a_long_prompt(tmp_path: Path) -> Path:
     data = tmp_path / "task.jsonl"
     good = [{"prompt": f"sort {n}=", "answer": str(n), "split": "train"} for n in range(1000, 1008)]
-    bad = [{"prompt": "sort " + "1" * 9000, "answer": "1", "split": "train"}, {"prompt": "\ud800=", "answer": "1", "split": "train"}]
+    bad = [
+        {"prompt": "sort " + "1" * 9000, "answer": "1", "split": "train"},
+        {"prompt": "\ud800=", "answer": "1", "split": "train"},
+    ]
     held = [{"prompt": f"sort {n}=", "answer": str(n), "split": "held_out"} for n in range(2000, 2004)]
     held.append({"prompt": "sort " + "2" * 8190, "answer": "2", "split": "held_out"})
     data.write_text("".join(json.dumps(row) + "\n" for row in [*good[:3], *bad, *good[3:], *held]))
@@ -335,7 +337,7 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, model: str, capsys: pytest.
     assert train(tmp_path / "run", **options, unusable="skip") == 0
     assert "2 of 10 prompts of the split 'train' cannot be used" in capsys.readouterr().out
     prompts = [row["prompt"] for row in lines(tmp_path / "run", "rollouts")]
-    assert {prompt for prompt in prompts} == {f"sort {n}=" for n in range(1000, 1008)}  # 16 draws of 8 prompts: each twice
+    assert set(prompts) == {f"sort {n}=" for n in range(1000, 1008)}  # 16 draws of 8 prompts: each twice
     assert all(len(prompt) < 20 for prompt in prompts)
 
 
@@ -367,7 +369,7 @@ def test_a_reward_that_cannot_work_is_found_before_the_first_step(
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """138 thousand weights of 4 bytes, and two moments: 1.66 MB a checkpoint, three of them with --keep 2, and 1 MiB for the rest."""
+    """138 thousand weights of 4 bytes and two moments are 1.66 MB a checkpoint: three with --keep 2, and 1 MiB for the rest."""
     usage = shutil.disk_usage(tmp_path)
     for free, code in ((3 * 1_640_000 + (1 << 20), 2), (3 * 1_700_000 + (1 << 20), 0)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))

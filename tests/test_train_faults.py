@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -84,7 +85,9 @@ def test_an_update_that_is_not_finite_is_skipped(
     assert "advantages is not finite at token 0 of completion 0" in said
     for step in range(4):
         assert all(x.isfinite().all() for x in weights(out, step).values()), step
-    moved = [name for name, x in weights(out, 2).items() if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])]
+    moved = [
+        name for name, x in weights(out, 2).items() if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])
+    ]
     assert moved  # by the minibatch that was finite
     numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]
     assert (numbers["updates"], numbers["skipped_in_a_row"]) == (5, 0)
@@ -199,10 +202,8 @@ def spin() -> None:
 
 def swallow() -> None:
     while True:
-        try:
+        with contextlib.suppress(Exception):
             time.sleep(60)
-        except Exception:
-            pass
 
 
 HANGS = {
@@ -309,6 +310,8 @@ def test_a_rank_that_stalls_is_named(tmp_path: Path) -> None:
     rank_0 = (tmp_path / "said0").read_text()
     assert "still running; waiting for rank 1. rank 0: step 1, gathering the completions of all ranks, for" in rank_0
     assert "rank 1: step 1, scoring, for" in rank_0
-    assert "policyloss: rank 0 lost another rank while step 1, gathering the completions of all ranks: waiting for rank 1." in rank_0
+    assert (
+        "policyloss: rank 0 lost another rank while step 1, gathering the completions of all ranks: waiting for rank 1." in rank_0
+    )
     assert "The last good checkpoint is" in rank_0
     assert (tmp_path / "code0").read_text() == "2"

@@ -48,10 +48,10 @@ def native_hang() -> int:
 
 def rank(number: int, folder: str) -> None:
     """One of two processes. Its output goes to a file, and it is ended when the test has seen enough."""
+    import torch
+
     from policyloss.cli import main
     from policyloss.train.collect import Collector
-
-    import torch
 
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number), "STALL": f"{folder}/stall"}
@@ -64,7 +64,13 @@ def rank(number: int, folder: str) -> None:
 
     Collector.collect = stalling  # type: ignore[method-assign]
     options = {"model": f"{folder}/model", "prompts": 2, "group_size": 2, "steps": 1, "warmup_steps": 0, "max_new_tokens": 4}
-    options |= {"reward": "train_faults_work:hangs_on_rank_1", "reward_timeout": 0, "rank_timeout": 6, "heartbeat": 1, "eval_prompts": 2}
+    options |= {
+        "reward": "train_faults_work:hangs_on_rank_1",
+        "reward_timeout": 0,
+        "rank_timeout": 6,
+        "heartbeat": 1,
+        "eval_prompts": 2,
+    }
     with open(f"{folder}/said{number}", "w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(arguments(Path(folder) / "run", options))
     Path(folder, f"code{number}").write_text(str(code))

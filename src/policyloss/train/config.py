@@ -14,7 +14,7 @@ from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import preset
 from policyloss.spec import LossSpec
-from policyloss.train.option_types import typed
+from policyloss.train.option_types import LARGEST, typed
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
 LARGEST_RATE = 1e3  # of a learning rate; far beyond what can learn, and far from what overflows
@@ -229,6 +229,8 @@ def _check_sizes(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, int) and abs(x) > LARGEST:
+                raise InputError(f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} bits.")
             if isinstance(x, float) and not math.isfinite(x) and x == x:  # nan has its own errors
                 raise InputError(f"{flag(field.name)} must be finite, got {x}.")
     if not 0 <= config.seed < 2**32:
@@ -278,7 +280,10 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
     data = spec.to_dict()
     for path, text in changes:
         _change(data, path, text)
-    return LossSpec.from_dict(data)
+    try:
+        return LossSpec.from_dict(data)
+    except OverflowError as error:
+        raise InputError(f"a number of the loss is too large: {error}.") from None
 
 
 def check_together(config: TrainConfig, spec: LossSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,10 +85,10 @@ def _stored(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    path = Path(model).expanduser()
-    if looks_local and not path.is_dir():
-        raise InputError(f"there is no folder {model}; give that of a model, a name on the hub, or 'tiny'.")
-    where = str(path) if path.is_dir() else model
+    path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    if not model or (looks_local and not os.path.isdir(path)):  # `Path.is_dir` raises where a name is too long
+        raise InputError(f"there is no folder {model!r}; give that of a model, a name on the hub, or 'tiny'.")
+    where = str(path) if os.path.isdir(path) else model
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)

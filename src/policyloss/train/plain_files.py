@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from policyloss.errors import InputError
 from policyloss.train.files import StorageError
 
 # What a run directory holds under names of its own; other files that lie there are nobody's business.
@@ -52,7 +53,14 @@ def read_plain(path: Path) -> bytes:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise if a file of the run directory `run` is a link, a pipe or a device. `run` itself may be a link: the user named it."""
+    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a name that is no text.
+
+    `run` itself may be a link: the user named it.
+    """
+    try:
+        str(run).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another name.") from None
     for name in FILES:
         require_plain(run / name)
         require_plain(run / f".{name}.tmp")

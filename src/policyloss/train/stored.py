@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
@@ -18,6 +18,7 @@ from policyloss.train.checkpoint import checked_index, latest, load_optimizer_st
 from policyloss.train.collect import Completions
 from policyloss.train.files import StorageError
 from policyloss.train.finite import NotFiniteError, nonfinite_names
+from policyloss.train.models import parts
 from policyloss.train.rollout import Sample
 from policyloss.train.sharded import latest_on_ranks, load_sharded, save_sharded
 
@@ -94,8 +95,8 @@ def _take(training: Training, tensors: Mapping[str, Tensor], numbers: Mapping[st
     learner.updates, collector.cursor, collector.draws = (_count(numbers, name) for name in ("updates", "cursor", "draws"))
     learner.skipped_in_a_row = _count({"skipped_in_a_row": 0, **numbers}, "skipped_in_a_row")  # older runs did not count them
     queue = [_completions(subtree(tensors, f"queue/{i}"), rows) for i, rows in enumerate(numbers["queue"])]
-    for sample in (sample for completions in queue for sample in completions.samples):
-        training.models.task.train[sample.example].prompt  # noqa: B018  # raises if the task has no such example
+    for completions in queue:
+        _check_samples(completions, len(training.models.task.train), parts(training.models.model)[1].shape[0])
     training.queue.extend(_of_rank(completions, training) for completions in queue)
 
 
@@ -120,6 +121,23 @@ def _count(numbers: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _check_samples(completions: Completions, examples: int, vocabulary: int) -> None:
+    """Raise if completions name an example or a token that there is not, or have statistics that are no numbers."""
+    for name, x in {"tokens": None, **completions.statistics}.items():
+        if not isinstance(x, (int, float)) or abs(x) > 1e300:
+            raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
+    for s in completions.samples:
+        if type(s.example) is not int or not 0 <= s.example < examples or type(s.group) is not int or s.group < 0:
+            raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
+        if not isinstance(s.reward, float) or not isinstance(s.text, str) or not isinstance(s.finished, bool):
+            raise TypeError(f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished {s.finished!r}")
+        ids = torch.cat([s.prompt_ids, s.completion_ids])
+        if ids.dtype != torch.int64 or not ((ids >= 0) & (ids < vocabulary)).all() or not s.rollout_logp.is_floating_point():
+            raise TypeError(f"tokens that the model does not have, {ids.dtype}")
+        if not len(s.prompt_ids) or not len(s.completion_ids) or s.completion_ids.shape != s.rollout_logp.shape:
+            raise TypeError("a completion without tokens, or without their log-probabilities")
+
+
 def _refuse_nonfinite(tensors: Mapping[str, Tensor], training: Training) -> None:
     """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of a good one."""
     names = sorted({name for share in training.ranks.gather(nonfinite_names(tensors)) for name in share})
@@ -131,9 +149,12 @@ def _refuse_nonfinite(tensors: Mapping[str, Tensor], training: Training) -> None
 def refuse_nonfinite_weights(path: Path) -> None:
     """Raise a `StorageError` if a checkpoint holds weights that are not finite."""
     for name in checked_index(path, sums=False)["files"]:
-        with safe_open(path / name, framework="pt") as file:
-            keys = [key for key in file.keys() if key.startswith(("policy/", "critic/"))]  # noqa: SIM118  # no dictionary
-            bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                keys = [key for key in file.keys() if key.startswith(("policy/", "critic/"))]  # noqa: SIM118  # no dictionary
+                bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
+        except SafetensorError as error:
+            raise StorageError(f"checkpoint {path} is damaged: {name}: {error}.") from error
         if bad:
             raise StorageError(f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} among them.")
 
