@@ -149,7 +149,10 @@ def test_an_interrupted_run_finishes_its_step(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert lines(out)[-1]["step"] == 3
     assert (out / "checkpoints" / "step_000003").is_dir()
-    assert f"stopped after step 3; go on with: policyloss train --resume --out {out}" in capsys.readouterr().out
+    assert (
+        f"stopped after step 3; go on with: policyloss train --resume --out {out} --reward {SMALL['reward']}"
+        in capsys.readouterr().out
+    )
     assert resume(out) == 0
     assert_same_run(out, whole)
 
@@ -333,13 +336,14 @@ def test_every_advantage_takes_a_step(name: str, tmp_path: Path, model: str) -> 
 
 def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["eval", str(whole), "--prompts", "16", "--json"]) == 0
+    named = ["--reward", SMALL["reward"]]
+    assert main(["eval", str(whole), "--prompts", "16", "--json", *named]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 5
     assert found["accuracy"] == lines(whole)[-1]["eval/accuracy"] == sum(r["reward"] >= 1 for r in found["results"]) / 16
     assert [r["reward"] for r in found["results"]] == [train_loop_ranks.graded(None, r["completion"]) for r in found["results"]]
     older = whole / "checkpoints" / "step_000004"
-    assert main(["eval", str(whole), "--prompts", "16", "--show", "2", "--checkpoint", str(older)]) == 0
+    assert main(["eval", str(whole), "--prompts", "16", "--show", "2", "--checkpoint", str(older), *named]) == 0
     head, *wrong = capsys.readouterr().out.splitlines()
     assert head == f"{whole}, step 4: accuracy {lines(whole)[4]['eval/accuracy']:.3f} on 16 held-out prompts of sort"
     assert len(wrong) == 2
@@ -349,7 +353,7 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert prompt == "'sort 4321='"
     assert len(answers) == 2
     assert len(set(answers)) == 1  # greedy
-    assert main(["eval", str(whole), "--checkpoint", "nope"]) == 2
+    assert main(["eval", str(whole), "--checkpoint", "nope", *named]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("policyloss: checkpoint nope is incomplete")  # and of no rank
 
 

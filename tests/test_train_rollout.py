@@ -455,6 +455,8 @@ class Question:
 class Likeness:
     """Full score for the answer itself, half for its first letter."""
 
+    success = 1.0
+
     def score(self, example: Question, completion: str) -> float:
         return 1.0 if completion == example.answer else 0.5 * (completion[:1] == example.answer[:1])
 

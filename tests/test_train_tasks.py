@@ -226,7 +226,7 @@ def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         make_reward("rewards_nowhere:length")
     with pytest.raises(InputError, match=r"there is no module 'rewards_nowhere.inner'"):
         make_reward("rewards_nowhere.inner:length")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+    with pytest.raises(InputError, match="'broken_rewards' needs another one: No module named 'a_package_that_is_not_there'"):
         make_reward("broken_rewards:length")
 
 

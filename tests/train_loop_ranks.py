@@ -74,10 +74,12 @@ def train(out: Path, **options: Any) -> int:
 
 
 def resume(out: Path, **options: Any) -> int:
-    """`policyloss train --resume`."""
+    """`policyloss train --resume`, with the reward of the run named again: it is code, which a run directory cannot ask for."""
     from policyloss.cli import main
 
-    return main(arguments(out, {"resume": True, **options}))
+    file = out / "config.json"
+    named = json.loads(file.read_text())["config"]["reward"] if file.exists() else None
+    return main(arguments(out, {"resume": True, "reward": named, **options}))
 
 
 def lines(out: Path, name: str = "metrics") -> list[dict[str, Any]]:

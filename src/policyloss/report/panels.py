@@ -22,7 +22,14 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("accuracy", "Learning", "Accuracy", "held-out (greedy) and of the samples", ("eval/accuracy", "accuracy"), share=True),
+    Panel(
+        "accuracy",
+        "Learning",
+        "Accuracy",
+        "share whose reward reaches the task's success (1 unless set): held-out (greedy), and of the samples",
+        ("eval/accuracy", "accuracy"),
+        share=True,
+    ),
     Panel(
         "reward", "Learning", "Reward", "mean over a step's samples, and its spread", ("reward/mean", "reward/std", "eval/reward")
     ),

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.files import StorageError, from_json, sync, to_json, write_error, write_synced
+from policyloss.train.files import StorageError, from_json, make_folder, sync, to_json, write_error, write_synced
+from policyloss.train.plain_files import read_plain, require_plain
 from policyloss.train.states import load_optimizer_state, load_rng_state, optimizer_state, rng_state
 
 __all__ = [
@@ -47,7 +48,7 @@ INDEX = "checkpoint.json"
 FORMAT = 1
 _BODY = b', "checkpoint": '  # between the checksum of the rest of the index and the rest
 TENSORS = "tensors.safetensors"
-_NAME = re.compile(r"(\.?)step_(\d+)(?:\.(tmp|old|gone|discarded))?")
+_NAME = re.compile(r"(\.?)step_(\d{1,18})(?:\.(tmp|old|gone|discarded))?")
 
 State = Mapping[str, Any]  # tensors, and mappings or sequences of them
 
@@ -80,14 +81,17 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, index["numbers"]
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Path, check: Callable[[Path], object] | None = None) -> Path | None:
     """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is none.
 
-    One that is not is reported by a warning, and the next older is tried.
+    One that is not is reported by a warning, and the next older is tried. check: a further look at one, by a function that raises
+    a `StorageError` if it is not good.
     """
     for path in _newest_first(folder):
         try:
             checked_index(path, sums=True)
+            if check is not None:
+                check(path)
         except StorageError as error:
             warnings.warn(f"{error} Trying the next older one.", UserWarning, stacklevel=2)
         else:
@@ -166,7 +170,7 @@ def undone_on_error(folder: Path, step: int) -> Iterator[None]:
 def begin(folder: Path, step: int) -> Path:
     """An empty temporary folder for the files of a checkpoint. Removes what an earlier one that was interrupted left."""
     temporary = _hidden(folder, step, "tmp")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _tidy(folder)
     temporary.mkdir()
     return temporary
@@ -185,7 +189,7 @@ def finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> Path:
 def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
     """The index of a checkpoint, or an error that says what is wrong with it. sums: whether to read every byte, or only sizes."""
     try:
-        data = (path / INDEX).read_bytes()
+        data = read_plain(path / INDEX)
         said = from_json(data)["sha256"]
         body = data.partition(_BODY)[2][:-1]
         if hashlib.sha256(body).hexdigest() != said:
@@ -195,6 +199,8 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
             raise StorageError(f"checkpoint {path} has format {index['format']}, this version reads {FORMAT}; use a newer one.")
         for name, file in index["files"].items():
             _check_file(path, name, file, sums)
+        if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
+            raise StorageError(f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name.")
     except OSError as error:
         raise StorageError(f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,6 +213,7 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
         raise StorageError(f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its folder.")
+    require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
         raise StorageError(f"checkpoint {path} is damaged: {name} has {size} bytes, {file['bytes']} were written.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from policyloss.errors import PolicyLossError
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.rewards import RewardError
+from policyloss.train.rewards import RewardError, scored
 from policyloss.train.rollout import Sample, sample, uniforms
 from policyloss.train.tasks import Example, Task
 
@@ -47,6 +47,7 @@ class Forgiving:
 
     task: Task
     warn: Callable[[str], None]
+    seconds: float
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
@@ -54,7 +55,7 @@ class Forgiving:
     def score(self, example: Example, completion: str) -> float:
         """As the task scores it, or 0 where it cannot."""
         try:
-            return float(self.task.score(example, completion))
+            return scored(self.task, example, completion, self.seconds)
         except RewardError as error:
             self.warn(str(error))
             return 0.0
@@ -62,7 +63,10 @@ class Forgiving:
 
 @dataclass
 class Collector:
-    """Draws prompts and samples completions. `cursor` and `draws` are all its state: where it is, and how often it has sampled."""
+    """Draws prompts and samples completions. `cursor` and `draws` are all its state: where it is, and how often it has sampled.
+
+    unusable: the training prompts that are passed over; the others keep their places. at: told what begins.
+    """
 
     config: TrainConfig
     task: Task
@@ -71,11 +75,13 @@ class Collector:
     warn: Callable[[str], None]
     cursor: int = 0
     draws: int = 0
+    unusable: frozenset[int] = frozenset()
+    at: Callable[[str], None] = lambda where: None
 
     @property
     def forgiving(self) -> Any:
         """The task for an evaluation, which a failure of its reward function must not end."""
-        return Forgiving(self.task, self.warn)
+        return Forgiving(self.task, self.warn, self.config.reward_timeout)
 
     def collect(self, model: Any) -> Completions:
         """Sample and score the completions of one step. Every rank has some of the groups, whole; together they are one batch."""
@@ -105,6 +111,7 @@ class Collector:
         own = range(self.ranks.rank, config.prompts, self.ranks.world)
         prompts = [(examples[i].id, first_group + i, examples[i].prompt) for i in own for _ in range(config.group_size)]
         places = [i * config.group_size + k for i in own for k in range(config.group_size)]
+        self.at("sampling")
         found = sample(
             model,
             self.tokenizer,
@@ -116,23 +123,28 @@ class Collector:
             uniforms=rows[places],
             batch_tokens=config.sampling_tokens,
         )
-        scored = [(s, self._reward(self.task.train[s.example], s)) for s in found]
-        good = [dataclasses.replace(s, reward=r) for s, r in scored if not math.isnan(r)]
-        return good, len(scored) - len(good)
+        self.at("scoring")
+        rewards = [self._reward(self.task.train[s.example], s) for s in found]
+        self.at("gathering the completions of all ranks")
+        good = [dataclasses.replace(s, reward=r) for s, r in zip(found, rewards, strict=True) if not math.isnan(r)]
+        return good, len(found) - len(good)
 
     def _next(self) -> Example:
-        """The next prompt: all of them in an order of their own in each pass."""
+        """The next prompt: all of them in an order of their own in each pass, but for those that cannot be used."""
         size = len(self.task.train)
-        turn, place = divmod(self.cursor, size)
-        self.cursor += 1
-        return self.task.train[_order(size, self.config.seed, turn)[place]]
+        while True:
+            turn, place = divmod(self.cursor, size)
+            self.cursor += 1
+            chosen = _order(size, self.config.seed, turn)[place]
+            if chosen not in self.unusable:
+                return self.task.train[chosen]
 
     def _reward(self, example: Example, s: Sample) -> float:
         """The reward, or NaN where the task's function failed on this completion, which is told and left out."""
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
         try:
-            return float(self.task.score(example, s.text))
+            return scored(self.task, example, s.text, self.config.reward_timeout)
         except RewardError as error:
             self.warn(str(error))
             return math.nan
@@ -171,7 +183,7 @@ class Collector:
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
             "reward/errors": float(sum(share[2] for share in shares)),
-            "accuracy": (rewards >= 1).double().mean().item(),
+            "accuracy": (rewards >= self.task.success).double().mean().item(),
             "length/mean": lengths.mean().item(),
             "length/max": lengths.max().item(),
             "truncated": sum(not ended for _, _, ended in rows) / len(rows),

@@ -3,41 +3,69 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import latest, subtree
+from policyloss.train.checkpoint import checked_index, latest, subtree
+from policyloss.train.collect import Forgiving
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import evaluate
-from policyloss.train.loop import started_with, train
+from policyloss.train.loop import train
+from policyloss.train.resuming import named_options, read_resumed, refuse_unnamed_code, stored_options
 from policyloss.train.rollout import sample, uniforms
 from policyloss.train.setup import Models, build
 from policyloss.train.sharded import load_sharded
-from policyloss.train.stored import load_weights
+from policyloss.train.stored import explained, load_weights, refuse_nonfinite_weights
 
 
 def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
+    if "--resume" in arguments and not {"-h", "--help"} & set(arguments):
+        return train(*read_resumed(arguments), offline="model" not in named_options(arguments))
     return train(*read_arguments(arguments))
 
 
 @dataclass(frozen=True)
-class EvalOptions:
-    """Evaluate the policy of a run on held-out prompts, greedily."""
+class FromRun:
+    """What both commands take: a run, one of its checkpoints, and what the user names instead of what its config.json names."""
 
     run: tyro.conf.Positional[Path]
-    """The run directory."""
-    prompts: int = 1024
-    """How many held-out prompts."""
+    """The run directory. It is only data: code that it names is not run, and nothing is downloaded, unless you name it here."""
     checkpoint: Path | None = None
     """One of its checkpoints; the last one if not given."""
+    model: str | None = None
+    """The model that the run started from: a folder, or a name on the hub, which may then be downloaded."""
+    task: str | None = None
+    """Another task than that of the run, or where its file is now."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+
+
+@dataclass(frozen=True)
+class EvalOptions(FromRun):
+    """Evaluate the policy of a run on held-out prompts, greedily.
+
+    Accuracy is the share of answers whose reward reaches --success.
+    """
+
+    prompts: int = 1024
+    """How many held-out prompts."""
+    reward: str | None = None
+    """How answers are scored: exact, math, or module:function. A function that the run names is used only if you name it here."""
+    success: float | None = None
+    """The reward from which on an answer counts as right; that of the run if not given, which is 1 unless it was set."""
+    reward_timeout: float = 60.0
+    """Seconds that one call of the reward may take; 0 is no limit."""
     show: int = 5
     """Wrong answers to show."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -47,33 +75,38 @@ class EvalOptions:
 def eval_command(arguments: Sequence[str]) -> int:
     """`policyloss eval RUN`."""
     options = tyro.cli(EvalOptions, args=list(arguments), prog="policyloss eval")
-    config, models, step = load_run(options.run, options.checkpoint)
-    examples = list(models.task.held_out[: options.prompts])
-    found = evaluate(
-        models.model,
-        models.tokenizer,
-        models.task,
-        examples,
-        max_new_tokens=config.max_new_tokens,
-        batch_tokens=config.sampling_tokens,
+    _at_least(options.prompts, "--prompts", 1)
+    _at_least(options.show, "--show", 0)
+    config, spec = _options(options)
+    named = {name for name in ("reward", "trust_remote_code") if getattr(options, name)}
+    config = replace(
+        config, reward=options.reward or config.reward, trust_remote_code=config.trust_remote_code or options.trust_remote_code
     )
+    if options.success is not None:
+        config = replace(config, success=options.success)
+    refuse_unnamed_code(config, frozenset(named))
+    models, step = load_run(options, config, spec)
+    task = models.task
+    examples = list(task.held_out[: options.prompts])
+    budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+    found = evaluate(models.model, models.tokenizer, Forgiving(task, _warn, options.reward_timeout), examples, **budget)
     results = list(zip(examples, found.results, strict=True))
     if options.as_json:
         rows = [{"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score} for e, a in results]
-        print(json.dumps({"step": step, "accuracy": found.accuracy, "mean_length": found.mean_length, "results": rows}, indent=2))
+        numbers = {"step": step, "accuracy": found.accuracy, "success": task.success, "mean_length": found.mean_length}
+        print(json.dumps({**numbers, "results": rows}, indent=2))
         return 0
-    print(f"{options.run}, step {step}: accuracy {found.accuracy:.3f} on {len(examples)} held-out prompts of {models.task.name}")
-    for example, answer in [row for row in results if row[1].score < 1][: options.show]:
+    reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
+    print(f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} held-out prompts of {task.name}")
+    for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
     return 0
 
 
 @dataclass(frozen=True)
-class SampleOptions:
+class SampleOptions(FromRun):
     """Sample completions from the policy of a run."""
 
-    run: tyro.conf.Positional[Path]
-    """The run directory."""
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
     """Prompts; the first held-out ones if none is given."""
     number: int = 4
@@ -82,17 +115,21 @@ class SampleOptions:
     """0 is greedy."""
     seed: int = 0
     """Of the draws."""
-    checkpoint: Path | None = None
-    """One of its checkpoints; the last one if not given."""
 
 
 def sample_command(arguments: Sequence[str]) -> int:
     """`policyloss sample RUN [PROMPT …]`."""
     options = tyro.cli(SampleOptions, args=list(arguments), prog="policyloss sample")
-    if options.number < 1:
-        raise InputError(f"--number must be at least 1, got {options.number}.")
-    config, models, _ = load_run(options.run, options.checkpoint)
+    _at_least(options.number, "--number", 1)
+    _at_least(options.seed, "--seed", 0)
+    config, spec = _options(options)
+    # Nothing is scored here, so no reward is looked for; that of a .jsonl task must have a name.
+    config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
+    refuse_unnamed_code(config, frozenset({"trust_remote_code"} if options.trust_remote_code else ()))
+    models, _ = load_run(options, config, spec)
     prompts = options.prompt or tuple(example.prompt for example in models.task.held_out[:3])
+    if len(prompts) * options.number * config.max_new_tokens >= 2**31:
+        raise InputError(f"--number {options.number} completions of {len(prompts)} prompts are too many for one call.")
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
     found = sample(
         models.model,
@@ -112,15 +149,33 @@ def sample_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def load_run(path: Path, checkpoint: Path | None = None) -> tuple[TrainConfig, Models, int]:
-    """The options of a run, its policy as a checkpoint has it, and the step of that checkpoint."""
-    config, spec = started_with(TrainConfig(out=path, resume=True))
-    chosen = checkpoint or latest(path / "checkpoints")
+def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
+    """The options and the loss of a run, with what the user named in their place."""
+    config, spec = stored_options(options.run)
+    return replace(config, task=options.task or config.task, model=options.model or config.model, device=options.device), spec
+
+
+def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Models, int]:
+    """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of that checkpoint."""
+    path = options.run
+    chosen = options.checkpoint or latest(path / "checkpoints", refuse_nonfinite_weights)
     if chosen is None:
         raise InputError(f"{path / 'checkpoints'} holds no checkpoint that can be read.")
+    index = checked_index(chosen, sums=True)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
-    bare = spec.replace(kl=None) if isinstance(spec, pl.LossSpec) else spec  # no reference is needed here
-    models = build(replace(config, advantage="grpo", group_size=max(config.group_size, 2)), bare, ranks, say=lambda text: None)
+    bare = spec.replace(kl=None)  # no reference is needed here
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
+    models = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None)
     tensors, _ = load_sharded(chosen, {})
-    load_weights(models.policy, subtree(tensors, "policy"))
-    return config, models, int(chosen.name.rpartition("_")[2])
+    with explained(chosen):
+        load_weights(models.policy, subtree(tensors, "policy"))
+    return models, int(index["step"])
+
+
+def _warn(text: str) -> None:
+    print(f"policyloss: warning: {text}", file=sys.stderr)
+
+
+def _at_least(value: int, name: str, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS, preset
 from policyloss.spec import LossSpec
+from policyloss.train.option_types import LARGEST, typed
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
+LARGEST_RATE = 1e3  # of a learning rate; far beyond what can learn, and far from what overflows
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 
 
@@ -29,8 +32,18 @@ class TrainConfig:
     """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and "answer" in every line."""
     reward: str | None = None
     """How a .jsonl task is scored: exact, math, or module:function."""
+    success: float | None = None
+    """The reward from which on a completion counts as right: accuracy is the share of completions that reach it. By default what
+    the task says, which is 1 for all tasks of its own kinds."""
+    reward_timeout: float = 60.0
+    """Seconds that one call of the reward may take; what takes longer counts as failed. 0 is no limit."""
     model: str = "tiny"
     """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a causal language model."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the model. Never read from a run directory: name it again to resume or evaluate."""
+    unusable: Literal["refuse", "skip"] = "refuse"
+    """What to do about prompts that the model cannot continue, such as too long ones: refuse to start
+    and name them, or leave them out and name them."""
     out: Path = Path("runs/latest")
     """The run directory. One that holds a run is continued with --resume, and never overwritten."""
     resume: bool = False
@@ -95,6 +108,8 @@ class TrainConfig:
     """Of AdamW."""
     grad_clip: float = 1.0
     """Largest norm of a gradient; 0 is off."""
+    nonfinite_limit: int = 3
+    """An update whose loss or gradient is not finite is skipped; after this many in a row the run stops."""
     head: Literal["fused", "logits"] = "fused"
     """How the loss gets from hidden states to log-probabilities: window by window without keeping logits, or by all logits."""
 
@@ -114,6 +129,10 @@ class TrainConfig:
     """cpu, cuda, or auto."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: every rank holds the model, or a part of it."""
+    rank_timeout: float = 600.0
+    """Under torchrun: seconds after which a rank that waits for another gives up, and says for which."""
+    heartbeat: float = 60.0
+    """Seconds in one place after which the run says where it is and what it waits for; 0 says nothing."""
 
     eval_every: int = 20
     """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
@@ -132,16 +151,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "prompts", "group_size", "max_new_tokens", "sampling_tokens", "dynamic_tries", "epochs", "minibatches")
-        for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk"):
+        for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk", "nonfinite_limit"):
             _at_least(self, name, 1)
         every = ("eval_every", "checkpoint_every", "rollouts_every", "rollouts_rows")
         for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps"):
             _at_least(self, name, 0)
-        for name in ("lr", "critic_lr", "weight_decay", "grad_clip", "value_clip"):
+        for name in ("lr", "critic_lr", "weight_decay", "grad_clip", "value_clip", "reward_timeout", "heartbeat"):
             _at_least(self, name, 0)
+        _check_sizes(self)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{_flag(name)} must be between 0 and 1, got {getattr(self, name)}.")
+                raise InputError(f"{flag(name)} must be between 0 and 1, got {getattr(self, name)}.")
         if not self.temperature > 0:
             raise InputError(f"--temperature must be above 0 to sample different completions, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -205,23 +225,54 @@ class TrainConfig:
         for name in data:
             if name not in known:
                 raise InputError(unknown_name("option", name, known))
-        return cls(**{**data, "out": Path(data["out"]), "betas": tuple(data["betas"])})
+        return cls(**typed(cls, data))
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option of a field as it is typed."""
     return "--" + name.replace("_", "-")
 
 
 def _at_least(config: TrainConfig, name: str, least: int) -> None:
     if not getattr(config, name) >= least:
-        raise InputError(f"{_flag(name)} must be at least {least}, got {getattr(config, name)}.")
+        raise InputError(f"{flag(name)} must be at least {least}, got {getattr(config, name)}.")
+
+
+def _check_sizes(config: TrainConfig) -> None:
+    """Raise for numbers that no run could use, before a tensor or an optimizer meets them."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, int) and abs(x) > LARGEST:
+                raise InputError(f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} bits.")
+            if isinstance(x, float) and not math.isfinite(x) and x == x:  # nan has its own errors
+                raise InputError(f"{flag(field.name)} must be finite, got {x}.")
+    if not 0 <= config.seed < 2**32:
+        raise InputError(f"--seed must be at least 0 and below 2**32, got {config.seed}.")
+    for name in ("lr", "critic_lr"):
+        if not getattr(config, name) <= LARGEST_RATE:
+            raise InputError(
+                f"{flag(name)} must be at most {LARGEST_RATE:g}, got {getattr(config, name)}: AdamW moves each "
+                "weight by about that much in every update."
+            )
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise InputError(f"--betas must be at least 0 and below 1, got {config.betas[0]} {config.betas[1]}.")
+    if not config.rank_timeout > 0:
+        raise InputError(f"--rank-timeout must be above 0, got {config.rank_timeout}.")
+    if config.success is not None and config.success != config.success:
+        raise InputError("--success must be a number, got nan.")
+    if config.extend is not None and not config.resume:
+        raise InputError(f"--extend {config.extend} continues a run, so it needs --resume; a new run takes --steps.")
+    tokens = config.prompts * config.group_size * config.max_new_tokens
+    if tokens >= 2**31:
+        raise InputError(f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be below 2**31.")
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     """The command line after `policyloss train`: options by tyro, and `--loss.SLOT.OPTION VALUE` as changes of the loss."""
     import tyro
 
-    rest, changes = _split_loss_options(arguments)
+    rest, changes = split_loss_options(arguments)
     config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
     spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)
@@ -233,13 +284,20 @@ def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     from policyloss.cli import read_loss
 
     found = read_loss(loss)
-    spec = preset(found) if isinstance(found, str) else found
+    return change_spec(preset(found) if isinstance(found, str) else found, changes)
+
+
+def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
+    """The loss with changes such as `("trust.eps_high", "0.28")`."""
     if not changes:
         return spec
     data = spec.to_dict()
     for path, text in changes:
         _change(data, path, text)
-    return LossSpec.from_dict(data)
+    try:
+        return LossSpec.from_dict(data)
+    except OverflowError as error:
+        raise InputError(f"a number of the loss is too large: {error}.") from None
 
 
 def check_together(config: TrainConfig, spec: LossSpec) -> None:
@@ -256,7 +314,8 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
         )
 
 
-def _split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The arguments without `--loss.SLOT.OPTION VALUE`, and these as (path, text)."""
     rest: list[str] = []
     changes: list[tuple[str, str]] = []
     waiting = iter(arguments)

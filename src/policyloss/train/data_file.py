@@ -58,6 +58,8 @@ def _share(prompts: set[str]) -> set[str]:
 
 def _rows(path: Path) -> Iterator[Row]:
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"the task {path} is no plain file; give one of JSON lines.")
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read the task {path}: {error.strerror or error}.") from error

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from policyloss.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ class Ranks:
     group: Any = None
 
     @classmethod
-    def start(cls, device: str) -> Ranks:
-        """Join the others if torchrun started them. device: cpu, cuda or auto."""
+    def start(cls, device: str, timeout: float = 600.0) -> Ranks:
+        """Join the others if torchrun started them. device: cpu, cuda or auto. timeout: seconds a rank waits for another."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        _check_device(kind)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
@@ -36,7 +40,7 @@ class Ranks:
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
+            dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
         return cls(dist.get_rank(), world, here, dist.group.WORLD)
 
     @property
@@ -68,6 +72,17 @@ class Ranks:
         """Wait for all."""
         if self.world > 1:
             dist.barrier(group=self.group)
+
+
+def _check_device(kind: str) -> None:
+    name, _, number = kind.partition(":")
+    known = kind in ("cpu", "cuda") or (name == "cuda" and number.isascii() and number.isdecimal())
+    if not known:
+        raise InputError(f"--device must be cpu, cuda, cuda:NUMBER or auto, got {kind!r}.")
+    if name == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(number or 0) >= there:
+            raise InputError(f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto.")
 
 
 def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]) -> nn.Module:

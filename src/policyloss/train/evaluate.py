@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
+from policyloss.train.examples import SUCCESS
 from policyloss.train.rollout import Progress, sample
 
 if TYPE_CHECKING:
@@ -32,20 +33,23 @@ class Result:
 class Evaluation:
     """Means over the examples: Σ_i x_i / n."""
 
-    accuracy: float  # share with score >= 1
+    accuracy: float  # share whose score reaches the task's `success`
     score: float
     mean_length: float
     finished: float  # share that ended by an end token
     results: tuple[Result, ...]  # in the order of the examples
 
     @classmethod
-    def of(cls, results: Sequence[Result]) -> Evaluation:
-        """The means of `results`; ranks that each evaluated a share join their lists and call this."""
+    def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
+        """The means of `results`; ranks that each evaluated a share join their lists and call this.
+
+        success: the score from which on a result is right.
+        """
         if not results:
             raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
         n = len(results)
         return cls(
-            accuracy=sum(r.score >= 1 for r in results) / n,
+            accuracy=sum(r.score >= success for r in results) / n,
             score=sum(r.score for r in results) / n,
             mean_length=sum(r.length for r in results) / n,
             finished=sum(r.finished for r in results) / n,
@@ -80,5 +84,6 @@ def evaluate(
         [
             Result(e.id, e.prompt, e.answer, s.text, float(task.score(e, s.text)), len(s.completion_ids), s.finished)
             for e, s in zip(examples, samples, strict=True)
-        ]
+        ],
+        task.success,
     )

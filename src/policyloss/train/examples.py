@@ -18,11 +18,12 @@ class Example:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+SUCCESS = 1.0  # the score of a right answer, where a task says nothing else
 Reward = Callable[[Example, str], float]
 
 
 class Task(Protocol):
-    """Prompts to train on, others to evaluate on (no prompt is in both), and a score: 1 is right, by convention in [0, 1]."""
+    """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention in [0, 1]."""
 
     @property
     def name(self) -> str:
@@ -35,6 +36,10 @@ class Task(Protocol):
     @property
     def held_out(self) -> Sequence[Example]:
         """The prompts of the evaluations."""
+
+    @property
+    def success(self) -> float:
+        """The score from which on a completion counts as right: accuracy is the share of those that reach it."""
 
     def score(self, example: Example, completion: str) -> float:
         """How good `completion` is; raises `RewardError` where the scorer fails."""
@@ -51,6 +56,7 @@ class ListTask:
     train: Sequence[Example]
     held_out: Sequence[Example]
     reward: Reward
+    success: float = SUCCESS
 
     def score(self, example: Example, completion: str) -> float:
         """By `reward`."""

@@ -39,9 +39,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, and bring their names to the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk."""
-    with open(path, "wb") as file:
+    """Write a new file and bring it to the disk. What is there under its name, a link for one, is removed and not written to."""
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -70,7 +79,10 @@ def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
 
 def from_json(data: bytes) -> Any:
     """What `to_json` was given."""
-    return json.loads(data, object_hook=_float_or_dict)
+    try:
+        return json.loads(data, object_hook=_float_or_dict)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.files import sync, write_error
+from policyloss.train.files import from_json, sync, write_error
+from policyloss.train.plain_files import open_plain
 
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
 class JsonLines:
@@ -26,7 +27,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._handle = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             raise write_error(path, error, "Nothing was written.") from error
         self.last: int | None = None
@@ -60,7 +61,8 @@ class JsonLines:
     def truncate(self, step: int | None) -> None:
         """Drop every row after `step` (None: no row), and what follows the last readable row; the bytes before stay as they are."""
         end, at, last = 0, 0, None
-        with open(self.path, "rb") as file:
+        with os.fdopen(os.dup(self._handle), "rb") as file:  # this very file, whatever its name leads to by now
+            file.seek(0)
             for line in file:
                 at += len(line)
                 found = _step_of(line)
@@ -121,7 +123,7 @@ def _step_of(line: bytes) -> int | None:
     if found and line.endswith(b"}\n"):  # as `line_of` writes it: to parse a long row for its first number would take far longer
         return int(found[1])
     try:
-        step = json.loads(line)["step"]
+        step = from_json(line)["step"]
     except (ValueError, TypeError, KeyError):
         return None
-    return step if isinstance(step, int) else None
+    return step if type(step) is int else None

@@ -8,7 +8,8 @@ global counts (`policyloss.accumulate`), so that neither micro-batches nor ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from policyloss.train.advantages import Judged, judge
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised
+from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 from policyloss.train.models import Critic, parts
 
 
@@ -53,7 +55,8 @@ class Policy(nn.Module):
 class Learned:
     """What a step did. metrics: of the policy, summed over its updates and merged over ranks; values: of the critic.
 
-    logp: `[N]` of this rank's pack, as the loss last saw them.
+    skipped: updates of policy or critic that were not made, because a number was not finite. logp: `[N]` of this rank's pack, as
+    the loss last saw them.
     """
 
     metrics: dict[str, float]
@@ -61,13 +64,18 @@ class Learned:
     updates: int
     grad_norm: float
     critic_grad_norm: float
+    skipped: int
     pack: Pack
     logp: Tensor
 
 
 @dataclass
 class Learner:
-    """The policy, its critic and reference (if there are), and how they learn. `updates` counts optimizer steps over the run."""
+    """The policy, its critic and reference (if there are), and how they learn.
+
+    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since the last good one. `warn` is
+    told of each.
+    """
 
     config: TrainConfig
     spec: pl.LossSpec
@@ -78,6 +86,8 @@ class Learner:
     critic: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     updates: int = field(default=0)
+    skipped_in_a_row: int = 0
+    warn: Callable[[str], None] = warnings.warn
 
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
         """Update the weights with this rank's sequences.
@@ -94,25 +104,28 @@ class Learner:
         norms: list[float] = []
         critic_norms: list[float] = []
         logp = torch.zeros_like(pack.tokens["old_logp"])
-        updates = 0
+        updates = skipped = 0
         for epoch in range(self.config.epochs):
             for chosen in minibatches(total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)):
                 own = [place[index] for index in chosen if index in place]
-                found, norm, seen = self._update(pack, own, train=step >= self.config.critic_steps)
+                found, norm, seen, good = self._update(pack, own, train=step >= self.config.critic_steps)
+                skipped += not good
                 metrics, norms = metrics + found, [*norms, norm]
                 for i, x in seen.items():
                     logp[_span(pack, i)] = x
                 if self.critic is not None:
-                    value_metrics, critic_norm = self._update_critic(pack, own)
+                    value_metrics, critic_norm, good = self._update_critic(pack, own)
+                    skipped += not good
                     values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
                 updates += 1
-        self.updates += updates
+        self.updates += updates - skipped
         return Learned(
             self._computed(metrics, updates),
             self._computed(values, updates),
             updates,
             _mean(norms),
             _mean(critic_norms),
+            skipped,
             pack,
             logp,
         )
@@ -153,8 +166,8 @@ class Learner:
         left = iter(own)
         return packs, [[next(left) for _ in part.lengths] for part in packs]
 
-    def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor]]:
-        """One optimizer step of the policy; also what it saw: the log-probabilities of each sequence."""
+    def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor], bool]:
+        """One optimizer step of the policy, and what it saw: the log-probabilities of each sequence. → also whether it was made."""
         packs, members = self._micro_batches(pack, own)
 
         def current(micro: Any) -> Tensor:
@@ -169,10 +182,11 @@ class Learner:
                 loss.backward()
             if chosen:
                 seen |= dict(zip(chosen, logp.split(part.lengths), strict=True))
-        norm = _stepped(self.policy, self.optimizer, self.config.grad_clip, train)
-        return step.reduce_metrics(), norm, seen
+        metrics = step.reduce_metrics()
+        norm, good = self._stepped(self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train)
+        return metrics, norm, seen, good
 
-    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float]:
+    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
@@ -192,8 +206,50 @@ class Learner:
                 )
                 out.loss.backward()  # type: ignore[no-untyped-call]
             metrics = metrics + out.metrics
-        norm = _stepped(self.critic, self.critic_optimizer, self.config.grad_clip, True)
-        return (metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)), norm
+        metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
+        norm, good = self._stepped(self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {}))
+        return metrics, norm, good
+
+    def _stepped(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metrics: Metrics,
+        tokens: Callable[[], str],
+        train: bool = True,
+    ) -> tuple[float, bool]:
+        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and whether the step was made.
+
+        It is not where loss or norm is not finite: on no rank, because both are the same on all. tokens: which ones were to blame.
+        """
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+        loss = float(metrics["loss"])
+        good = math.isfinite(norm) and math.isfinite(loss)
+        if not good:
+            self._skip(loss, norm, tokens() or nonfinite_gradient(module))
+        elif train:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip or math.inf, total)
+            optimizer.step()
+            self.skipped_in_a_row = 0
+        optimizer.zero_grad(set_to_none=True)
+        return norm, good
+
+    def _skip(self, loss: float, norm: float, why: str) -> None:
+        """Say what was not finite, on which rank, and end the run if it was so too often."""
+        self.skipped_in_a_row += 1
+        shares = self.ranks.gather(why)
+        several = self.ranks.world > 1
+        reasons = "; ".join(f"rank {rank}: {share}" if several else share for rank, share in enumerate(shares) if share)
+        text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}" + (
+            f"; {reasons}" if reasons else ""
+        )
+        self.warn(f"{text}.")
+        if self.skipped_in_a_row >= self.config.nonfinite_limit:
+            raise NotFiniteError(
+                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of the last, {text}."
+            )
 
     @staticmethod
     def _computed(metrics: Metrics, updates: int) -> dict[str, float]:
@@ -222,17 +278,6 @@ def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
 def _span(pack: Pack, i: int) -> slice:
     start = sum(pack.lengths[:i])
     return slice(start, start + pack.lengths[i])
-
-
-def _stepped(module: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float, train: bool) -> float:
-    """Clip, step, forget the gradients. → the gradient's norm before it was clipped."""
-    parameters = [p for p in module.parameters() if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    if train:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(norm)
 
 
 def _mean(numbers: list[float]) -> float:

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss.train.files import StorageError, write_error
+from policyloss.train.files import StorageError, from_json, write_error
+from policyloss.train.plain_files import open_plain
 
 if sys.platform != "win32":
     import fcntl
@@ -37,8 +38,8 @@ class Lock:
             raise write_error(self.path, error, "Nothing else was written.") from error
 
     def release(self) -> None:
-        """Give the directory free, if it is still this process that holds it."""
-        with suppress(OSError), self._alone() as handle:
+        """Release the directory, if it is still this process that holds it."""
+        with suppress(OSError, StorageError), self._alone() as handle:
             if _read(os.read(handle, 4096)) == self.owner:
                 self.path.unlink()
 
@@ -46,7 +47,7 @@ class Lock:
     def _alone(self) -> Iterator[int]:
         """The lock file, opened, with other processes kept out for the moment: two that meet a dead lock must not both take it."""
         while True:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 if sys.platform != "win32":
                     with suppress(OSError):  # some network disks cannot; then what the file says must do
@@ -76,15 +77,15 @@ class Lock:
 def _read(data: bytes) -> dict[str, Any] | None:
     """The holder of a lock; None for an empty or half-written file, which a crash left before it was a lock."""
     try:
-        holder = json.loads(data)
+        holder = from_json(data)
     except ValueError:
         return None
-    return holder if isinstance(holder, dict) and isinstance(holder.get("pid"), int) and "host" in holder else None
+    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "host" in holder else None
 
 
 def _same_file(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
         return False
 

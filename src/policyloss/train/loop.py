@@ -12,72 +12,99 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import policyloss as pl
+from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
 from policyloss.train.collect import Collector, Completions
 from policyloss.train.config import TrainConfig
 from policyloss.train.display import Display
 from policyloss.train.distributed import Ranks, gathered
 from policyloss.train.evaluate import Evaluation, evaluate
+from policyloss.train.finite import NotFiniteError
 from policyloss.train.learner import Learned, rate
+from policyloss.train.preflight import preflight
+from policyloss.train.resuming import continued, resume_command
 from policyloss.train.run_dir import RunDir
 from policyloss.train.setup import Models, build, distribute
 from policyloss.train.shown import ratio_histogram, rollout_rows
-from policyloss.train.stored import restore, store
+from policyloss.train.stored import last_good, restore, store
 from policyloss.train.track import service_module
+from policyloss.train.watch import Watch
 
 INTERRUPTED = 130
 
 
-def train(config: TrainConfig, spec: pl.LossSpec) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume."""
+def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume.
+
+    A run that is resumed must have the options it was started with, but for those in `resuming.CHANGEABLE`, and `extend`.
+    offline: do not download the model, because it is a run directory that names it and no user.
+    """
     if config.resume:
-        config, spec = started_with(config)
+        config = continued(config, spec)
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
-    ranks = Ranks.start(config.device)
+    ranks = Ranks.start(config.device, config.rank_timeout)
     run = None
     if ranks.is_first:
-        run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, config.to_dict(), spec.to_dict())
-        if config.steps != run.config["steps"]:
-            run.rewrite(config.to_dict())
+        options = replace(config, resume=False, extend=None).to_dict()
+        run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
+        if options != run.config:
+            run.rewrite(options)
         if config.track:
             run.track(config.track)
     try:
-        return Training(config, spec, ranks, run).run()
+        return Training(config, spec, ranks, run, offline).run()
     finally:
         if run is not None:
             run.close()
 
 
-def started_with(config: TrainConfig) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of the run in `config.out`. Of the options given now, `extend` alone counts."""
-    said = RunDir.read_config(config.out)
-    first = TrainConfig.from_dict(said["config"])
-    steps = max(first.steps, config.extend or 0)
-    now = {**first.to_dict(), "out": str(config.out), "steps": steps, "resume": True}
-    return TrainConfig.from_dict(now), pl.LossSpec.from_dict(said["loss"])
-
-
 class Training:
     """A run in progress. step: how many are done. queue: completions that wait for their step (`staleness`)."""
 
-    def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None) -> None:
+    def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None, offline: bool) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)
         if config.advantage_notice:
             self.display.say(config.advantage_notice)
-        self.models: Models = build(config, spec, ranks, say=self.display.say)
-        self.collector = Collector(config, self.models.task, self.models.tokenizer, ranks, warn=self.display.warn)
+        self.watch = Watch(ranks, self.display.say, config.heartbeat)
+        self.models: Models = build(config, spec, ranks, say=self.display.say, warn=self.display.warn, offline=offline)
+        self.collector = Collector(config, self.models.task, self.models.tokenizer, ranks, warn=self.display.warn, at=self.at)
+        self.held_out = list(self.models.task.held_out[: config.eval_prompts])
         self.queue: deque[Completions] = deque()
         self.step = 0
 
+    def at(self, where: str) -> None:
+        """Tell the watch what begins now."""
+        self.watch.at(f"step {self.step + 1}, {where}")
+
+    def leave_out(self, split: str, places: frozenset[int]) -> None:
+        """Pass over some prompts of a split."""
+        if split == "train":
+            self.collector.unusable = places
+        else:
+            self.held_out = [example for i, example in enumerate(self.held_out) if i not in places]
+
     def run(self) -> int:
-        """Every step that is left."""
+        """Every step that is left. What ends it early says what is left of it."""
+        try:
+            with self.watch:
+                return self._run()
+        except NotFiniteError as error:
+            raise NotFiniteError(f"stopped in step {self.step + 1}: {error} {self._last_good()}") from error
+        except RuntimeError as error:
+            if not self.watch.lost_a_rank(error):
+                raise
+            text = f"rank {self.ranks.rank} lost another rank while {self.watch.where}: {self.watch.places()}."
+            raise PolicyLossError(f"{text} {self._last_good()} ({error})") from error
+
+    def _run(self) -> int:
         config = self.config
         self._start()
         with self.display, self._interruptible() as interrupted:
@@ -88,13 +115,16 @@ class Training:
                     store(self)
             if self.step < config.steps:
                 store(self)
-                self.display.say(f"stopped after step {self.step}; go on with: policyloss train --resume --out {config.out}")
+                self.display.say(f"stopped after step {self.step}; go on with: {resume_command(config)}")
                 return INTERRUPTED
         self.display.say(f"done; everything is in {config.out}. To look at it: policyloss report {config.out}")
         return 0
 
     def _start(self) -> None:
         """Step 0: the policy as it is before it is trained; or, of a run that is resumed, as it was."""
+        self.watch.at("looking at prompts, reward and disk")
+        preflight(self)
+        self.watch.at("the start")
         if self.config.resume:
             distribute(self.models, self.config, self.ranks)
             restore(self)
@@ -115,7 +145,8 @@ class Training:
         sampled = time.perf_counter()
         learned = self._learn(completions)
         timing = {"sample_s": sampled - began, "learn_s": time.perf_counter() - sampled, "step_s": time.perf_counter() - began}
-        timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
+        if timing["step_s"] > 0:  # a clock may stand still
+            timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
         self.step += 1
         metrics = {**completions.statistics, **self._learned(learned)}
         if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
@@ -128,6 +159,7 @@ class Training:
 
     def _learn(self, completions: Completions) -> Learned:
         """One step of learning, with the learning rate of now."""
+        self.at("learning")
         learner, config = self.models.learner, self.config
         share = rate(config, self.step)
         for optimizer, lr in ((learner.optimizer, config.lr), (learner.critic_optimizer, config.critic_lr)):
@@ -148,7 +180,7 @@ class Training:
         found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
         found |= {f"value/{name}": x for name, x in learned.values.items()}
         found |= {"advantage/mean": mean, "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5}
-        found |= {"grad_norm": learned.grad_norm, "updates": float(learned.updates)}
+        found |= {"grad_norm": learned.grad_norm, "updates": float(learned.updates), "skipped": float(learned.skipped)}
         found["lr"] = self.config.lr * rate(self.config, self.step - 1)
         if self.models.learner.critic is not None:
             found["critic_grad_norm"] = learned.critic_grad_norm
@@ -156,13 +188,21 @@ class Training:
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
-        config, task, models = self.config, self.models.task, self.models
-        examples = list(task.held_out[: config.eval_prompts])[self.ranks.rank :: self.ranks.world]
+        self.watch.at(f"step {self.step}, evaluating")
+        config, models = self.config, self.models
+        examples = self.held_out[self.ranks.rank :: self.ranks.world]
         budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
         with gathered(models.policy):
             own = evaluate(models.model, models.tokenizer, self.collector.forgiving, examples, **budget).results if examples else ()
-        found = Evaluation.of([result for share in self.ranks.gather(own) for result in share])
+        self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
+        found = Evaluation.of([result for share in self.ranks.gather(own) for result in share], models.task.success)
         return {"eval/accuracy": found.accuracy, "eval/reward": found.score, "eval/length": found.mean_length}
+
+    def _last_good(self) -> str:
+        """The sentence that says where to go on from."""
+        path = last_good(self.config.out / "checkpoints")
+        kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
+        return f"{kept}; go on with: {resume_command(self.config)}"
 
     def _log(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
         """To the run directory and the display."""

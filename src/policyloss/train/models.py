@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,18 +19,27 @@ from policyloss.train.tiny import tiny_model, tiny_tokenizer
 
 
 def load(
-    model: str, task: Task, *, dtype: torch.dtype, device: torch.device | str, seed: int
+    model: str,
+    task: Task,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model in eval mode and its tokenizer, which has a token to end with and one to pad with.
 
     model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local folder, or a name on the hub.
-    Weights are read from safetensors files only, and no code that comes with them is run.
+    Weights are read from safetensors files only, and no code that comes with them is run, unless `trust_remote_code` says so.
+    offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored weights that the model lacks.
     """
     if model == "tiny":
         tokenizer = tiny_tokenizer(task)
         found = tiny_model(tokenizer, seed).to(dtype)
     else:
-        found, tokenizer = _stored(model, dtype)
+        found, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
     found.to(device).eval()
     _check_parts(found, model)
@@ -68,22 +80,49 @@ class Critic(nn.Module):
         self.body.load_state_dict(parts(model)[0].state_dict())
 
 
-def _stored(model: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _stored(
+    model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Callable[[str], None]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    path = Path(model).expanduser()
-    if looks_local and not path.is_dir():
-        raise InputError(f"there is no folder {model}; give that of a model, a name on the hub, or 'tiny'.")
-    where = str(path) if path.is_dir() else model
+    path = Path(model).expanduser() if model.startswith("~") else Path(model)
+    if not model or (looks_local and not os.path.isdir(path)):  # `Path.is_dir` raises where a name is too long
+        raise InputError(f"there is no folder {model!r}; give that of a model, a name on the hub, or 'tiny'.")
+    where = str(path) if os.path.isdir(path) else model
+    source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        found = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(where, **source)
+        found, weights = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
+        )
+    except Exception as error:  # files of any origin, read by another package: whatever it raises, they cannot be used
+        named = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        hint = (
+            " Nothing is downloaded because a run directory names it; name it yourself, by --model, to allow that."
+            if offline
+            else ""
+        )
         raise InputError(
-            f"cannot load the model {model!r}: {error} "
-            "It must be a folder or hub name with config.json, tokenizer files and weights as safetensors."
+            f"cannot load the model {model!r}: {named}{error} "
+            f"It must be a folder or hub name with config.json, tokenizer files and weights as safetensors.{hint}"
         ) from error
+    _check_weights(model, weights, warn)
     return cast(PreTrainedModel, found), cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _check_weights(model: str, found: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Refuse a model of which weights are missing: they would be drawn at random and trained as if they were the model's."""
+    missing, extra = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    other = sorted(str(row[0]) for row in found["mismatched_keys"])
+    for names, what in ((missing, "are missing"), (other, "have another shape than its config.json says")):
+        if names:
+            raise InputError(f"{len(names)} weights of the model {model!r} {what}: {_listed(names)}. Use files that are complete.")
+    if extra:
+        warn(f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: {_listed(extra)}.")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
 
 
 def _complete(tokenizer: Any, model: str) -> None:

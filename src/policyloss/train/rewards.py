@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
-from policyloss.train.examples import Example, Reward, normalised
+from policyloss.train.examples import Example, Reward, Task, normalised
+from policyloss.train.limits import TimeIsUp, within
 
 
 class RewardError(PolicyLossError):
@@ -41,14 +42,37 @@ def checked(name: str, function: Any) -> Reward:
     def reward(example: Example, completion: str) -> float:
         try:
             found = function(example, completion)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
             raise RewardError(name, example, completion, f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Real) or not math.isfinite(found):
-            shown = repr(found) if isinstance(found, Real) else f"{found!r} ({type(found).__name__})"
-            raise RewardError(name, example, completion, f"returned {shown} where a finite number belongs")
-        return float(found)
+        number = _number(found)
+        if not math.isfinite(number):
+            raise RewardError(name, example, completion, f"returned {_shown(found)} where a finite number belongs")
+        return number
 
     return reward
+
+
+def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
+    """The task's score of a completion; a `RewardError` where it fails or takes longer than `seconds` (0: it may)."""
+    try:
+        return float(within(seconds, task.score, example, completion))
+    except TimeIsUp:
+        raise RewardError(task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)") from None
+
+
+def _shown(x: object) -> str:
+    try:
+        return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
+    except Exception:  # an object may fail to show itself; so does a whole number of more than 4300 digits
+        return f"something of type {type(x).__name__}"
+
+
+def _number(x: object) -> float:
+    """As a float; NaN for what is no number, and for one that no float can hold."""
+    try:
+        return float(x) if isinstance(x, Real) else math.nan
+    except (OverflowError, ValueError, TypeError):
+        return math.nan
 
 
 def _exact() -> Reward:
@@ -79,7 +103,7 @@ _BUILT_IN = {"exact": _exact, "math": _math}
 def _imported(name: str) -> Any:
     """The function that `module:function` names."""
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise InputError(f"the reward {name!r} is not of the form module:function.")
     function = getattr(_module(module_name, name), attribute, None)
     if not callable(function):
@@ -95,7 +119,10 @@ def _module(module: str, reward: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise  # found, but it imports something that is missing: its own message says what
+            raise InputError(f"the reward {reward!r}: the module {module!r} needs another one: {error}.") from error
         raise InputError(f"the reward {reward!r}: there is no module {module!r} here or among the installed ones.") from error
+    except (Exception, SystemExit) as error:  # it is the user's own code, which may do anything when it is imported
+        raise InputError(f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}.") from error
     finally:
-        sys.path.remove(here)
+        if here in sys.path:
+            sys.path.remove(here)

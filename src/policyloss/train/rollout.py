@@ -90,8 +90,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     distinct = list(dict.fromkeys(texts))
     if not distinct:
         return []
-    encoded = dict(zip(distinct, tokenizer(distinct, return_attention_mask=False)["input_ids"], strict=True))
+    try:
+        ids = tokenizer(distinct, return_attention_mask=False)["input_ids"]
+    except (TypeError, UnicodeEncodeError) as error:  # tokenizers take no half of a surrogate pair
+        bad = next((text for text in distinct if text != text.encode(errors="replace").decode()), distinct[0])
+        raise InputError(f"the prompt {bad!r} is no text that the tokenizer can read ({type(error).__name__}).") from error
+    encoded = dict(zip(distinct, ids, strict=True))
     return [encoded[text] for text in texts]
+
+
+def longest(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has positions for; None where it does not say."""
+    most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -293,7 +304,7 @@ def _checked_uniforms(uniforms: Tensor | None, rows: int, width: int, rule: Rule
 def _check_lengths(
     model: PreTrainedModel, prompts: Sequence[tuple[int, int, str]], ids: list[list[int]], max_new_tokens: int
 ) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = longest(model)
     for (example, _, text), prompt in zip(prompts, ids, strict=True):
         if not prompt:
             raise InputError(f"the prompt of example {example} ({text!r}) has no token; give it text or a BOS.")

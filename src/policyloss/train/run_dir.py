@@ -31,9 +31,10 @@ import torch
 
 from policyloss.errors import InputError
 from policyloss.train.checkpoint import discard_after
-from policyloss.train.files import StorageError, from_json, replace_file, to_json, write_error
+from policyloss.train.files import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
 from policyloss.train.jsonl import JsonLines
 from policyloss.train.lock import Lock
+from policyloss.train.plain_files import read_plain, refuse_links
 from policyloss.train.track import TensorBoard, Tracker, service
 
 # What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
@@ -68,9 +69,10 @@ class RunDir:
         contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
         data = to_json(contents, "run", indent=2)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
         except OSError as error:
             raise write_error(path, error, "Nothing was written.") from error
+        refuse_links(path)
         lock = Lock(path, take_over=take_over)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
@@ -102,8 +104,9 @@ class RunDir:
     def read_config(path: Path) -> dict[str, Any]:
         """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without opening or locking the run."""
         file = Path(path) / "config.json"
+        refuse_links(Path(path))
         try:
-            contents: Any = from_json(file.read_bytes())
+            contents: Any = from_json(read_plain(file))
         except FileNotFoundError:
             raise InputError(f"{path} holds no run: there is no {file}. Give the directory of a run, or start one.") from None
         except (OSError, ValueError) as error:
@@ -172,13 +175,14 @@ class RunDir:
         try:
             for lines in self._lines.values():
                 lines.sync()
+            sync(self.path)  # the names of the files too
         except OSError as error:
             raise write_error(self.path, error, "Earlier checkpoints are untouched.") from error
         for tracker in self._trackers():
             tracker.flush()
 
     def close(self) -> None:
-        """Write out everything, say to trackers that the run ended, and give the directory free."""
+        """Write out everything, say to trackers that the run ended, and release the directory."""
         try:
             for tracker in self._trackers():
                 tracker.close()
@@ -224,8 +228,10 @@ def _version(name: str) -> str | None:
 def _note_resume(path: Path) -> None:
     """Add the environment of this resume to that of the start."""
     try:
-        started: Any = from_json(path.read_bytes())
+        started: Any = from_json(read_plain(path))
     except (OSError, ValueError):
         started = {}
-    resumed = started.get("resumed", []) if isinstance(started, dict) else []
+    started = started if isinstance(started, dict) else {}
+    resumed = started.get("resumed")
+    resumed = resumed if isinstance(resumed, list) else []
     replace_file(path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2))

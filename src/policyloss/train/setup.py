@@ -49,11 +49,27 @@ class Models:
             learner.critic.start_from(self.model)
 
 
-def build(config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, say: Callable[[str], None]) -> Models:
-    """Make or load all of it. Nothing is trained yet."""
-    task = make_task(config.task, reward=config.reward, seed=config.seed)
+def build(
+    config: TrainConfig,
+    spec: pl.LossSpec,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    offline: bool = False,
+) -> Models:
+    """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
+    task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
-    model, tokenizer = load(config.model, task, dtype=dtype, device=ranks.device, seed=config.seed)
+    model, tokenizer = load(
+        config.model,
+        task,
+        dtype=dtype,
+        device=ranks.device,
+        seed=config.seed,
+        offline=offline,
+        trust_remote_code=config.trust_remote_code,
+        warn=warn,
+    )
     model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
     _check_vocabulary(model, tokenizer)
     say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters")
@@ -65,6 +81,7 @@ def build(config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, say: Callable[[s
         critic_optimizer = adamw(critic, config.critic_lr, config)
     policy = Policy(model, config.temperature, config.head)
     learner = Learner(config, spec, ranks, policy, adamw(policy, config.lr, config), reference, critic, critic_optimizer)
+    learner.warn = warn
     return Models(task, tokenizer, model, policy, learner)
 
 
@@ -92,10 +109,9 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    if len(tokenizer) > size:
-        raise InputError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model's head has {size}; they do not belong together."
-        )
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))  # ids may have gaps
+    if count > size:
+        raise InputError(f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together.")
 
 
 def _size(model: nn.Module) -> str:

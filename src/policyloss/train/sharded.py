@@ -96,15 +96,43 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         with ExitStack() as stack:
             files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in index["files"]}
             entries = index["sharded"] if "sharded" in index else _entries_of_one_file(files[TENSORS], index["same"])
+            for name, entry in entries.items():
+                _check_pieces(files, name, entry)
             tensors = {name: _read_like(files, name, entry, _template(templates, name)) for name, entry in entries.items()}
-    except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
+    except StorageError:
+        raise
+    except (
+        safetensors.SafetensorError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:
         raise StorageError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}. Use an older one.") from error
     return tensors, index["numbers"]
 
 
-def latest_on_ranks(folder: Path, *, group: Any = None) -> Path | None:
+def _check_pieces(files: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> None:
+    """Raise if the files hold other shapes than the index says, before memory is asked for by what it says."""
+    shape = entry["shape"]
+    for piece in entry["pieces"]:
+        stored = list(files[piece["file"]].get_slice(piece.get("name", name)).get_shape())
+        wanted = [piece["rows"], *shape[1:]] if shape else []
+        if stored != wanted:
+            raise StorageError(
+                f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. Use an older checkpoint."
+            )
+    held = sum(piece["rows"] for piece in entry["pieces"])
+    if shape and held < shape[0]:
+        raise StorageError(f"{name}: {shape[0] - held} of {shape[0]} rows are in no file of the checkpoint. Use an older one.")
+
+
+def latest_on_ranks(folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None) -> Path | None:
     """`latest` for all ranks of `group`: rank 0 looks, and all get its answer."""
-    return _on_rank_0(lambda: latest(folder), group)
+    return _on_rank_0(lambda: latest(folder, check), group)
 
 
 class Share(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from policyloss.train.examples import Example, Reward, numbered
+from policyloss.train.examples import SUCCESS, Example, Reward, numbered
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 4, 6  # 186 480 different prompts
@@ -27,6 +27,7 @@ class SortTask:
     train: Sequence[Example]
     held_out: Sequence[Example]
     reward: Reward
+    success: float = SUCCESS
     name: str = "sort"
 
     @classmethod

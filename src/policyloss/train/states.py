@@ -63,13 +63,21 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mappin
             raise InputError(f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is {tuple(parameter.shape)}.")
         if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
             raise InputError(f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded a layout for it.")
+        if value.is_floating_point() != parameter.is_floating_point():
+            raise InputError(f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}.")
         # A step count stays on the host, unless a fused or captured step reads it on the device.
         on_host = key == "step" and not (options[name].get("fused") or options[name].get("capturable"))
         state.setdefault(parameter, {})[key] = value.detach().to("cpu" if on_host else parameter.device, copy=True)
+    if len({frozenset(entries) for entries in state.values()}) > 1:
+        raise InputError("the checkpoint holds the optimizer's state of some parameters in part only.")
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
         for key, value in saved["options"].items():
+            if key in group and not _same_kind(group[key], value):
+                raise InputError(
+                    f"the checkpoint has {str(value)[:40]!r} as {key!r} of the optimizer, where {group[key]!r} is one."
+                )
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # a captured step reads this very tensor
             else:
@@ -115,6 +123,15 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in group.items() if key not in ("params", *HOW)}
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
+
+
+def _same_kind(here: Any, saved: Any) -> bool:
+    """Whether an option read from a file could be in the place of one that an optimizer has."""
+    if isinstance(here, tuple):
+        return isinstance(saved, (list, tuple)) and len(saved) == len(here) and all(map(_same_kind, here, saved))
+    if isinstance(here, (float, int, Tensor)) and not isinstance(here, bool):
+        return isinstance(saved, (float, int)) and not isinstance(saved, bool) and abs(saved) < 1e30
+    return type(here) is type(saved)
 
 
 def _refuse_other_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], numbers: Mapping[str, Any]) -> None:

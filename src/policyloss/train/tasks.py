@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from policyloss.errors import InputError
 from policyloss.train.data_file import file_task
-from policyloss.train.examples import Example, Task
+from policyloss.train.examples import Example, ListTask, Task
 from policyloss.train.gym import gym_task
 from policyloss.train.rewards import make_reward
 from policyloss.train.sorting import SortTask
@@ -14,12 +15,18 @@ from policyloss.train.sorting import SortTask
 GYM = "reasoning_gym:"
 
 
-def make_task(name: str, *, reward: str | None, seed: int) -> Task:
+def make_task(name: str, *, reward: str | None, seed: int, success: float | None = None) -> Task:
     """The task called `name`: "sort", "reasoning_gym:<data set>", or the path of a .jsonl file.
 
     reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The seed chooses training prompts
     where they are generated; what is held out does not depend on it, so runs with different seeds can be compared.
+    success: the reward from which on a completion counts as right; None is the task's own, 1.
     """
+    task = _made(name, reward, seed)
+    return task if success is None else replace(task, success=success)
+
+
+def _made(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":
         return SortTask.of(seed, chosen or make_reward("exact"))

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.train.files import from_json, replace_file, to_json
+from policyloss.train.files import StorageError, from_json, replace_file, to_json
+from policyloss.train.plain_files import read_plain
 
 PROJECT = "policyloss"
 
@@ -138,5 +139,8 @@ def _run_id(folder: Path) -> str:
     path = folder / "track.json"
     if not path.exists():
         replace_file(path, to_json({"id": uuid.uuid4().hex[:12]}, "track"))
-    run_id: str = from_json(path.read_bytes())["id"]
-    return run_id
+    try:
+        run_id = from_json(read_plain(path))["id"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"cannot read {path}: {error}. Delete it: the services then see a new run.") from None
+    return str(run_id)

@@ -1,0 +1,137 @@
+"""Which options a run that goes on may have: those it was started with. And which of them the user named.
+
+A run directory is data, perhaps somebody else's. What could run code or fetch something, a reward of module:function, a model on
+the hub, code that comes with a model, is used only if it is named on the command line, not because config.json names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.spec import LossSpec
+from policyloss.train.config import TrainConfig, change_spec, flag, read_spec, split_loss_options
+from policyloss.train.files import StorageError
+from policyloss.train.run_dir import RunDir
+
+# How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
+CHANGEABLE = (
+    *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout", "nonfinite_limit"),
+    *("device", "parallel", "unusable"),
+)
+_OF_THE_CALL = ("out", "resume", "extend")
+
+
+def named_options(arguments: Sequence[str]) -> frozenset[str]:
+    """The options that stand on a command line, by the name of their field: `--no-resume` and `--resume` are both "resume"."""
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    names = {argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
+    return frozenset(fields & {*names, *(name.removeprefix("no_") for name in names)})
+
+
+def stored_options(run: Path) -> tuple[TrainConfig, LossSpec]:
+    """The options and the loss that a run was started with."""
+    contents = RunDir.read_config(run)
+    try:
+        if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
+            raise InputError("'config' and 'loss' must be objects.")
+        config = TrainConfig.from_dict({**contents["config"], "resume": False, "extend": None, "out": str(run)})
+        return config, LossSpec.from_dict(contents["loss"])
+    except PolicyLossError as error:
+        raise StorageError(f"{run / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise StorageError(f"{run / 'config.json'} is damaged: {type(error).__name__}: {error}.") from error
+
+
+def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
+    """`policyloss train --resume …`: the options of the run, after a look whether those on the command line agree with them."""
+    rest, changes = split_loss_options(arguments)
+    where, _ = tyro.cli(_Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False)
+    stored, stored_spec = stored_options(where.out)
+    named = named_options(rest)
+    config = tyro.cli(TrainConfig, args=rest, default=replace(stored, resume=True), prog="policyloss train")
+    spec = read_spec(config.loss, changes) if "loss" in named else change_spec(stored_spec, changes)
+    refuse_changes(stored, config, stored_spec, spec)
+    refuse_unnamed_code(config, named)
+    return config, spec
+
+
+@dataclass(frozen=True)
+class _Where:
+    out: Path = TrainConfig.out
+
+
+def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
+    """`config` with the steps that the run in `config.out` is to have; an error if it was started with other options."""
+    stored, stored_spec = stored_options(config.out)
+    refuse_changes(stored, config, stored_spec, spec)
+    return replace(config, steps=max(stored.steps, config.extend or 0))
+
+
+def refuse_changes(stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec, spec: LossSpec) -> None:
+    """Raise if an option or a number of the loss is another one than the run was started with; all of them are listed."""
+    rows = [
+        (flag(field.name), getattr(stored, field.name), getattr(now, field.name))
+        for field in dataclasses.fields(TrainConfig)
+        if field.name not in (*CHANGEABLE, *_OF_THE_CALL) and getattr(stored, field.name) != getattr(now, field.name)
+    ]
+    before, after = _flat(stored_spec.to_dict()), _flat(spec.to_dict())
+    names = [name for name in {**before, **after} if before.get(name, _NOTHING) != after.get(name, _NOTHING)]
+    rows += [(f"--loss.{name}", before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names]
+    if rows:
+        listed = "; ".join(f"{name} is {_shown(new)}, and the run has {_shown(old)}" for name, old, new in rows)
+        longer = " To train longer, use --extend." if now.steps != stored.steps else ""
+        raise InputError(
+            f"--resume goes on with the options that {now.out} was started with, but these differ: "
+            f"{listed}.{longer} Leave them out, or start another run with another --out."
+        )
+
+
+def refuse_unnamed_code(config: TrainConfig, named: frozenset[str]) -> None:
+    """Raise if the run directory would have code run that the user did not name."""
+    if runs_code(config.reward) and "reward" not in named:
+        raise InputError(
+            f"{config.out / 'config.json'} names the reward {config.reward!r}, which is code. A run "
+            f"directory is only data: if you trust that code, name it yourself: --reward {config.reward}"
+        )
+    if config.trust_remote_code and "trust_remote_code" not in named:
+        raise InputError(
+            f"{config.out / 'config.json'} says that code which comes with the model {config.model!r} is "
+            "to be run. A run directory is only data: if you trust that code, say so yourself: "
+            "--trust-remote-code"
+        )
+
+
+def runs_code(reward: str | None) -> bool:
+    """Whether a reward is imported, by module:function, and none of the built-in ones."""
+    return reward is not None and ":" in reward
+
+
+def resume_command(config: TrainConfig) -> str:
+    """What to type to go on with a run."""
+    words = ["policyloss", "train", "--resume", "--out", str(config.out)]
+    words += ["--reward", str(config.reward)] if runs_code(config.reward) else []
+    words += ["--trust-remote-code"] if config.trust_remote_code else []
+    return shlex.join(words)
+
+
+_NOTHING = "nothing"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """`{"trust": {"eps_low": 0.2}}` → `{"trust.eps_low": 0.2}`."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat
