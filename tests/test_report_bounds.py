@@ -65,6 +65,20 @@ def test_only_so_much_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(note.startswith("Only the first 0 MiB of metrics.jsonl were read") for note in found["notes"])
 
 
+def test_steps_and_rows_beyond_the_index_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notes of what was read before them are still complete."""
+    monkeypatch.setattr(limits, "INDEXED", 3)
+    rollouts = [rollout(s, ["x"]) for s in range(5)]
+    run = write_run(tmp_path / "run", [{"step": s, "a": s} for s in range(5)], rollouts=rollouts)
+    (run / "metrics.jsonl").write_text("broken\n" + (run / "metrics.jsonl").read_text())
+    found = run_of(run)
+    assert found["metrics"]["a"]["step"] == [0, 1, 2]
+    assert [row["step"] for row in found["rollouts"]] == [0, 1, 2]
+    assert "metrics.jsonl has more than 3 steps; what comes after them was left out." in found["notes"]
+    assert "rollouts.jsonl has more than 3 rows; what comes after them was left out." in found["notes"]
+    assert "metrics.jsonl has 1 line(s) that are no JSON object, left out; the first is line 1." in found["notes"]
+
+
 def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> None:
     """Thirty thousand names took a minute. The expected ones are kept even if they come last."""
     many = {f"odd/{i}": float(i) for i in range(30_000)}
@@ -212,3 +226,15 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
     assert main(["report", str(only_links), "--out", str(tmp_path / "x.html")]) == 2
     (tmp_path / "named").symlink_to(run)  # the folder itself was named by the caller, and may be a link
     assert run_of(tmp_path / "named")["metrics"] == found["metrics"]
+
+
+def test_the_bounds_are_documented() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/report.md").read_text(encoding="utf-8")
+    table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
+    counts = "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET ROWS"
+    for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
+        assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(", ", " , ").replace("(", " "), name
+    sizes = (limits.OBJECT_BYTES // limits.MIB, limits.LINE_BYTES // limits.MIB)
+    assert all(f"{size} MiB" in table for size in sizes)
+    assert f"{limits.FILE_BYTES // limits.MIB // 1024} GiB" in table
+    assert "±1e150" in table

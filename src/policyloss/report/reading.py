@@ -93,7 +93,10 @@ def json_object(path: Path, notes: Notes) -> dict[str, Any]:
 
 
 def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is left out, with a note."""
+    """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is left out, with a note.
+
+    The notes are complete when the reader has come to the end, or has gone away before it.
+    """
     offset = number = broken = first_broken = long = 0
     try:
         while offset < FILE_BYTES and (line := file.readline(LINE_BYTES + 1)):
@@ -114,10 +117,11 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
             notes.append(f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out.")
     except OSError as error:
         notes.append(f"{name} cannot be read: {type(error).__name__}.")
-    if long:
-        notes.append(f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out.")
-    if broken:
-        notes.append(f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}.")
+    finally:
+        if long:
+            notes.append(f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out.")
+        if broken:
+            notes.append(f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}.")
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:

@@ -17,7 +17,7 @@ Index = dict[int, list[tuple[int, int]]]  # step → (byte offset, size) of its 
 def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -> list[dict[str, Any]]:
     """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget` tokens of them."""
     index: Index = {}
-    total = without = beyond = 0
+    total = without = 0
     file = open_regular(path, notes)
     if file is None:
         return []
@@ -26,11 +26,12 @@ def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -
             step = step_of(row)
             if step is None:
                 without += 1
-            elif total < limits.INDEXED:
-                total += 1
-                index.setdefault(step, []).append((offset, _size(row)))
-            else:
-                beyond += 1
+                continue
+            if total == limits.INDEXED:
+                notes.append(f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was left out.")
+                break
+            total += 1
+            index.setdefault(step, []).append((offset, _size(row)))
         chosen = _choose(index, budget)
         shorter = Shortened()
         rows = [_clean(row_at(file, offset), step, shorter) for step in sorted(chosen) for offset, _ in chosen[step]]
@@ -39,8 +40,6 @@ def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -
         notes.append(f"{len(rows)} of {total} rollouts are shown, from {steps}, to keep the page small.")
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
-    if beyond:
-        notes.append(f"{path.name} has {beyond:,} line(s) after its first {limits.INDEXED:,}, left out.")
     notes += shorter.notes()
     return rows
 

@@ -130,7 +130,7 @@ def read_table(path: Path, notes: Notes) -> Table:
     """The rows of a file by their step, in order. A step written twice counts once, as last written."""
     table = Table()
     places: dict[int, int] = {}  # step → the byte offset of its last row: a file may be larger than memory
-    repeated = without = beyond = 0
+    repeated = without = 0
     file = open_regular(path, notes)
     if file is None:
         return table
@@ -139,19 +139,18 @@ def read_table(path: Path, notes: Notes) -> Table:
             step = step_of(row)
             if step is None:
                 without += 1
-            elif step in places or len(places) < limits.INDEXED:
-                repeated += step in places
-                places[step] = offset
-            else:
-                beyond += 1
+                continue
+            if len(places) >= limits.INDEXED and step not in places:
+                notes.append(f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out.")
+                break
+            repeated += step in places
+            places[step] = offset
         for step in sorted(places):
             table.add(step, row_at(file, places[step]))
     if repeated:
         notes.append(f"{path.name} has {repeated} step(s) more than once; the last line of each is used.")
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
-    if beyond:
-        notes.append(f"{path.name} has {beyond:,} line(s) after its first {limits.INDEXED:,} steps, left out.")
     return table
 
 
