@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo tour evidence test test-slow lint format docs bench peers conformance record clean
+.PHONY: demo tour evidence test test-slow lint format docs bench peers conformance record lock licences loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,9 @@ demo: $(STAMP)  ## train a small model by reinforcement (about a minute), and dr
 	rm -rf out/demo
 	$(BIN)/policyloss train --out out/demo
 	$(BIN)/policyloss report out/demo --out out/demo.html
+
+loop: $(STAMP)  ## the whole algorithm in one file, learning to sort digits in about a minute
+	$(BIN)/python examples/rl_loop.py
 
 tour: $(STAMP)  ## three losses: their numbers, and a drawing of loss and gradient over the ratio
 	$(BIN)/python examples/tour.py --out out
@@ -52,6 +55,12 @@ conformance: $(STAMP)  ## compare the drop-ins with verl, OpenRLHF, TRL and Colo
 
 record: $(STAMP)  ## write the frameworks' numbers and signatures that `make test` compares with
 	$(BIN)/python -m conformance record
+
+lock: $(STAMP)  ## write requirements.lock: the versions of this environment with the digests of their files
+	$(BIN)/python -m dependencies.lock
+
+licences: $(STAMP)  ## write docs/dependencies.md: every package that the extras need, with its licence
+	$(BIN)/python -m dependencies.licences
 
 bench: $(STAMP)  ## time the head, the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
 	$(BIN)/python -W ignore -m benchmarks.head --device cpu

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from policyloss.output import write_output
+
 Provider = Callable[[], object]
 # A provider this fast may be called several times per round.
 FAST_MS = 5.0
@@ -56,12 +58,8 @@ def _driver() -> str | None:
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write all or nothing: to a temporary file beside `path`, then rename."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f"{path.suffix}.part")
-    part.write_text(json.dumps(data, indent=2) + "\n")
-    part.replace(path)
+    """Write all or nothing, and only to a regular file."""
+    write_output(path, (json.dumps(data, indent=2) + "\n").encode())
 
 
 def time_interleaved(

@@ -21,6 +21,7 @@ from conformance.peers import functions
 from conformance.record import record, recorded_signatures
 from conformance.runner import Score, run_function
 from conformance.suite import Function
+from policyloss.output import write_output
 
 SHOWN_PACKAGES = ("torch", "numpy", "transformers", "tensordict", "ray", "deepspeed")
 
@@ -107,8 +108,7 @@ def _environment() -> dict[str, str]:
 
 def write_json(path: Path, value: Any) -> None:
     """JSON on disk; a number that is not finite is written as its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str) + "\n")
+    write_output(path, (json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str) + "\n").encode())
 
 
 def _finite(value: Any) -> Any:

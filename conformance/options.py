@@ -10,8 +10,8 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
-from policyloss.explaining.called import FRAMEWORKS, REQUIRED, Argument, Option
-from policyloss.explaining.options import OPTIONS
+from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Option
+from docs.names.options import OPTIONS
 
 _MISSING = object()
 _CALLED = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}

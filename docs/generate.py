@@ -20,6 +20,7 @@ import policyloss as pl
 from policyloss.explain import Explanation, shortened
 from policyloss.explaining.difference import Difference, shown
 from policyloss.explaining.provenance import distance
+from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
 
@@ -200,9 +201,7 @@ def write() -> list[str]:
     for leftover in _leftovers(made):
         leftover.unlink()
     for path, text in made.items():
-        target = ROOT / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_output(ROOT / path, text.encode(), "page")
     return wrong
 
 

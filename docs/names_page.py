@@ -10,17 +10,17 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from docs.markdown import GENERATED, fenced, join, table
 from torch import Tensor
 
 import policyloss as pl
-from policyloss.explaining.called import FRAMEWORKS, REQUIRED, Argument, Cell, Option
+from docs.markdown import GENERATED, fenced, join, table
+from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Cell, Option
+from docs.names.homonyms import HOMONYMS, SAME
+from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
+from docs.names.options import OPTIONS
 from policyloss.explaining.elsewhere import Elsewhere
 from policyloss.explaining.formulas import VOCABULARY, formula, names_in
-from policyloss.explaining.homonyms import HOMONYMS, SAME
-from policyloss.explaining.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from policyloss.explaining.names import ELSEWHERE
-from policyloss.explaining.options import OPTIONS
 
 
 def names_page() -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
+from policyloss.output import write_output
 
 NAMES = ("ppo_dual_clip", "cispo", "sapo")
 
@@ -119,11 +120,8 @@ def main() -> None:
     print(table)
     print("\nDrawing loss and gradient over the ratio …", flush=True)
     png = draw(NAMES)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, content in (("tour.png", png), ("tour.html", page(png, table, NAMES).encode())):
-        part = args.out / f"{name}.part"
-        part.write_bytes(content)
-        part.replace(args.out / name)
+    write_output(args.out / "tour.png", png)
+    write_output(args.out / "tour.html", page(png, table, NAMES).encode())
     print(f"Wrote {args.out / 'tour.png'} and {args.out / 'tour.html'}: open the page in a browser.")
 
 

@@ -77,7 +77,7 @@ def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
     torch.testing.assert_close(given["out"].loss.detach(), run(PRESETS[name], batch).loss, rtol=0, atol=0)
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from docs import names_page
+from docs.names.called import FRAMEWORKS
+from docs.names.homonyms import HOMONYMS, SAME
+from docs.names.meanings import Homonym, Meaning
 from torch import Tensor
 
 import policyloss as pl
 from policyloss.compat import colossalai, openrlhf, verl
 from policyloss.compat.trl import spec_from_config, totals_for
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.explaining.called import FRAMEWORKS
-from policyloss.explaining.homonyms import HOMONYMS, SAME
-from policyloss.explaining.meanings import Homonym, Meaning
 from policyloss.presets import PRESETS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/names.md").read_text(encoding="utf-8")

@@ -214,3 +214,10 @@ def test_every_public_function_underneath_is_documented() -> None:
 def test_the_functional_module_lists_what_it_has() -> None:
     assert all(callable(getattr(pl.functional, name)) for name in pl.functional.__all__)
     assert sorted(pl.functional.__all__) == list(pl.functional.__all__)
+
+
+def test_every_module_of_explaining_is_used_by_the_package() -> None:
+    """Data that only the documentation reads lies in docs/, not in what is installed."""
+    used = set().union(*(imports_of(module) for module in FILES))
+    inside = {name for name in FILES if name.startswith("policyloss.explaining.") and not name.endswith("__init__")}
+    assert inside - used == set()

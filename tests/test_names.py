@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Option, Row
+from docs.names.options import OPTIONS
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.explaining.called import FRAMEWORKS, REQUIRED, Argument, Option, Row
 from policyloss.explaining.names import ELSEWHERE
-from policyloss.explaining.options import OPTIONS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/names.md").read_text(encoding="utf-8")
 ROWS: list[Row] = [row for rows in OPTIONS.values() for row in rows]

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import policyloss as pl
+from policyloss import output as writing
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.report import collect, render, write_report
-from policyloss.report import write as writing
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.text import escaped
 from report_runs import realistic_run, rollout, write_lines, write_run

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
-from policyloss.report.reading import Notes, json_lines, json_object, strict
+from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
+from policyloss.report.reading import Notes, is_regular, json_object, read_bytes, whole
 from policyloss.report.rollouts import read_rollouts
-from policyloss.report.series import Series, by_step, first_and_last, histograms, nonfinite_notes, series, total
+from policyloss.report.series import Table, read_table
+from policyloss.train.lock import LOCK_BYTES, is_held
 
 SCHEMA = 1
 
@@ -38,9 +38,9 @@ def _run_folder(path: Path) -> Path:
     if not path.is_dir():
         seen = "is a file" if path.exists() else "does not exist"
         raise InputError(f"{path} {seen}; give the folder that `policyloss train` wrote.")
-    if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
-        inside = sorted(p.parent.name for p in path.glob("*/config.json"))
-        hint = f" It holds runs: {', '.join(inside[:5])}." if inside else ""
+    if not any(is_regular(path / name) for name in ("config.json", "metrics.jsonl")):
+        inside = sorted(p.parent.name for p in islice(path.glob("*/config.json"), 100))
+        hint = f" It holds runs: {', '.join(inside[:5])}." if inside else " A link to such a file does not count."
         raise InputError(f"{path} is no run directory: it has neither config.json nor metrics.jsonl.{hint}")
     return path
 
@@ -57,44 +57,46 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
     notes: Notes = []
     stored = json_object(folder / "config.json", notes)
     config = stored.get("config")
-    config = strict(config) if isinstance(config, dict) else {}
-    lines = by_step(json_lines(folder / "metrics.jsonl", notes), "metrics.jsonl", notes)
-    metrics = series(lines)
-    timing = series(by_step(json_lines(folder / "timing.jsonl", notes), "timing.jsonl", notes))
-    notes += nonfinite_notes(metrics)
+    config = config if isinstance(config, dict) else {}
+    table = read_table(folder / "metrics.jsonl", notes)
+    metrics = table.series("metrics.jsonl", notes)
+    histogram = table.histograms.data(notes)
+    times = read_table(folder / "timing.jsonl", notes)
+    version = stored.get("policyloss")
     return {
         "label": label,
         "path": str(folder),
-        "policyloss": str(stored.get("policyloss", "")),
+        "policyloss": version if isinstance(version, str) else "",
         "config": config,
-        "environment": strict(json_object(folder / "environment.json", notes)),
-        "loss": loss_card(strict(stored.get("loss")), config, notes),
-        "summary": _summary(folder, config, lines, metrics, timing),
+        "environment": json_object(folder / "environment.json", notes),
+        "loss": loss_card(stored.get("loss"), config, notes),
+        "summary": _summary(folder, config, table, times),
         "metrics": metrics,
-        "timing": timing,
-        "ratio_histogram": histograms(lines, notes),
+        "timing": times.series("timing.jsonl", notes),
+        "ratio_histogram": histogram,
         "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
-        "notes": notes,
+        "notes": _bounded(notes + table.nonfinite_notes()),
     }
 
 
-def _summary(
-    folder: Path, config: Mapping[str, Any], lines: Mapping[int, Mapping[str, Any]], metrics: Series, timing: Series
-) -> dict[str, Any]:
-    planned = config.get("steps")
-    planned = planned if isinstance(planned, int) else None
-    trained = sum(any(key != "step" and not key.startswith("eval/") for key in row) for row in lines.values())
+def _bounded(notes: Notes) -> Notes:
+    more = [f"There are {len(notes) - NOTES} more notes like these."] if len(notes) > NOTES else []
+    return [cut(note, NOTE_LENGTH) for note in notes[:NOTES]] + more
+
+
+def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table) -> dict[str, Any]:
+    planned = whole(config.get("steps"))
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
-        "steps": trained,  # an evaluation after the last step has a line of its own, and is no step
+        "steps": table.trained,
         "planned_steps": planned,
-        "state": _state(folder, trained, planned),
-        "seconds": total(timing, "step_s"),
-        "tokens": total(metrics, "tokens"),
-        "held_out": first_and_last(metrics, "eval/accuracy"),
-        "accuracy": first_and_last(metrics, "accuracy"),
-        "reward": first_and_last(metrics, "reward/mean"),
+        "state": _state(folder, table.trained, planned),
+        "seconds": times.total("step_s"),
+        "tokens": table.total("tokens"),
+        "held_out": table.change("eval/accuracy"),
+        "accuracy": table.change("accuracy"),
+        "reward": table.change("reward/mean"),
     }
 
 
@@ -107,25 +109,9 @@ def _named(value: Any) -> str | None:
 
 def _state(folder: Path, trained: int, planned: int | None) -> str:
     """The run is finished, running (a process holds its lock), stopped before the planned end, or unknown if none was planned."""
-    if _is_held(folder / "lock"):
+    lock = read_bytes(folder / "lock", LOCK_BYTES, [])
+    if lock is not None and is_held(lock):
         return "running"
     if planned is None:
         return "unknown"
     return "finished" if trained >= planned else "stopped"
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process holds the run: its lock names one that is alive, or one of another machine, which cannot be asked."""
-    holder = json_object(lock, [])
-    pid, host = holder.get("pid"), holder.get("host")
-    if not isinstance(pid, int):
-        return False  # no lock, or one that a crash left half-written
-    if host != socket.gethostname() or sys.platform == "win32":  # there, asking would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True

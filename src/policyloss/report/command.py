@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from policyloss.report.text import visible
 from policyloss.report.write import write_report
+
+_SHOWN = 20  # notes on the command line; the page has them all
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -21,4 +25,9 @@ def report_command(arguments: Sequence[str]) -> int:
     data = write_report(options.runs, options.out, options.json)
     count = len(data["runs"])
     print(f"{options.out}: {count} run{'s' if count > 1 else ''}; open it in a browser.", flush=True)
+    notes = [f"{run['label']}: {note}" for run in data["runs"] for note in run["notes"]]
+    for note in notes[:_SHOWN]:
+        print(visible(note), file=sys.stderr)
+    if len(notes) > _SHOWN:
+        print(f"{len(notes) - _SHOWN} more notes are on the page.", file=sys.stderr)
     return 0

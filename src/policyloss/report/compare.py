@@ -9,8 +9,11 @@ from typing import Any
 from policyloss.errors import PolicyLossError
 from policyloss.explain import Explanation, diff, explain
 from policyloss.presets import PRESETS
-from policyloss.report.reading import Notes
+from policyloss.report.reading import Notes, strict
 from policyloss.spec import LossSpec
+
+# What a text that is no loss can make of reading, explaining or comparing it.
+_NO_LOSS = (PolicyLossError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -41,10 +44,11 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
         return card
     try:
         said = explain(LossSpec.from_dict(spec))
-    except (PolicyLossError, TypeError, KeyError, AttributeError) as error:
+        explained, text = strict(said.to_dict(), "The explanation of the loss", notes), str(said)
+    except _NO_LOSS as error:
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
-    return {"name": _loss_name(asked, said), "spec": spec, "explain": said.to_dict(), "text": str(said)}
+    return {"name": _loss_name(asked, said), "spec": spec, "explain": explained, "text": text}
 
 
 def _loss_name(asked: str, said: Explanation) -> str:
@@ -64,7 +68,11 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if run["loss"]["spec"] in seen:
             continue
         seen.append(run["loss"]["spec"])
-        result = diff(LossSpec.from_dict(seen[0]), LossSpec.from_dict(run["loss"]["spec"]))
+        try:
+            result = diff(LossSpec.from_dict(seen[0]), LossSpec.from_dict(run["loss"]["spec"]))
+        except _NO_LOSS as error:
+            run["notes"].append(f"The loss cannot be compared with that of {known[0]['label']}: {error}")
+            continue
         if not result.equal:
             found.append({"a": known[0]["label"], "b": run["label"], "text": str(result), **_without_names(result.to_dict())})
     return found

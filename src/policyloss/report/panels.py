@@ -69,7 +69,8 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
     found = []
     for panel in PANELS:
         taken = _matching(panel.patterns, left)
-        left = [key for key in left if key not in taken]
+        matched = set(taken)
+        left = [key for key in left if key not in matched]
         if taken:
             found.append({**panel._asdict(), "keys": taken})
     signed = {"hint": "", "section": OTHER, "log": False, "share": False}

@@ -1,54 +1,146 @@
-"""Reading what a run wrote, also while it is still writing: what cannot be read is left out and said in a note, never hidden."""
+"""Reading what a run wrote, also while it is still writing: what cannot be read is left out and said in a note, never hidden.
+
+A run directory may come from anybody. Links in it are not followed, only regular files are read, and what is kept in memory is
+bounded, however large a file or a line is.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from policyloss.output import kind_of
+from policyloss.report.limits import (
+    DEPTH,
+    FILE_BYTES,
+    LARGEST,
+    LARGEST_STEP,
+    LINE_BYTES,
+    MIB,
+    OBJECT_BYTES,
+    SETTINGS,
+)
 
 Notes = list[str]
 _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
+# Without O_NONBLOCK, to open a pipe would wait for somebody to write into it. Windows knows neither flag.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-def json_object(path: Path, notes: Notes) -> dict[str, Any]:
-    """The JSON object in `path`; {} and a note if there is none."""
+def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
+    """The regular file `path`, open for reading; None, and a note, if there is none or it is something else."""
     try:
-        data = json.loads(path.read_bytes().decode("utf-8", "replace"))
-    except FileNotFoundError:
-        notes.append(f"There is no {path.name}.")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-        return {}
-    if not isinstance(data, dict):
-        notes.append(f"{path.name} holds a {type(data).__name__} instead of an object.")
-        return {}
-    return data
-
-
-def json_lines(path: Path, notes: Notes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each object of a JSONL file with its byte offset. A half-written last line and broken lines are left out, with a note."""
-    broken: list[int] = []
-    try:
-        with path.open("rb") as file:
-            offset = 0
-            for number, line in enumerate(file, start=1):
-                row = parsed(line)
-                if row is not None:
-                    yield offset, row
-                elif line.strip() and not line.endswith(b"\n"):
-                    notes.append(f"The last line of {path.name} is half-written and was left out.")
-                elif line.strip():
-                    broken.append(number)
-                offset += len(line)
+        kind = kind_of(os.lstat(path).st_mode)
+        if kind is None:
+            file = os.fdopen(os.open(path, _FLAGS), "rb")
+            kind = kind_of(os.fstat(file.fileno()).st_mode)  # another file may have taken the name meanwhile
+            if kind is None:
+                return file
+            file.close()
     except FileNotFoundError:
         notes.append(f"There is no {path.name}.")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-    if broken:
-        notes.append(f"{path.name} has {len(broken)} line(s) that are no JSON object, left out; the first is line {broken[0]}.")
+    else:
+        notes.append(f"{path.name} is a {kind}; it was not read.")
+    return None
+
+
+def is_regular(path: Path) -> bool:
+    """Whether `path` is a regular file, and no link to one."""
+    try:
+        return kind_of(os.lstat(path).st_mode) is None
+    except OSError:
+        return False
+
+
+def read_bytes(path: Path, limit: int, notes: Notes) -> bytes | None:
+    """The contents of a small file; None and a note if it cannot be read or is larger than `limit` bytes."""
+    file = open_regular(path, notes)
+    if file is None:
+        return None
+    with file:
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:  # a disk that is broken, or gone
+            notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
+            return None
+    if len(data) > limit:
+        notes.append(f"{path.name} is larger than {limit // MIB} MiB and was left out.")
+        return None
+    return data
+
+
+def json_object(path: Path, notes: Notes) -> dict[str, Any]:
+    """The JSON object in `path`, as `strict` gives it; {} and a note if there is none."""
+    data = read_bytes(path, OBJECT_BYTES, notes)
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} holds a {type(value).__name__} instead of an object.")
+        return {}
+    kept: dict[str, Any] = strict(value, path.name, notes)
+    return kept
+
+
+def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is left out, with a note.
+
+    The notes are complete when the reader has come to the end, or has gone away before it.
+    """
+    offset = number = broken = first_broken = long = 0
+    try:
+        while offset < FILE_BYTES and (line := file.readline(LINE_BYTES + 1)):
+            number += 1
+            length = len(line)
+            if length > LINE_BYTES and not line.endswith(b"\n"):
+                length += _skip_line(file, FILE_BYTES - offset - length)
+                long += 1
+            elif (row := parsed(line)) is not None:
+                yield offset, row
+            elif line.strip() and not line.endswith(b"\n"):
+                notes.append(f"The last line of {name} is half-written and was left out.")
+            elif line.strip():
+                broken += 1
+                first_broken = first_broken or number
+            offset += length
+        if offset >= FILE_BYTES and file.read(1):
+            notes.append(f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out.")
+    except OSError as error:
+        notes.append(f"{name} cannot be read: {type(error).__name__}.")
+    finally:
+        if long:
+            notes.append(f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out.")
+        if broken:
+            notes.append(f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}.")
+
+
+def _skip_line(file: BinaryIO, limit: int) -> int:
+    """Read on to the end of the line, or for about `limit` bytes; gives how many were read."""
+    skipped = 0
+    while skipped < limit and (part := file.readline(MIB)):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def row_at(file: BinaryIO, offset: int) -> dict[str, Any]:
+    """The row that begins at `offset`; {} if the file was cut short since it was indexed."""
+    try:
+        file.seek(offset)
+        return parsed(file.readline(LINE_BYTES + 1)) or {}
+    except OSError:
+        return {}
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -62,22 +154,52 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def is_number(value: Any) -> bool:
     """Whether a JSON value stands for a number, finite or not (`NaN`, or the string "nan" of writers that keep to strict JSON)."""
-    return isinstance(value, (int, float)) or (isinstance(value, str) and value.lower() in _NONFINITE)
+    return isinstance(value, (int, float)) or (isinstance(value, str) and len(value) < 10 and value.lower() in _NONFINITE)
 
 
 def finite(value: Any) -> float | int | None:
-    """The number itself if it is finite, else None: strict JSON has no NaN."""
+    """The number itself if it is finite, else None: strict JSON has no NaN. One beyond `LARGEST` counts as infinite."""
     if isinstance(value, bool):
         return int(value)
-    if isinstance(value, int):
-        return value if abs(value) < 2**1000 else None  # beyond it, no float can hold it
-    return value if isinstance(value, float) and math.isfinite(value) else None
+    if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST:
+        return value
+    return None
 
 
-def strict(value: Any) -> Any:
-    """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read it."""
-    if isinstance(value, dict):
-        return {str(k): strict(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def step_of(row: dict[str, Any]) -> int | None:
+    """The step of a row; None if it has none that can be used."""
+    return whole(row.get("step"))
+
+
+def whole(value: Any) -> int | None:
+    """The value if it is an integer that a browser can hold, else None."""
+    usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_STEP
+    return value if usable else None
+
+
+def strict(value: Any, name: str, notes: Notes) -> Any:
+    """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read it.
+
+    What is nested deeper than `DEPTH`, and what comes after the first `SETTINGS` values, is left out, with a note that says so
+    of the file `name`.
+    """
+    count = deep = 0
+
+    def copy(inner: Any, depth: int) -> Any:
+        nonlocal count, deep
+        count += 1
+        if isinstance(inner, (dict, list)) and depth > DEPTH:
+            deep += 1
+            return "…"
+        if isinstance(inner, dict):
+            return {key: copy(item, depth + 1) for key, item in inner.items() if count < SETTINGS}
+        if isinstance(inner, list):
+            return [copy(item, depth + 1) for item in inner if count < SETTINGS]
+        return str(inner) if isinstance(inner, float) and not math.isfinite(inner) else inner
+
+    kept = copy(value, 1)
+    if count >= SETTINGS:
+        notes.append(f"{name} holds more than {SETTINGS:,} values; the rest was left out.")
+    if deep:
+        notes.append(f"{name} holds {deep} value(s) nested deeper than {DEPTH} levels, left out.")
+    return kept

@@ -3,88 +3,206 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from policyloss.report.reading import Notes, finite, is_number
+from policyloss.report import limits
+from policyloss.report.panels import PANELS
+from policyloss.report.reading import Notes, finite, is_number, json_lines, open_regular, row_at, step_of
 
-Lines = dict[int, dict[str, Any]]  # by step
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
+# The metrics that the page's own charts name are kept however many others there are.
+_EXPECTED = {name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name} | {"tokens"}
 
 
-def by_step(rows: Iterable[tuple[int, dict[str, Any]]], name: str, notes: Notes) -> Lines:
-    """The rows by their step, in order. A step written twice counts once, as last written."""
-    lines: Lines = {}
-    repeated = without = 0
-    for _, row in rows:
-        step = row.get("step")
-        if not isinstance(step, int):
-            without += 1
-            continue
-        repeated += step in lines
-        lines[step] = row
-    if repeated:
-        notes.append(f"{name} has {repeated} step(s) more than once; the last line of each is used.")
-    if without:
-        notes.append(f"{name} has {without} line(s) without a step, left out.")
-    return dict(sorted(lines.items()))
+class Line:
+    """One metric over the steps: its points, thinned if there are many, and what the summary says of all of them."""
+
+    def __init__(self) -> None:
+        self.count = self.nonfinite = 0
+        self.first_nonfinite = 0
+        self.total: float | int = 0
+        self.best: float | int = -math.inf
+        self.first: tuple[int, float | int] | None = None
+        self.last: tuple[int, float | int] | None = None
+        self._stride = 1
+        self._points: list[tuple[int, float | int | None]] = []
+        self._newest: tuple[int, float | int | None] = (0, None)
+
+    def add(self, step: int, value: float | int | None) -> None:
+        """The next point; None is NaN or infinite."""
+        if self.count % self._stride == 0:
+            self._points.append((step, value))
+            if len(self._points) > 2 * limits.POINTS:
+                self._points = self._points[::2]
+                self._stride *= 2
+        self._newest = (step, value)
+        self.count += 1
+        if value is None:
+            self.first_nonfinite = self.first_nonfinite if self.nonfinite else step
+            self.nonfinite += 1
+            return
+        self.first = self.first or (step, value)
+        self.last = (step, value)
+        self.best = max(self.best, value)
+        self.total += value
+
+    def points(self, limit: int) -> list[tuple[int, float | int | None]]:
+        """At most about `limit` of the points, evenly spaced, the last among them."""
+        points = self._points if self._points[-1:] == [self._newest] else [*self._points, self._newest]
+        return points[:: -math.ceil(len(points) / limit)][::-1]
+
+    def change(self) -> dict[str, Any] | None:
+        """{"first", "first_step", "last", "last_step", "best"} over the finite values; None without any."""
+        if self.first is None or self.last is None:
+            return None
+        (first_step, first), (last_step, last) = self.first, self.last
+        return {"first": first, "first_step": first_step, "last": last, "last_step": last_step, "best": self.best}
 
 
-def series(lines: Lines) -> Series:
-    """{metric: {"step": [...], "value": [...]}}; the value is None where the metric was NaN or infinite."""
-    out: Series = {}
-    for step, row in lines.items():
+class Table:
+    """What a file of metrics holds: a `Line` for each metric, the histograms, and how many steps were trained."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, Line] = {}
+        self.trained = 0  # an evaluation after the last step has a line of its own, and is no step
+        self.histograms = Histograms()
+        self._left_out: set[str] = set()
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """The row of a step; steps come in order, each once."""
         were = row.get("nonfinite")  # the names of the numbers that strict JSON could not hold and that were written as null
         nonfinite = were if isinstance(were, dict) else {}
+        self.trained += any(key != "step" and not key.startswith("eval/") for key in row)
         for key, value in row.items():
-            if key != "step" and (is_number(value) or (value is None and key in nonfinite)):
-                line = out.setdefault(key, {"step": [], "value": []})
-                line["step"].append(step)
-                line["value"].append(finite(value))
-    return dict(sorted(out.items()))
+            if key == HISTOGRAM:
+                self.histograms.add(step, value)
+            elif key != "step" and (is_number(value) or (value is None and key in nonfinite)) and self._is_kept(key):
+                self.lines.setdefault(key, Line()).add(step, finite(value))
+
+    def _is_kept(self, name: str) -> bool:
+        if name in self.lines or name in _EXPECTED:
+            return True
+        if len(self.lines) < limits.NAMES and len(name) <= limits.NAME_LENGTH:
+            return True
+        if len(self._left_out) < limits.INDEXED:  # they are counted, and counting must end, too
+            self._left_out.add(name[: limits.NAME_LENGTH])
+        return False
+
+    def series(self, file: str, notes: Notes) -> Series:
+        """{metric: {"step": [...], "value": [...]}}; the value is None where the metric was NaN or infinite."""
+        if self._left_out:
+            count = f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
+            shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
+            notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
+        limit = min(limits.POINTS, limits.POINT_BUDGET // max(1, len(self.lines)))
+        thinned = [line.count for line in self.lines.values() if line.count > limit]
+        if thinned:
+            what = f"{len(thinned)} metric(s) of {file} have up to {max(thinned):,} points"
+            notes.append(f"{what}; about {limit:,} of each are drawn, and the rest is left out.")
+        out: Series = {}
+        for key, line in sorted(self.lines.items()):
+            points = line.points(limit)
+            out[key] = {"step": [step for step, _ in points], "value": [value for _, value in points]}
+        return out
+
+    def nonfinite_notes(self) -> Notes:
+        """A sentence for each metric that was NaN or infinite."""
+        return [
+            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step {line.first_nonfinite}."
+            for key, line in sorted(self.lines.items())
+            if line.nonfinite
+        ]
+
+    def change(self, name: str) -> dict[str, Any] | None:
+        """How a metric began and ended; None if it was never a finite number."""
+        return self.lines[name].change() if name in self.lines else None
+
+    def total(self, name: str) -> float | int | None:
+        """The sum of a metric over the steps; None if it was never written."""
+        return self.lines[name].total if name in self.lines else None
 
 
-def nonfinite_notes(found: Series) -> Notes:
-    """A sentence for each metric that was NaN or infinite."""
-    notes = []
-    for key, line in found.items():
-        steps = [s for s, v in zip(line["step"], line["value"], strict=True) if v is None]
-        if steps:
-            notes.append(f"{key} was NaN or infinite at {len(steps)} step(s), first at step {steps[0]}.")
-    return notes
+def read_table(path: Path, notes: Notes) -> Table:
+    """The rows of a file by their step, in order. A step written twice counts once, as last written."""
+    table = Table()
+    places: dict[int, int] = {}  # step → the byte offset of its last row: a file may be larger than memory
+    repeated = without = 0
+    file = open_regular(path, notes)
+    if file is None:
+        return table
+    with file:
+        for offset, row in json_lines(file, path.name, notes):
+            step = step_of(row)
+            if step is None:
+                without += 1
+                continue
+            if len(places) >= limits.INDEXED and step not in places:
+                notes.append(f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out.")
+                break
+            repeated += step in places
+            places[step] = offset
+        for step in sorted(places):
+            table.add(step, row_at(file, places[step]))
+    if repeated:
+        notes.append(f"{path.name} has {repeated} step(s) more than once; the last line of each is used.")
+    if without:
+        notes.append(f"{path.name} has {without} line(s) without a step, left out.")
+    return table
 
 
-def histograms(lines: Lines, notes: Notes) -> dict[str, list[Any]] | None:
-    """{"edges": [E], "step": [S], "counts": [S][E − 1]} of the ratio; None if no step has one."""
-    edges: list[float] = []
-    steps, counts, odd = [], [], 0
-    for step, row in lines.items():
-        if HISTOGRAM not in row:
-            continue
-        found = _histogram(row[HISTOGRAM])
-        if found is not None and (not edges or found[0] == edges):
-            edges = found[0]
-            steps.append(step)
-            counts.append(found[1])
-        else:
-            odd += 1
-    if odd:
-        notes.append(f"{odd} ratio histogram(s) have other edges than the first, or no usable ones, and were left out.")
-    return {"edges": edges, "step": steps, "counts": counts} if steps else None
+class Histograms:
+    """The ratio's histograms, step by step, thinned if there are many."""
+
+    def __init__(self) -> None:
+        self._edges: list[float] = []
+        self._rows: list[tuple[int, list[Any]]] = []
+        self._count = self._odd = 0
+        self._stride = 1
+
+    def add(self, step: int, value: Any) -> None:
+        """The histogram of the next step, as the run wrote it."""
+        usable = _histogram(value)
+        if usable is None or (self._edges and usable[0] != self._edges):
+            self._odd += 1
+            return
+        self._edges = usable[0]
+        if self._count % self._stride == 0:
+            self._rows.append((step, usable[1]))
+            if len(self._rows) > limits.HISTOGRAMS:
+                self._rows = self._rows[::2]
+                self._stride *= 2
+        self._count += 1
+
+    def data(self, notes: Notes) -> dict[str, list[Any]] | None:
+        """{"edges": [E], "step": [S], "counts": [S][E − 1]} of the ratio; None if no step has one."""
+        if self._odd:
+            what = f"{self._odd} ratio histogram(s) have other edges than the first, or no usable ones"
+            notes.append(f"{what}, and were left out.")
+        if self._stride > 1:
+            notes.append(f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others are left out.")
+        if not self._rows:
+            return None
+        return {"edges": self._edges, "step": [s for s, _ in self._rows], "counts": [c for _, c in self._rows]}
 
 
-def _histogram(found: Any) -> tuple[list[float], list[Any]] | None:
+def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
     """Edges, positive and finite, and the counts between them; an outer edge of 0 or infinity is drawn one bin further out."""
-    if not isinstance(found, dict) or not isinstance(found.get("edges"), list) or not isinstance(found.get("counts"), list):
+    if not isinstance(value, dict):
         return None
-    edges, counts = list(found["edges"]), found["counts"]
-    if not all(isinstance(v, (int, float)) for v in edges) or any(not is_number(c) or finite(c) is None for c in counts):
+    edges, counts = value.get("edges"), value.get("counts")
+    if not isinstance(edges, list) or not isinstance(counts, list) or not 0 < len(counts) <= limits.BINS:
+        return None
+    edges = [edge if edge == math.inf else finite(edge) for edge in edges[: limits.BINS + 2]]
+    counts = [finite(count) for count in counts]
+    if None in edges or None in counts:
         return None
     if len(edges) == len(counts) - 1:  # the outermost counts are of what lies beyond the edges
         edges = [0.0, *edges, math.inf]
-    if len(edges) != len(counts) + 1 or len(edges) < 2:
+    if len(edges) != len(counts) + 1 or not all(a < b for a, b in pairwise(edges)):
         return None
     if edges[0] == 0 and len(edges) > 3:
         edges[0] = edges[1] ** 2 / edges[2]
@@ -92,18 +210,3 @@ def _histogram(found: Any) -> tuple[list[float], list[Any]] | None:
         edges[-1] = edges[-2] ** 2 / edges[-3]
     usable = all(finite(e) is not None for e in edges) and edges[0] > 0 and all(a < b for a, b in pairwise(edges))
     return (edges, counts) if usable else None
-
-
-def first_and_last(found: Series, key: str) -> dict[str, Any] | None:
-    """{"first": …, "first_step": …, "last": …, "last_step": …, "best": …} over the finite values of a metric; None without any."""
-    line = found.get(key, {"step": [], "value": []})
-    points = [(s, v) for s, v in zip(line["step"], line["value"], strict=True) if v is not None]
-    if not points:
-        return None
-    (first_step, first), (last_step, last) = points[0], points[-1]
-    return {"first": first, "first_step": first_step, "last": last, "last_step": last_step, "best": max(v for _, v in points)}
-
-
-def total(found: Series, key: str) -> float | int | None:
-    """The sum of a metric over the steps; None if it was never written."""
-    return sum(v for v in found[key]["value"] if v is not None) if key in found else None

@@ -13,7 +13,12 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202
 
 def escaped(value: Any) -> str:
     """`value` as HTML text, good in an element and in a quoted attribute; what cannot be seen is shown by its number."""
-    return html.escape(_UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value)), quote=True)
+    return html.escape(visible(str(value)), quote=True)
+
+
+def visible(text: str) -> str:
+    """`text` with what cannot be seen, or would command a terminal, shown by its number."""
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def island(data: Any) -> str:
@@ -26,7 +31,7 @@ def number(value: float | int | None, digits: int = 3) -> str:
     """A number for people: `digits` significant ones, thousands apart; an en dash for none."""
     if value is None:
         return "–"
-    if isinstance(value, int) or abs(value) >= 10**digits:
+    if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 
@@ -40,4 +45,6 @@ def duration(seconds: float | int | None) -> str:
         return f"{seconds:.3g} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
+    if whole >= 1e15:
+        return f"{seconds:.3g} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

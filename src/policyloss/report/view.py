@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from policyloss.report.limits import LARGEST
 from policyloss.report.panels import panels_for
+from policyloss.report.reading import finite
 from policyloss.report.rollouts import NUMBERS
 
 _LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}  # so that rounding alone, of an on-policy run, has no colour
@@ -22,15 +24,13 @@ def view(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     named = {**run["metrics"], **{f"timing/{key}": line for key, line in run["timing"].items()}}
-    steps: list[list[int]] = []
+    places: dict[tuple[int, ...], int] = {}
     series = {}
     for key, line in named.items():
-        if line["step"] not in steps:
-            steps.append(line["step"])
-        series[key] = [steps.index(line["step"]), _short(line["value"])]
+        series[key] = [places.setdefault(tuple(line["step"]), len(places)), _short(line["value"])]
     return {
         "label": run["label"],
-        "steps": steps,
+        "steps": [list(steps) for steps in places],
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),
         "band": _band(run["loss"]["spec"]),
@@ -39,8 +39,8 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(values: Iterable[Any]) -> list[Any]:
-    """Six significant digits are more than a screen can show."""
-    return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") for v in values]
+    """Six significant digits are more than a screen can show; beside the largest numbers, the smallest are nothing."""
+    return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0 for v in values]
 
 
 def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -59,11 +59,11 @@ def _band(spec: Any) -> list[float] | None:
     ratio, trust = parts.get("ratio"), parts.get("trust")
     if not isinstance(ratio, dict) or ratio.get("type") != "TokenRatio" or not isinstance(trust, dict):
         return None
-    low, high = trust.get("eps_low"), trust.get("eps_high")
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+    low, high = finite(trust.get("eps_low")), finite(trust.get("eps_high"))
+    if low is not None and high is not None:
         return [1 - low, 1 + high]
-    low, high = trust.get("ratio_min"), trust.get("ratio_max")
-    return [low, high] if isinstance(low, (int, float)) and isinstance(high, (int, float)) else None
+    low, high = finite(trust.get("ratio_min")), finite(trust.get("ratio_max"))
+    return [low, high] if low is not None and high is not None else None
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -18,6 +18,9 @@ if sys.platform != "win32":
     import fcntl
 
 
+LOCK_BYTES = 4096  # no lock is longer
+
+
 class Lock:
     """Holds `folder/lock` until `release`. It names this process: its id, its host, and when it began.
 
@@ -30,7 +33,7 @@ class Lock:
         self.owner: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "began": _began(os.getpid())}
         try:
             with self._alone() as handle:
-                self._refuse_if_held(os.read(handle, 4096), take_over)
+                self._refuse_if_held(os.read(handle, LOCK_BYTES), take_over)
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(self.owner).encode(), 0)
                 os.fsync(handle)
@@ -40,7 +43,7 @@ class Lock:
     def release(self) -> None:
         """Release the directory, if it is still this process that holds it."""
         with suppress(OSError, StorageError), self._alone() as handle:
-            if _read(os.read(handle, 4096)) == self.owner:
+            if _read(os.read(handle, LOCK_BYTES)) == self.owner:
                 self.path.unlink()
 
     @contextmanager
@@ -74,13 +77,23 @@ class Lock:
             )
 
 
+def is_held(data: bytes) -> bool:
+    """Whether a lock with these contents names a process that is alive, or one on another host, which cannot be asked."""
+    holder = _read(data)
+    return holder is not None and (holder["host"] != socket.gethostname() or _runs(holder["pid"], holder.get("began")))
+
+
 def _read(data: bytes) -> dict[str, Any] | None:
     """The holder of a lock; None for an empty or half-written file, which a crash left before it was a lock."""
     try:
         holder = from_json(data)
     except ValueError:
         return None
-    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "host" in holder else None
+    if not isinstance(holder, dict) or "host" not in holder:
+        return None
+    pid = holder.get("pid")
+    real = isinstance(pid, int) and not isinstance(pid, bool) and pid > 0  # 0 and less are groups of processes to the system
+    return holder if real else None
 
 
 def _same_file(handle: int, path: Path) -> bool:

@@ -6,8 +6,8 @@ every argument with the signature of its drop-in, and `make conformance` every o
 
 from __future__ import annotations
 
-from policyloss.explaining.called import Argument, Option, Row, trl
-from policyloss.explaining.options_beside import BESIDE
+from docs.names.called import Argument, Option, Row, trl
+from docs.names.options_beside import BESIDE
 
 _BATCH_COUNTS = ("dp_size", 1), ("batch_num_tokens", None), ("global_batch_size", None)
 

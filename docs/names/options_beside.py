@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policyloss.explaining.called import Argument, Option, Row, trl
+from docs.names.called import Argument, Option, Row, trl
 
 _RS = "algorithm.rollout_correction."
 

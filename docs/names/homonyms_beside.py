@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from policyloss.explaining.meanings import Homonym, Meaning
+from docs.names.meanings import Homonym, Meaning
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.slots.correction import OPSM, Band, Reject, SequenceMask, Truncate
 from policyloss.slots.ratio import SequenceProduct

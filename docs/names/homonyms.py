@@ -6,8 +6,8 @@ that a meaning ascribed to a framework with a drop-in is what the drop-in comput
 
 from __future__ import annotations
 
-from policyloss.explaining.homonyms_beside import BESIDE
-from policyloss.explaining.meanings import Homonym, Meaning, Same
+from docs.names.homonyms_beside import BESIDE
+from docs.names.meanings import Homonym, Meaning, Same
 from policyloss.slots.aggregate import (
     LengthWeighted,
     PromptMean,

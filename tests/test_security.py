@@ -1,0 +1,39 @@
+"""What SECURITY.md says that the library never does, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import policyloss as pl
+
+PACKAGE = Path(pl.__file__).parent
+FORBIDDEN_MODULES = {"dill", "joblib", "marshal", "pickle", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "os.system", "torch.load", "urllib.request.urlopen"}
+
+
+def breaches(source: str) -> set[str]:
+    """The forbidden imports and calls in a source."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in FORBIDDEN_MODULES}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FORBIDDEN_MODULES:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            found.add(ast.unparse(node.func))
+        elif isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
+            found.add("shell")
+    return found
+
+
+def test_the_check_can_fail() -> None:
+    source = "import pickle\nfrom marshal import loads\ntorch.load('x')\neval('1')\nmodel.eval()\nrun('x', shell=True)\n"
+    assert breaches(source) == {"pickle", "marshal", "torch.load", "eval", "shell"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_unpickles_or_evaluates_text(path: Path) -> None:
+    assert breaches(path.read_text(encoding="utf-8")) == set()
