@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "verl_guard_lost",
-        "compat/guards.py",
+        "compat/counts.py",
         "return 1e-8 if",
         "return 1e-9 if",
         "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",

@@ -13,9 +13,9 @@ import torch
 import policyloss as pl
 from policyloss.compat.trl import batch_loss, explain_config, loss_mask, spec_from_config, totals_for
 from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
+from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.functional.terms import exchanged, tokens_of_window, where_scored
 
 LOG_BOUNDS = (math.log(1e-8), 20.0)
 VLLM = {"use_vllm": True}
@@ -381,7 +381,7 @@ def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
 
 def test_k3_as_written_has_the_rounding_of_its_terms() -> None:
     d = torch.tensor([1e-9], dtype=torch.float64)
-    exact, written = (pl.functional.kl.estimate(d, "k3", as_written=flag).item() for flag in (False, True))
+    exact, written = (pl.functional.kl.estimate(d, "k3", as_written=terms).item() for terms in (None, "exp(d) - d - 1"))
     assert exact == pytest.approx(5e-19, rel=1e-6)  # d²/2
     assert written == (math.exp(1e-9) - 1e-9 - 1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import policyloss as pl
 from policyloss.compat import verl
-from policyloss.compat.guards import guard, share
+from policyloss.compat.counts import guard, share
 
 F64 = torch.float64
 # Two rows: ratios 2, 0.5, – and 1.1, –, –; advantages 1, −1 and −2.

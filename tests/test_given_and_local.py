@@ -9,10 +9,11 @@ import torch
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.functional.stats import masked_mean, outside_by_sign
-from policyloss.metrics import Stat, Sum, together
+from policyloss.compat.counts import guarded_mean, together
+from policyloss.compat.verl.counts import masked_mean, outside_by_sign
+from policyloss.compat.verl.parts import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
+from policyloss.metrics import Stat, Sum
 from policyloss.slots.given import GivenKL, GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
 
 BATCH = make_batch(seed=5, rows=6, width=9)
 X = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -159,8 +160,8 @@ def test_aggregate_tokens_refuses_what_is_no_aggregation() -> None:
 
 
 def test_counts_of_a_call() -> None:
-    counts = pl.Totals.of_call(MASK, dp_size=3, epsilon=0.25)
-    assert (float(counts.tokens), float(counts.sequences), counts.dp_size) == (3.25, 2, 3)
+    counts = pl.Totals.of_call(MASK, dp_size=3)
+    assert (float(counts.tokens), float(counts.sequences), counts.dp_size) == (3, 2, 3)
 
 
 def test_epsilon_in_the_geometric_clip() -> None:
@@ -199,9 +200,9 @@ def test_a_band_around_one() -> None:
 
 def test_guarded_means() -> None:
     one, two = Stat(torch.tensor(3.0), torch.tensor(4)), Stat(torch.tensor(0.5), torch.tensor(4))
-    assert float(one.guarded(1.0)) == 3 / 5
+    assert float(guarded_mean(one, 1.0)) == 3 / 5
     assert float(together(one, two)) == 3.5 / 4
-    assert float(Stat(torch.tensor(0.0), torch.tensor(0)).guarded(1e-8)) == 0
+    assert float(guarded_mean(Stat(torch.tensor(0.0), torch.tensor(0)), 1e-8)) == 0
     assert math.isnan(float(Stat(torch.tensor(0.0), torch.tensor(0)).value))
     with pytest.raises(TypeError, match="Sum"):
         together(one, Sum(torch.tensor(1.0)))

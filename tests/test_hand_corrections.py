@@ -10,7 +10,7 @@ import torch
 
 import policyloss as pl
 from calls import assert_loss, evaluate, rows, weighted
-from policyloss.slots.correction import rejected_share
+from policyloss.compat.openrlhf.counts import rejected_share
 
 LOG2 = log(2)
 RATIO = pl.Unbounded("ratio")

@@ -72,20 +72,8 @@ class Stat(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.guarded(0.0)
-
-    def guarded(self, epsilon: float) -> Tensor:
-        """`sum / (count + epsilon)`. verl adds 1e-8 to the count, so that nothing counted reads as 0, not as NaN."""
         total, count = self.wide
-        return total / (count + epsilon)
-
-
-def together(*shares: Record) -> Stat:
-    """The share of tokens that are in any of several sets, given the shares of sets that do not overlap (clipped above, below)."""
-    stats = [s for s in shares if isinstance(s, Stat)]
-    if len(stats) < len(shares) or not stats:
-        raise TypeError(f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}")
-    return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
+        return total / count
 
 
 @dataclass(frozen=True)

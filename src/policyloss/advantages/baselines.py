@@ -272,3 +272,13 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {got}.")
     return x.detach()
+
+
+def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
+    order, groups = group_index(group_ids)
+    assert groups.offsets is not None
+    assert groups.ids is not None
+    size = groups.offsets[groups.ids + 1] - groups.offsets[groups.ids]
+    sizes = [n for n in torch.unique(size).tolist() if n > 1]
+    return order, size, [order[size == n].view(-1, n) for n in sizes]

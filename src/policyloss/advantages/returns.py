@@ -215,6 +215,6 @@ def _check_fraction(name: str, x: float) -> None:
 
 
 @torch.no_grad()
-def returns_of(advantages: Tensor, values: Tensor) -> Tensor:
-    """`A + V`: the returns that advantages were measured as the distance from `values` to. Same shapes."""
-    return advantages + values
+def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
+    return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.kl import binary_divergence
 from policyloss.functional.segments import Sequences
 
 
@@ -92,16 +93,6 @@ def soft_gated(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negat
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347). Slope −A at r = 1, fading on both sides."""
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
-
-
-def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str) -> Tensor:
-    """Divergence of "this token or another" between anchor and current policy: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)`. Detached."""
-    logp = logp.detach()
-    p, p0 = logp.exp(), anchor_logp.exp()
-    if kind == "tv":
-        return (p - p0).abs()
-    eps = 1e-8  # keeps log((1-p₀)/(1-p)) finite at probability one
-    return p0 * (anchor_logp - logp) + (1 - p0) * torch.log((1 - p0 + eps) / (1 - p + eps))
 
 
 def outside_band(

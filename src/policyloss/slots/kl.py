@@ -61,7 +61,7 @@ class KL:
         """The per-token penalty before `coef`, token-shaped."""
         raw = -t.log_ratio_to(self.anchor)
         d = bound(raw, self.clamp)
-        value = bound(kl.estimate(d, self.estimator, as_written=self.as_written), self.value_clamp)
+        value = bound(kl.estimate(d, self.estimator, as_written="exp(d) - d - 1" if self.as_written else None), self.value_clamp)
         value = kl.with_gradient(value, raw, t.logp, self.grad)
         return value if self.weight is None else value * self._weight(t)
 

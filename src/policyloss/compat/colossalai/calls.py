@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from policyloss.functional.ratio import mean_and_max
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -32,4 +31,5 @@ def everything(like: Tensor) -> Tensor:
 def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Over every position of the batch; a masked one has ratio 1."""
     tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old_log_probs})
-    return mean_and_max(tokens.log_ratio_to("old"))
+    ratio = tokens.log_ratio_to("old").exp()
+    return ratio.mean(), ratio.max()

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from policyloss.compat.guards import number
+from policyloss.compat.counts import number, together
+from policyloss.compat.openrlhf.counts import capped_weight, mean_or_zero, rejected_share
 from policyloss.compat.openrlhf.words import (
     CURRENT,
     VLLM_TYPES,
@@ -22,15 +23,11 @@ from policyloss.compat.openrlhf.words import (
 )
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.correction import divergence
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
-from policyloss.functional.ratio import capped
-from policyloss.functional.stats import mean_or_zero
 from policyloss.loss import aggregate_tokens, policy_loss
-from policyloss.metrics import Record, Stat, together
+from policyloss.metrics import Record, Stat
 from policyloss.slots.aggregate import SeqMeanTokenMean, TokenMean
-from policyloss.slots.correction import rejected_share
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import Clip
 from policyloss.spec import LossSpec
@@ -268,12 +265,12 @@ def compute_approx_kl(
         raise SpecError(unknown_name("kl_estimator", kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
-    # Its k3 is written eᵈ − 1 − d; in float32 the order of the terms shows.
-    raw = divergence(bound(d, (None, KL_CLAMP)), "k3", as_written=True) if kl_estimator == "k3" else estimate(d, kl_estimator)
+    held = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
+    raw = estimate(held, kl_estimator, as_written="exp(d) - 1 - d")
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
-    weight = None if old is None else capped(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
+    weight = None if old is None else capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
     return with_gradient(value, d, log_probs, "k2", weight)
 
 

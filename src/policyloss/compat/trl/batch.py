@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.functional.terms import where_scored
+from policyloss.compat.trl.counts import where_scored
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.slots.correction import OPSM, Corrected
 from policyloss.spec import LossSpec

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.releases import at_least
+from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
 from policyloss.compat.trl.options import option
 from policyloss.errors import SpecError, unknown_name
-from policyloss.functional.terms import rows_in, tokens_in, tokens_of_window
 from policyloss.slots.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
 from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.slots.kl import KL

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from policyloss.advantages.estimators import passk_max_gap
 from policyloss.advantages.optimal_baseline import optimal_token_baseline
-from policyloss.advantages.plain import (
+from policyloss.advantages.returns import reward_to_go
+from policyloss.compat.releases import at_least
+from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
     over_tokens,
     plain_gae,
     plain_returns,
     plain_whiten,
-    reward_to_go,
     sequence_lengths,
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.releases import at_least
 from policyloss.compat.verl.calls import read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill

@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard, number, share
+from policyloss.compat.counts import guard, guarded_mean, number, share
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
-from policyloss.metrics import Stat
 from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
 from policyloss.slots.kl import KL
 from policyloss.tokens import Tokens
@@ -59,7 +58,9 @@ def aggregation(
     name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and given is None and at_least(release, "0.7.1"):
         raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
-    counts = Totals.of_call(mask, dp_size, epsilon=0.0 if at_least(release, "0.7.0") else guard(mask))
+    counts = Totals.of_call(mask, dp_size)
+    if not at_least(release, "0.7.0"):
+        counts = replace(counts, tokens=counts.tokens + guard(mask))
     if batch_num_tokens is not None:
         counts = replace(counts, tokens=number(batch_num_tokens))
     rows = number(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
@@ -161,5 +162,4 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def mean(record: Any, mask: Tensor) -> Tensor:
     """A share as verl averages it, its guard in the denominator: 0 where nothing is valid."""
-    assert isinstance(record, Stat)
-    return share(record.guarded(guard(mask)), mask)
+    return share(guarded_mean(record, guard(mask)), mask)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard
+from policyloss.compat.counts import guard, together
 from policyloss.compat.verl.aggregation import aggregation, mean
+from policyloss.compat.verl.counts import masked_mean
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
-from policyloss.functional.stats import masked_mean
 from policyloss.loss import LossOutput, policy_loss
-from policyloss.metrics import together
 from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask

@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import guard, share
+from policyloss.compat.counts import guard, share
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, policy_options, read
+from policyloss.compat.verl.counts import outside_by_sign
+from policyloss.compat.verl.parts import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.stats import outside_by_sign
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.slots.given import GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
     Clip,

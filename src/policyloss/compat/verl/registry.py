@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.calls import clipped, drift, either, read
+from policyloss.compat.verl.parts import OfThisCall
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.metrics import Metrics, Stat
@@ -23,7 +24,6 @@ from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMea
 from policyloss.slots.correction import OPSM
 from policyloss.slots.given import GivenWeight
 from policyloss.slots.kl import KL
-from policyloss.slots.local import OfThisCall
 from policyloss.slots.trust import CovClip, CovKL
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policyloss.advantages.baselines import check_rewards, per_sequence
+from policyloss.advantages.baselines import check_rewards, per_sequence, rows_by_size
 from policyloss.advantages.returns import GAE
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, fill
@@ -121,16 +121,6 @@ class PlainGroups:
         return self.rewards.shape[0] / used * self.centered / f_norm
 
 
-def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
-    order, groups = group_index(group_ids)
-    assert groups.offsets is not None
-    assert groups.ids is not None
-    size = groups.offsets[groups.ids + 1] - groups.offsets[groups.ids]
-    sizes = [n for n in torch.unique(size).tolist() if n > 1]
-    return order, size, [order[size == n].view(-1, n) for n in sizes]
-
-
 def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
     total = weight.sum(1, keepdim=True)
     return (weight * x).sum(1, keepdim=True) / torch.where(total > 0, total, 1)
@@ -210,12 +200,6 @@ def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: L
         found.append(x + gamma * running)
         running = torch.where(keep, found[-1], 0)
     return torch.stack(found[::-1], dim=1)
-
-
-@torch.no_grad()
-def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
-    return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from policyloss.compat.verl.counts import masked_mean
 from policyloss.functional import trust
-from policyloss.functional.stats import masked_mean
 from policyloss.slots.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
