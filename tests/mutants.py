@@ -232,9 +232,9 @@ MUTANTS = (
     ),
     Mutant(
         "given_penalty_unscaled",
-        "loss.py",
-        "isinstance(spec.kl, (KL, GivenKL))",
-        "isinstance(spec.kl, KL)",
+        "compat/colossalai/parts.py",
+        "return self.beta * self.kl",
+        "return self.kl",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
     *(Mutant(*mutant) for mutant in HEAD),

@@ -17,7 +17,6 @@ from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
 from policyloss.slots.correction import Combined, combine, self_normalised
-from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
@@ -136,7 +135,7 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
         loss = loss * weight
     kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
     if kl is not None:
-        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, (KL, GivenKL)) else kl)
+        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, KL) else kl)
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
     return TokenLosses(surrogate, kl, fill(loss, t.mask))

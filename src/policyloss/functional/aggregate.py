@@ -17,9 +17,9 @@ def reciprocal(count: Tensor | float, like: Tensor) -> Tensor:
     return torch.where(x == 0, 1, 1 / x)
 
 
-def per_sequence_mean(lengths: Tensor, sequences: Sequences, epsilon: float = 0.0) -> Tensor:
-    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / (length + epsilon)`, token-shaped."""
-    return sequences.expand(reciprocal(lengths + epsilon if epsilon else lengths, lengths))
+def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
+    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / length`, token-shaped."""
+    return sequences.expand(reciprocal(lengths, lengths))
 
 
 def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

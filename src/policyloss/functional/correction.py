@@ -13,21 +13,9 @@ from policyloss.functional.masking import bound
 from policyloss.functional.segments import Sequences
 
 
-def _divisor(lengths: Tensor, epsilon: float) -> Tensor:
-    return lengths + epsilon if epsilon else lengths.clamp(min=1)
-
-
 def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
     """`exp(clamp(log_weight))`: finite whatever the engine reported."""
     return bound(log_weight, log_clamp).exp()
-
-
-def geometric_mean_weight(
-    weight: Tensor, mask: Tensor, lengths: Tensor, sequences: Sequences, floor: float = 0.0, epsilon: float = 0.0
-) -> Tensor:
-    """`exp(Σ log(w + floor) / (L + epsilon))` over each sequence's valid tokens, given back to every token."""
-    total = sequences.sum(torch.where(mask, (weight + floor).log(), 0))
-    return sequences.expand((total / _divisor(lengths, epsilon)).exp())
 
 
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -121,34 +121,19 @@ def geometric_clipped(
     eps_high: float,
     lengths: Tensor,
     sequences: Sequences,
-    epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped in log space on the side the advantage pushes to.
 
     `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
-    epsilon is added to the sequence's length.
     """
-    return -advantages * geometric_ratio(log_ratio, advantages, eps_low, eps_high, lengths, sequences, epsilon)
+    c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
+    return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
 
 
 def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
     """GMPO's c_t: the log-ratio, held within [-eps_low, eps_high] on the side the advantage pushes to. Token-shaped."""
     sign = advantages.sign()
     return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-
-
-def geometric_ratio(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    lengths: Tensor,
-    sequences: Sequences,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """GMPO's ratio, `exp(mean_t c_t)` of each token's sequence (see `geometric_clipped`)."""
-    c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
-    return sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
 
 
 def gamma_weighted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -20,7 +21,7 @@ def all_rows(tokens: Tensor) -> Totals:
 def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
     """The mean over a sample's tokens, which ColossalChat guards if there is a mask."""
     # It adds to a count in the mask's own precision: any but float64 loses it.
-    return SeqMeanTokenMean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
+    return seq_mean_token_mean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
 
 
 def everything(like: Tensor) -> Tensor:

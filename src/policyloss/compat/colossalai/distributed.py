@@ -7,10 +7,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.compat.colossalai.parts import GivenKL
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import TokenMean
-from policyloss.slots.given import GivenKL
 from policyloss.slots.ratio import TokenRatio
 from policyloss.slots.trust import Clip
 from policyloss.spec import LossSpec

@@ -21,6 +21,7 @@ from policyloss.compat.openrlhf.words import (
     correction,
     family,
 )
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.kl import estimate, with_gradient
@@ -297,7 +298,7 @@ def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> Toke
         return TokenMean()
     # OpenRLHF adds it to a count in the mask's own precision: any but float64 loses it.
     felt = mask_dtype == torch.float64 and at_least(release, "0.10.3")
-    return SeqMeanTokenMean(EPSILON if felt else 0.0)
+    return seq_mean_token_mean(EPSILON if felt else 0.0)
 
 
 def _totals(

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.counts import guard, guarded_mean, number, share
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
-from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
+from policyloss.slots.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
 from policyloss.slots.kl import KL
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -72,7 +73,7 @@ def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str
         scale = mask.shape[-1] if loss_scale_factor is None else float(loss_scale_factor)
         return SeqMeanTokenSumNorm(scale) if at_least(release, "0.7.1") else TokenSumNorm(scale)
     if loss_agg_mode == "seq-mean-token-mean":
-        return SeqMeanTokenMean(guard(mask) if at_least(release, "0.6.0") else 0.0)
+        return seq_mean_token_mean(guard(mask) if at_least(release, "0.6.0") else 0.0)
     return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
 
 

@@ -18,12 +18,11 @@ from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, policy_options, read
 from policyloss.compat.verl.counts import outside_by_sign
-from policyloss.compat.verl.parts import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
+from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import SeqMeanTokenMean
-from policyloss.slots.given import GivenWeight
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
     Clip,
@@ -244,10 +243,10 @@ def compute_policy_loss_geo_mean(
     """
     low, high = clip_range(config)
     epsilon = guard(response_mask)
-    trust = MeanAdvantageGeometricClip(GeometricClip(low, high, epsilon))
+    trust = MeanAdvantageGeometricClip(GeometricClip(low, high), epsilon)
     spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=SeqMeanTokenMean())
     if rollout_is_weights is not None:
-        spec = spec.replace(correction=GivenWeight(rollout_is_weights, "geomean", floor=1e-10, epsilon=epsilon))
+        spec = spec.replace(correction=GeometricMeanWeight(rollout_is_weights, floor=1e-10, epsilon=epsilon))
     rows = Totals(0, response_mask.shape[0])
     out = policy_loss(spec, log_prob, old_log_prob, advantages, response_mask, totals=rows)
     call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
