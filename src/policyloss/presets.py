@@ -6,10 +6,13 @@ per algorithm; `explain` says what each one is.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import PolicyLossError, SpecError, unknown_name
 from policyloss.slots.aggregate import (
     LengthWeighted,
     SeqMeanTokenMean,
@@ -472,3 +475,25 @@ def preset(name: str) -> LossSpec:
     if name not in PRESETS:
         raise SpecError(unknown_name("preset", name, PRESETS))
     return PRESETS[name].spec
+
+
+def read_loss(name: str) -> LossSpec | str:
+    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
+    path = Path(name)
+    if name in PRESETS or not (path.suffix == ".json" or path.is_file()):
+        return name
+    data = read_json(name)
+    try:
+        return LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None
+
+
+def read_json(name: str) -> Any:
+    """What the JSON file of that path holds; an error names the file."""
+    try:
+        return json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None

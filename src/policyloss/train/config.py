@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
-from policyloss.presets import preset
+from policyloss.presets import preset, read_loss
 from policyloss.spec import LossSpec
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
@@ -216,10 +216,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
 
 def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
-    from policyloss.cli import read_loss
-
-    found = read_loss(loss)
-    spec = preset(found) if isinstance(found, str) else found
+    named = read_loss(loss)
+    spec = preset(named) if isinstance(named, str) else named
     if not changes:
         return spec
     data = spec.to_dict()
