@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policyloss.errors import unknown_name
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import collective_device
+from policyloss.functional.ranks import all_max, collective_device
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -245,11 +245,8 @@ class Metrics(Mapping[str, Record]):
         sums = torch.stack([p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat])
         signs = torch.tensor([-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device)
         peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
-        # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
-        flagged = torch.stack([torch.where(peaks.isnan(), torch.inf, peaks), peaks.isnan().to(wide)])
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(flagged, op=dist.ReduceOp.MAX, group=group)
-        peaks = torch.where(flagged[1] > 0, torch.nan, flagged[0]) * signs
+        peaks = all_max(peaks, group) * signs
         parts = iter([s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)])
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,3 +118,14 @@ class Call:
         """verl's metrics by its names, as Python floats; a None is a metric that this loss does not report."""
         found = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
         return {name: float(value) for name, value in found.items() if value is not None}
+
+
+DropIn = TypeVar("DropIn", bound=Callable[..., Any])
+
+
+def named_like(body: Callable[..., Any], drop_in: DropIn) -> DropIn:
+    """`drop_in` under the name and docstring of `body`, which it calls; its own signature, verl's, is the one that shows."""
+    signature = inspect.signature(drop_in)
+    update_wrapper(drop_in, body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    drop_in.__signature__ = signature  # type: ignore[attr-defined]  # else inspect would follow __wrapped__ to body's
+    return drop_in
