@@ -262,3 +262,28 @@ def test_a_framework_part_is_data(spec: pl.LossSpec) -> None:
 def test_a_part_of_a_framework_that_is_not_loaded_is_named() -> None:
     with pytest.raises(pl.SpecError, match=r"'nemo.Mean'.*import policyloss\.compat\.nemo"):
         pl.LossSpec.from_dict({"aggregate": {"type": "nemo.Mean"}})
+
+
+ALL_THREE = pl.LossSpec(
+    ratio=RolloutProduct(outside="mask", low=0.5, high=2.0),
+    kl=WrittenKL("k3", 0.1, clamp=None, ratio_level="sequence"),
+    aggregate=GuardedSeqMeanTokenMean(0.5),
+)
+
+
+def test_framework_parts_run_in_the_head() -> None:
+    """The gradient of a token depends on its sequence, and no more: the head takes it in windows of whole sequences."""
+    assert ALL_THREE.reach == "sequence"
+    assert ALL_THREE.reads == ("old_logp", "rollout_logp", "ref_logp")
+    assert FRAMEWORK_PARTS[0].reach == "token"
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*BATCH.mask.shape, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, 11, BATCH.mask.shape, generator=generator)
+    logp = pl.linear_logprobs(hidden, weight, ids)
+    old = logp.detach() + 0.1 * (BATCH.old_logp - BATCH.logp)
+    others = {"rollout_logp": old + 0.1, "ref_logp": old - 0.2}
+    plain = pl.policy_loss(ALL_THREE, logp, old, BATCH.advantages, BATCH.mask, **others).loss
+    head = pl.linear_policy_loss(ALL_THREE, hidden, weight, ids, old, BATCH.advantages, BATCH.mask, **others).loss
+    torch.testing.assert_close(head, plain)
+    torch.testing.assert_close(torch.autograd.grad(head, hidden)[0], torch.autograd.grad(plain, hidden)[0])
