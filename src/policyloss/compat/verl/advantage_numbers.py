@@ -1,13 +1,13 @@
-"""Advantages in plain arithmetic: the formulas with a framework's own rounding, for drop-ins that must give its very numbers.
+"""Advantages in plain arithmetic, with verl's own rounding: its drop-ins must give its very numbers.
 
-The rest of this package computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. A framework
-computes as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
+`policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. verl computes
+as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
 difference is rounding, but rounding is amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are
 standardised to ±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean says. For everything but
-a framework's own numbers, use `policyloss.advantage`.
+verl's numbers, use `policyloss.advantage`.
 
 Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or 0/1 in any dtype, and that dtype
-takes part where a framework divides by its sum. Nothing carries a gradient.
+takes part where verl divides by its sum. Nothing carries a gradient.
 """
 
 from __future__ import annotations

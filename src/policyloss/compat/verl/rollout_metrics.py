@@ -1,8 +1,8 @@
-"""How far the inference engine is from the trainer: diagnostics of one batch, for logs. Pure functions of detached tensors.
+"""How far the inference engine is from the trainer: verl's diagnostics of one batch. Pure functions of detached tensors.
 
 Legend: `logp` the trainer's and `rollout_logp` the engine's log-probabilities, d = logp − rollout_logp, a weight is `exp(d)`; all
 token-shaped. S sequences. Results are 0-dim tensors by name. They are computed in the dtype of the inputs and in the order they
-are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with those of other programs.
+are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
 """
 
 from __future__ import annotations
