@@ -118,7 +118,7 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
     """A KL term is verl's to add: check that it does, with the same estimator and coefficient."""
     if kl is None:
         return
-    if not isinstance(kl, KL) or kl.anchor != "ref" or kl.weight is not None or kl.grad == "score":
+    if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
         raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
     plus = "+" if kl.grad == "k2" else ""
     wanted = [f"{kind}{plus}" for kind, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
