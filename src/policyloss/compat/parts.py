@@ -26,7 +26,7 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
     def __call__(self, t: Tokens) -> Tensor:
         return super().__call__(replace(t, known_lengths=t.lengths + self.epsilon))
 
-    def formula(self, x: str) -> str:
+    def averaged(self, x: str) -> str:
         """The mean of the per-token expression `x`, as `explain` prints it."""
         return f"sum({x} / (L + {number(self.epsilon)})) / B"
 

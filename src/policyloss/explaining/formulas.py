@@ -289,8 +289,8 @@ def _aggregated(part: Any, x: str) -> str:
     if isinstance(part, (aggregate.SeqMeanTokenSumNorm, aggregate.TokenSumNorm)):
         horizon = number(part.horizon)
         return f"sum({x}) / (B * {horizon})" if isinstance(part, aggregate.SeqMeanTokenSumNorm) else f"sum({x}) / {horizon}"
-    if isinstance(part, aggregate.VARIANTS) and hasattr(part, "formula"):
-        return str(part.formula(x))
+    if isinstance(part, aggregate.VARIANTS) and hasattr(part, "averaged"):
+        return str(part.averaged(x))
     plain = {
         aggregate.TokenMean: f"sum({x}) / N",
         aggregate.SeqMeanTokenMean: f"sum({x} / L) / B",
