@@ -10,13 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import policyloss as pl
 from docs.conformance_page import conformance_page
 from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
-
-import policyloss as pl
 from policyloss.explain import Explanation, shortened
 from policyloss.explaining.difference import Difference, shown
 from policyloss.explaining.provenance import distance

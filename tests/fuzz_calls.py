@@ -37,7 +37,7 @@ def loss_arguments(**more: Any) -> dict[str, Any]:
 
 
 def packed_arguments() -> dict[str, Any]:
-    same = {name: PACK for name in ("logp", "old_logp", "rollout_logp", "ref_logp")}
+    same = dict.fromkeys(("logp", "old_logp", "rollout_logp", "ref_logp"), PACK)
     return {"spec": TRUST_WITH_ALL, **same, "advantages": PER_SEQUENCE, "mask": PACK < 0, "cu_seqlens": CU}
 
 

@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "sequence_mean_over_the_padded_width",
         "functional/aggregate.py",
-        "lengths + epsilon if epsilon else lengths, lengths)",
-        "lengths * 0 + sequences.shape[-1], lengths)",
+        "sequences.expand(reciprocal(lengths, lengths))",
+        "sequences.expand(reciprocal(lengths * 0 + sequences.shape[-1], lengths))",
         _HAND + "test_aggregate",
     ),
     Mutant(
@@ -209,13 +209,13 @@ MUTANTS = (
     Mutant(
         "verl_gspo_average_of_an_older_release",
         "compat/verl/losses.py",
-        'mode = loss_agg_mode if at_least(release, "0.9.1")',
-        'mode = loss_agg_mode if at_least(release, "0.9.0")',
+        'if not at_least(call.release, "0.9.1")',
+        'if not at_least(call.release, "0.9.0")',
         "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
     ),
     Mutant(
         "verl_guard_lost",
-        "compat/guards.py",
+        "compat/counts.py",
         "return 1e-8 if",
         "return 1e-9 if",
         "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",
@@ -236,10 +236,24 @@ MUTANTS = (
     ),
     Mutant(
         "given_penalty_unscaled",
-        "loss.py",
-        "isinstance(spec.kl, (KL, GivenKL))",
-        "isinstance(spec.kl, KL)",
+        "compat/colossalai/parts.py",
+        "return self.beta * self.kl",
+        "return self.kl",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
+    ),
+    Mutant(
+        "guarded_length_lost",
+        "compat/parts.py",
+        "t.lengths + self.epsilon",
+        "t.lengths",
+        "test_given_and_local.py::test_epsilon_in_a_sequence_mean",
+    ),
+    Mutant(
+        "trl_kl_weighted_by_the_wrong_ratio",
+        "compat/trl/parts.py",
+        'if self.ratio_level == "sequence":',
+        'if self.ratio_level == "token":',
+        "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
     *(Mutant(*mutant) for mutant in (*HEAD, *PARTS)),
 )

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 import policyloss as pl
 from cases import REJECTED, swapped
+from policyloss.compat.parts import GuardedSeqMeanTokenMean
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 EPS = st.sampled_from([0.0, 3e-4, 0.05, 0.2, 0.28, 1.0, float("inf")])
 LOG_CLAMP = st.sampled_from([20.0, 10.0, 0.5, (None, 20.0), (-18.0, 0.7)])
-EPSILON = st.sampled_from([0.0, 1e-8, 0.5])
+EPSILON = st.sampled_from([1e-8, 0.5])
 LEVEL = st.sampled_from(["token", "geomean", "product"])
 
 
@@ -27,14 +29,19 @@ RATIOS = st.one_of(
         anchor=st.sampled_from(["old", "rollout"]),
         log_clamp=LOG_CLAMP,
     ),
-    st.builds(pl.SequenceProduct, anchor=st.sampled_from(["old", "rollout"]), log_clamp=LOG_CLAMP),
     st.builds(
         pl.SequenceProduct,
+        anchor=st.sampled_from(["old", "rollout"]),
         log_clamp=LOG_CLAMP,
         token_clamp=st.sampled_from([None, 20.0, 0.5]),
-        rollout=st.sampled_from(["truncate", "mask"]),
-        rollout_low=_numbers(0, 0.9375),
-        rollout_high=_numbers(1.0625, 5),
+    ),
+    st.builds(
+        RolloutProduct,
+        log_clamp=LOG_CLAMP,
+        token_clamp=st.sampled_from([None, 20.0, 0.5]),
+        outside=st.sampled_from(["truncate", "mask"]),
+        low=_numbers(0, 0.9375),
+        high=_numbers(1.0625, 5),
     ),
     st.builds(pl.SegmentRatio, anchor=st.sampled_from(["old", "rollout"]), log_clamp=LOG_CLAMP),
 )
@@ -52,7 +59,7 @@ TRUSTS = st.one_of(
         st.sampled_from(["score", "ratio"]),
         _numbers(0.5, 20),
     ),
-    st.builds(pl.GeometricClip, EPS, EPS, EPSILON),
+    st.builds(pl.GeometricClip, EPS, EPS),
     st.builds(pl.GammaWeight, _numbers(0, 3), _numbers(0.5, 3), _numbers(0, 3), _numbers(0.5, 3)),
     st.builds(
         pl.CovClip,
@@ -94,16 +101,19 @@ TESTS = st.one_of(
     st.builds(pl.OPSM, _numbers(0, 0.25), st.sampled_from(["old", "rollout"])),
     st.builds(pl.SequenceMask, _numbers(0, 0.96875), _numbers(1.03125, 3), weight=st.none()),
 )
-KLS = st.builds(
-    pl.KL,
+KL_OPTIONS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from(["k1", "k2", "k3", "abs"]),
     _numbers(0, 1),
     st.sampled_from(["value", "k2", "score"]),
-    st.sampled_from([None, "ratio", "token_ratio", "sequence_ratio"]),
+)
+KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from([20.0, 0.5, None]),
     st.sampled_from([None, 10.0, 0.0625]),
     st.sampled_from(["ref", "old", "rollout"]),
-    st.booleans(),
+)
+KLS = st.one_of(
+    st.builds(pl.KL, *KL_OPTIONS, st.sampled_from([None, "ratio"]), *KL_BOUNDS),
+    st.builds(WrittenKL, *KL_OPTIONS, st.none(), *KL_BOUNDS, st.sampled_from(["token", "sequence"])),
 )
 HORIZON = st.integers(1, 5000)
 # The two that divide by the call's own counts are left out: they depend on the cut by design.
@@ -111,7 +121,7 @@ AGGREGATES = st.one_of(
     st.sampled_from(
         [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.TokenSum(), pl.PromptMean(), pl.LengthWeighted()]
     ),
-    st.builds(pl.SeqMeanTokenMean, EPSILON),
+    st.builds(GuardedSeqMeanTokenMean, EPSILON),
     st.builds(pl.SeqMeanTokenSumNorm, HORIZON),
     st.builds(pl.TokenSumNorm, HORIZON),
 )

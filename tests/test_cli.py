@@ -62,6 +62,17 @@ def test_explain_trl_reads_a_grpo_config(tmp_path: Path, capsys: pytest.CaptureF
     assert "No such file" in complaint(capsys, "explain-trl", str(tmp_path / "none.json"))
 
 
+def test_what_explain_trl_writes_can_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config's KL has TRL's own rounding, so the spec holds a part of `policyloss.compat.trl`."""
+    config, spec = tmp_path / "config.json", tmp_path / "spec.json"
+    config.write_text(json.dumps({"loss_type": "vespo", "beta": 0.04}))
+    spec.write_text(printed(capsys, "explain-trl", str(config), "--json"))
+    assert json.loads(spec.read_text())["kl"]["type"] == "trl.WrittenKL"
+    text = printed(capsys, "explain", str(spec))
+    assert "kl = kl * exp(logp - old_logp)" in text
+    assert "times the token's own ratio" in text
+
+
 def test_diff_prints_what_diff_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "diff", "ppo", "dapo") == str(pl.diff("ppo", "dapo")) + "\n"
     changes = json.loads(printed(capsys, "diff", "ppo", "dapo", "--json"))["changes"]

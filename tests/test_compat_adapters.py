@@ -1,18 +1,47 @@
-"""Adapters are thin: no module of `policyloss.compat` does arithmetic, and none needs more than torch to be imported."""
+"""Adapters speak a framework's language and compute no loss: every loss, ratio, KL and average comes from the public functions.
+
+What a framework keeps beside its loss — epsilons, counts, roundings, metrics — is in modules named for it, listed below. None of
+them needs more than torch to be imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import policyloss as pl
+from cases import make_batch
+from policyloss.compat import colossalai, openrlhf, trl, verl
+from policyloss.compat.colossalai import models
+from policyloss.compat.verl.registry import as_verl_loss
 
 COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
+# A framework's own arithmetic, and what it is; every other module of `compat` translates.
+BOOKKEEPING = {
+    "counts.py": "guards of counts, shares and their dtype",
+    "parts.py": "a mean with a guarded length",
+    "colossalai/calls.py": "mean and maximum of the ratios over every position, for its report",
+    "colossalai/parts.py": "beta times a penalty that is given",
+    "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
+    "trl/counts.py": "the step's counts seen from one micro-batch",
+    "trl/parts.py": "its rounding of k3 and the ratio that weighs its KL",
+    "verl/advantage_numbers.py": "advantages with its rounding",
+    "verl/counts.py": "means with its guard",
+    "verl/parts.py": "numbers of one micro-batch, guarded lengths",
+    "verl/rollout_metrics.py": "statistics of the rollout weights, for its report",
+}
+ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in BOOKKEEPING]
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.Mod, ast.FloorDiv)
 # What torch offers that computes no number: kinds, dtypes, constants shaped like another tensor, masks put together.
 HARMLESS = {
@@ -44,23 +73,50 @@ COMPUTING = {
 }
 
 
+# What a drop-in adds of two inputs: returns from advantages and values, a guarded count.
+ADDED = {"advantage + old_values", "counts.tokens + guard(mask)"}
+
+
+def is_constant(node: ast.expr) -> bool:
+    """Whether `node` is a number, or a name in capitals: a constant of the module."""
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
+
+
 def arithmetic_in(source: str) -> list[str]:
-    """Every place where `source` computes with values: operators on anything but types, and torch's own functions."""
-    found = []
+    """Every place where `source` computes with values: operators on anything but types, and torch's own functions.
+
+    To add an epsilon (`count + EPSILON`) or two of a framework's own inputs is bookkeeping.
+    """
+    places = []
     for node in ast.walk(ast.parse(source)):
         operator = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ARITHMETIC)
+        sides = (node.left, node.right) if operator and isinstance(node, ast.BinOp) else ()
+        if sides and isinstance(node.op, ast.Add) and (is_constant(sides[1]) or ast.unparse(node) in ADDED):
+            continue
         minus = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant)
         method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "super()"
         function = method and node.func.attr in COMPUTING  # a trainer's own log(…) is none
         of_torch = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
         if operator or minus or function or (of_torch and node.attr not in HARMLESS):
-            found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+            places.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return places
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(COMPAT)) for p in FILES])
-def test_an_adapter_computes_nothing(path: Path) -> None:
+@pytest.mark.parametrize("path", ADAPTERS, ids=[str(p.relative_to(COMPAT)) for p in ADAPTERS])
+def test_an_adapter_does_no_arithmetic_but_on_counts(path: Path) -> None:
     assert arithmetic_in(path.read_text()) == []
+
+
+def test_the_modules_of_bookkeeping_exist_and_each_computes() -> None:
+    for name in BOOKKEEPING:
+        assert arithmetic_in((COMPAT / name).read_text()), f"{name} computes nothing; take it off the list"
+
+
+@pytest.mark.parametrize("name", BOOKKEEPING)
+def test_bookkeeping_calls_no_loss(name: str) -> None:
+    """It cannot wrap one in arithmetic of its own: losses are called by adapters, which do none."""
+    names = {node.id for node in ast.walk(ast.parse((COMPAT / name).read_text())) if isinstance(node, ast.Name)}
+    assert not names & {"policy_loss", "value_loss", "aggregate_tokens"}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +129,8 @@ def test_an_adapter_computes_nothing(path: Path) -> None:
         "x = d.exp()",
         "x = (a - b).sum()",
         "y = 1 + eps",
+        "loss = loss + kl",
+        "z = EPSILON * loss",
         "z = x.mean(-1)",
     ],
 )
@@ -99,3 +157,104 @@ def test_adapters_import_with_torch_alone() -> None:
 def test_an_unknown_framework_is_named() -> None:
     with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, trl, verl"):
         pl.compat.nemo  # noqa: B018
+
+
+# --- by what it calls ---
+
+PUBLIC = ("policy_loss", "value_loss", "aggregate_tokens")
+BATCH = make_batch(seed=11, rows=4, width=6)
+CONFIG = SimpleNamespace(
+    clip_ratio=0.2,
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+    clip_ratio_c=3.0,
+    tau_pos=1.0,
+    tau_neg=1.05,
+    global_batch_info={},
+    policy_loss={"dro_beta": 0.1, "rollout_correction": {"rollout_is": "token"}},
+)
+Call = Callable[[Tensor], Tensor]
+
+
+def of_verl(loss: Any) -> Call:
+    return lambda x: loss(BATCH.old_logp, x, BATCH.advantages, BATCH.mask, "token-mean", CONFIG)[0]
+
+
+def of_trl(x: Tensor) -> Tensor:
+    inputs = {"completion_mask": BATCH.mask, "advantages": BATCH.advantages, "old_per_token_logps": BATCH.old_logp}
+    return trl.batch_loss(pl.preset("dapo"), x, inputs, totals="local").loss
+
+
+LOSSES: dict[str, Call] = {
+    **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
+    "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
+    "verl registered": of_verl(as_verl_loss("ppo", pl.preset("ppo"))),
+    "verl compute_policy_loss": lambda x: verl.compute_policy_loss(BATCH.old_logp, x, BATCH.advantages, BATCH.mask, 0.2)[0],
+    "verl compute_value_loss": lambda x: verl.compute_value_loss(x, BATCH.advantages, BATCH.old_logp, BATCH.mask, 0.2)[0],
+    "verl agg_loss": lambda x: verl.agg_loss(x, BATCH.mask, "seq-mean-token-mean"),
+    "openrlhf PolicyLoss": lambda x: openrlhf.PolicyLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask)[0],
+    "openrlhf ValueLoss": lambda x: openrlhf.ValueLoss(0.2)(x, BATCH.old_logp, BATCH.advantages, BATCH.mask),
+    "openrlhf aggregate_loss": lambda x: openrlhf.aggregate_loss(x, BATCH.mask),
+    "colossalai PolicyLoss": lambda x: colossalai.PolicyLoss()(
+        x, BATCH.old_logp, BATCH.advantages, torch.zeros_like(x), BATCH.mask
+    )[0],
+    "colossalai models.PolicyLoss": lambda x: models.PolicyLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask)[0],
+    "colossalai models.ValueLoss": lambda x: models.ValueLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask),
+    "trl batch_loss": of_trl,
+}
+
+
+def value_and_gradient(call: Call) -> tuple[Tensor, Tensor]:
+    x = BATCH.logp.clone().requires_grad_()
+    torch.manual_seed(0)  # verl's Clip-Cov draws with torch's generator
+    loss = call(x)
+    return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+
+@pytest.fixture
+def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever an adapter has bound a public function, its loss comes out eight times as large (which rounds nothing)."""
+
+    def eightfold(function: Any) -> Any:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            out = function(*args, **kwargs)
+            return 8 * out if isinstance(out, Tensor) else replace(out, loss=8 * out.loss)
+
+        return changed
+
+    for module in [m for name, m in sys.modules.items() if name.startswith("policyloss.compat")]:
+        for name in set(PUBLIC) & vars(module).keys():
+            monkeypatch.setattr(module, name, eightfold(vars(module)[name]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_drop_in_is_the_public_function_and_nothing_more(name: str, request: pytest.FixtureRequest) -> None:
+    """Value and gradient scale with what the public functions return: neither has a term of the adapter's own."""
+    loss, gradient = value_and_gradient(LOSSES[name])
+    assert torch.count_nonzero(gradient)
+    request.getfixturevalue("every_loss_eightfold")
+    changed, slope = value_and_gradient(LOSSES[name])
+    assert torch.equal(changed, 8 * loss)
+    assert torch.equal(slope, 8 * gradient)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_is_the_estimate_of_the_core(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ref = BATCH.logp.float(), BATCH.ref_logp.float()
+    calls = {
+        "openrlhf": lambda: openrlhf.compute_approx_kl(x, ref, kl_estimator=estimator),
+        "verl": lambda: verl.kl_penalty(x, ref, estimator),
+    }
+    before = {name: call() for name, call in calls.items()}
+    halved = pl.functional.kl.estimate
+    for module in (pl.functional.kl, sys.modules["policyloss.compat.openrlhf.losses"]):
+        monkeypatch.setattr(module, "estimate", lambda *args, **kwargs: 0.5 * halved(*args, **kwargs))
+    for name, call in calls.items():
+        assert torch.equal(call(), 0.5 * before[name]), name
+
+
+def test_every_drop_in_that_gives_a_loss_is_called_here() -> None:
+    """A module that binds a public function belongs to a framework whose losses are compared above."""
+    binding = {p.relative_to(COMPAT).parts[0] for p in ADAPTERS if any(f"import {n}" in p.read_text() for n in PUBLIC)}
+    assert binding <= {name.split()[0] for name in LOSSES}
+    assert {f"verl {name}" for name in verl.POLICY_LOSSES} <= LOSSES.keys()

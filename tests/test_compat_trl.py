@@ -13,9 +13,10 @@ import torch
 import policyloss as pl
 from policyloss.compat.trl import batch_loss, explain_config, loss_mask, spec_from_config, totals_for
 from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
+from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.functional.terms import exchanged, tokens_of_window, where_scored
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 LOG_BOUNDS = (math.log(1e-8), 20.0)
 VLLM = {"use_vllm": True}
@@ -73,8 +74,8 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"epsilon": 0.1, "epsilon_high": 0.28}, {"trust": pl.Clip(0.1, 0.28)}),
     ({"delta": 4.0}, {"trust": pl.TwoSidedClip(4.0, 0.2, 0.2)}),
     ({"off_policy_mask_threshold": 0.5}, {"correction": (pl.OPSM(0.5),)}),
-    ({"beta": 0.04}, {"kl": pl.KL("k3", 0.04, weight="ratio", clamp=None, as_written=True)}),
-    ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl": pl.KL("k3", 0.04, clamp=None, as_written=True)}),
+    ({"beta": 0.04}, {"kl": WrittenKL("k3", 0.04, weight="ratio", clamp=None)}),
+    ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl": WrittenKL("k3", 0.04, clamp=None)}),
     ({"vllm_importance_sampling_correction": True}, {}),  # vLLM does not generate
     ({**VLLM, "vllm_importance_sampling_correction": False}, {}),
     (VLLM, {"correction": (pl.SequenceMask(0.0, 3.0, level="product", weight="sequence", log_clamp=None),)}),
@@ -104,7 +105,7 @@ def test_an_option_fills_its_slot_and_no_other(options: dict[str, Any], slots: d
 
 def test_vespo_takes_vllm_weights_into_its_product() -> None:
     made = spec_from_config(config(loss_type="vespo", **VLLM, vllm_importance_sampling_mode="token_mask"))
-    ratio = pl.SequenceProduct(log_clamp=LOG_BOUNDS, token_clamp=20.0, rollout="mask", rollout_high=3.0)
+    ratio = RolloutProduct(log_clamp=LOG_BOUNDS, token_clamp=20.0, outside="mask", high=3.0)
     assert made == MEANS["vespo"].replace(ratio=ratio)
     assert made.reads == ("old_logp", "rollout_logp")
 
@@ -112,7 +113,7 @@ def test_vespo_takes_vllm_weights_into_its_product() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_vespos_level_acts_on_the_kl_alone(level: str) -> None:
     made = spec_from_config(config(loss_type="vespo", beta=0.1, importance_sampling_level=level))
-    assert made == MEANS["vespo"].replace(kl=pl.KL("k3", 0.1, weight=f"{level}_ratio", clamp=None, as_written=True))
+    assert made == MEANS["vespo"].replace(kl=WrittenKL("k3", 0.1, clamp=None, ratio_level=level))
 
 
 def test_vespos_numbers_are_float32_and_its_decay_at_least_1e_4() -> None:
@@ -132,7 +133,7 @@ def test_options_beside_the_policy_loss_can_be_left_to_the_caller() -> None:
 def test_a_config_of_an_older_release_lacks_what_that_release_lacks() -> None:
     names = ("use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy", "delta", "off_policy_mask_threshold")
     older = SimpleNamespace(**{name: value for name, value in vars(config(beta=0.1)).items() if name not in names})
-    assert spec_from_config(older) == MEANS["dapo"].replace(kl=pl.KL("k3", 0.1, clamp=None, as_written=True))
+    assert spec_from_config(older) == MEANS["dapo"].replace(kl=WrittenKL("k3", 0.1, clamp=None))
 
 
 # --- what cannot be said ---------------------------------------------------------------------------------------------------------
@@ -353,17 +354,21 @@ def test_a_product_may_clamp_each_token_first() -> None:
 def test_a_product_may_reach_to_the_engine_through_bounded_weights() -> None:
     x = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
     rollout = x - torch.tensor([[math.log(5.0), math.log(1.5)]], dtype=torch.float64)  # weights 5 and 1.5
-    truncated = pl.SequenceProduct(rollout="truncate", rollout_high=3.0)
-    masked = pl.SequenceProduct(rollout="mask", rollout_high=3.0)
+    truncated = RolloutProduct(outside="truncate", high=3.0)
+    masked = RolloutProduct(outside="mask", high=3.0)
     assert ratio_of(truncated, x, x, rollout) == pytest.approx(3.0 * 1.5, rel=1e-14)
     assert ratio_of(masked, x, x, rollout) == pytest.approx(1e-8 * 1.5, rel=1e-12)
 
 
-def test_a_product_to_the_engine_needs_the_old_anchor_and_a_rule() -> None:
+def test_parts_of_trl_refuse_what_they_cannot_mean() -> None:
     with pytest.raises(pl.SpecError, match="anchor must be 'old'"):
-        pl.SequenceProduct(anchor="rollout", rollout="mask")
-    with pytest.raises(pl.SpecError, match="rollout="):
-        pl.SequenceProduct(rollout_high=3.0)
+        RolloutProduct(anchor="rollout", outside="mask")
+    with pytest.raises(pl.SpecError, match="outside"):
+        RolloutProduct(outside="drop")
+    with pytest.raises(pl.SpecError, match="weight and ratio_level"):
+        WrittenKL("k3", 0.1, weight="ratio", ratio_level="token")
+    with pytest.raises(pl.SpecError, match="ratio_level"):
+        WrittenKL("k3", 0.1, ratio_level="turn")
 
 
 def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
@@ -371,9 +376,13 @@ def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
     old, ref = x - torch.tensor([[0.6, 0.2]], dtype=torch.float64), x + 1.0
     ones = torch.ones_like(x)
     k3 = math.e - 2  # at d = 1, for both tokens
-    ratios = {"ratio": [math.exp(0.8)] * 2, "token_ratio": [math.exp(0.6), math.exp(0.2)], "sequence_ratio": [math.exp(0.4)] * 2}
-    for weight, expected in ratios.items():
-        spec = pl.LossSpec(pl.SequenceProduct(), pl.Unbounded("logp"), kl=pl.KL("k3", 1.0, weight=weight))
+    ratios = {
+        pl.KL("k3", 1.0, weight="ratio"): [math.exp(0.8)] * 2,
+        WrittenKL("k3", 1.0, ratio_level="token"): [math.exp(0.6), math.exp(0.2)],
+        WrittenKL("k3", 1.0, ratio_level="sequence"): [math.exp(0.4)] * 2,
+    }
+    for kl, expected in ratios.items():
+        spec = pl.LossSpec(pl.SequenceProduct(), pl.Unbounded("logp"), kl=kl)
         assert spec.reads == ("old_logp", "ref_logp")
         out = pl.policy_loss(spec, x, old, ones, ones, ref_logp=ref)
         assert out.metrics["kl_ref"].item() == pytest.approx(k3 * sum(expected) / 2, rel=1e-14)
@@ -381,7 +390,7 @@ def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
 
 def test_k3_as_written_has_the_rounding_of_its_terms() -> None:
     d = torch.tensor([1e-9], dtype=torch.float64)
-    exact, written = (pl.functional.kl.estimate(d, "k3", as_written=flag).item() for flag in (False, True))
+    exact, written = (pl.functional.kl.estimate(d, "k3", as_written=terms).item() for terms in (None, "exp(d) - d - 1"))
     assert exact == pytest.approx(5e-19, rel=1e-6)  # d²/2
     assert written == (math.exp(1e-9) - 1e-9 - 1)
 
@@ -463,10 +472,12 @@ def test_the_page_of_the_default_config_names_the_default_that_surprises() -> No
     assert "without effect" not in flat
 
 
-def test_explain_takes_a_config() -> None:
+def test_a_config_is_explained_here_and_not_by_the_core() -> None:
+    """`explain` knows specs and presets; what a config means is TRL's business."""
     made = grpo_config(loss_type="grpo", importance_sampling_level="sequence")
-    assert pl.explain(made).spec == spec_from_config(made)
-    assert str(pl.explain(made)) == str(pl.explain(spec_from_config(made)))
+    assert str(pl.explain(spec_from_config(made))) in explain_config(made)
+    with pytest.raises(pl.SpecError, match="LossSpec or the name of a preset, got GRPOConfig"):
+        pl.explain(made)
 
 
 @pytest.mark.parametrize("name", ["tis", "importance_sampling", "decoupled_ppo"])

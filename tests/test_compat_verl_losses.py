@@ -14,7 +14,8 @@ from torch import Tensor
 
 import policyloss as pl
 from policyloss.compat import verl
-from policyloss.compat.guards import guard, share
+from policyloss.compat.counts import guard, share
+from policyloss.compat.trl.parts import WrittenKL
 
 F64 = torch.float64
 # Two rows: ratios 2, 0.5, – and 1.1, –, –; advantages 1, −1 and −2.
@@ -285,7 +286,13 @@ def test_ranks_without_counts_are_refused(fake_verl: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kl", [pl.KL("k3", 0.04, weight="ratio"), pl.KL("k3", 0.04, grad="score"), pl.KL("k2", 0.04, anchor="old")]
+    "kl",
+    [
+        pl.KL("k3", 0.04, weight="ratio"),
+        pl.KL("k3", 0.04, grad="score"),
+        pl.KL("k2", 0.04, anchor="old"),
+        WrittenKL("k3", 0.04, ratio_level="token"),
+    ],
 )
 def test_a_kl_that_verl_does_not_have_is_refused(fake_verl: dict[str, Any], kl: pl.KL) -> None:
     verl.register({"own": pl.LossSpec(kl=kl)})

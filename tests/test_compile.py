@@ -17,6 +17,8 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import PRESETS, Batch, Result, assert_same, assert_same_result, make_batch, run
+from policyloss.compat.parts import GuardedSeqMeanTokenMean
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 BATCH = make_batch(seed=9)
@@ -61,6 +63,12 @@ FULL = pl.LossSpec(
     aggregate=pl.PromptMean(),
 )
 
+OF_FRAMEWORKS = pl.LossSpec(
+    ratio=RolloutProduct(outside="mask", low=0.5, high=2.0),
+    kl=WrittenKL("k3", 0.1, clamp=None, ratio_level="sequence"),
+    aggregate=GuardedSeqMeanTokenMean(0.5),
+)
+
 
 @pytest.mark.parametrize("name", sorted(KINDS.values()))
 def test_every_preset_is_one_graph(name: str) -> None:
@@ -69,8 +77,8 @@ def test_every_preset_is_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [PRESETS["grpo"], PRESETS["gspo_token"], PRESETS["clip_cov"], PRESETS["gmpo"], FULL],
-    ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots"],
+    [PRESETS["grpo"], PRESETS["gspo_token"], PRESETS["clip_cov"], PRESETS["gmpo"], FULL, OF_FRAMEWORKS],
+    ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots", "parts of frameworks"],
 )
 def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
     """One loss of each kind, because padded rows take longer to trace: the gradient is part of the graph."""

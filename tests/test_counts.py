@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import policyloss as pl
 from cases import SPECS, make_batch, run, step_totals
 from policyloss.accumulate import _share
-from policyloss.advantages.plain import PlainGroups
+from policyloss.compat.verl.advantage_numbers import PlainGroups
 from policyloss.tokens import Tokens
 
 MANY = 2**25

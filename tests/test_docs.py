@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,3 +285,26 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS)
     for name in generate.VALUE_FORMULAS:
         assert f"| `{name}` |" in page
+
+
+def own_loss() -> dict[str, Any]:
+    """The example of docs/custom.md, which `make lint` checks with mypy as it does all examples."""
+    return runpy.run_path(str(ROOT / "examples" / "own_loss.py"))
+
+
+def test_the_functions_of_the_page_on_custom_losses_are_those_of_the_example() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL)
+    on_page = [ast.unparse(node) for block in blocks for node in ast.parse(block).body if isinstance(node, ast.FunctionDef)]
+    example = ast.parse((ROOT / "examples/own_loss.py").read_text())
+    assert on_page == [ast.unparse(node) for node in example.body if isinstance(node, ast.FunctionDef)]
+
+
+def test_the_custom_losses_of_the_page_are_what_it_says() -> None:
+    batch, example = make_batch(3, dtype=torch.float32), own_loss()
+    spec = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=3.0), aggregate=pl.SeqMeanTokenMean())
+    expected = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss
+    torch.testing.assert_close(example["my_loss"](batch.logp, batch.old_logp, batch.advantages, batch.mask), expected)
+    # Half a clip is PPO's where A > 0, and no limit elsewhere.
+    positive = pl.LossSpec(trust=pl.Clip(math.inf, 0.2))
+    loss = pl.policy_loss(pl.LossSpec(trust=example["half_clip"]), batch.logp, batch.old_logp, batch.advantages, batch.mask).loss
+    torch.testing.assert_close(loss, pl.policy_loss(positive, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.functional.stats import masked_mean, outside_by_sign
-from policyloss.metrics import Stat, Sum, together
-from policyloss.slots.given import GivenKL, GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
+from policyloss.compat.colossalai.parts import GivenKL
+from policyloss.compat.counts import guarded_mean, together
+from policyloss.compat.parts import GuardedSeqMeanTokenMean
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
+from policyloss.compat.verl.counts import masked_mean, outside_by_sign
+from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
+from policyloss.metrics import Stat, Sum
+from policyloss.slots.given import GivenWeight
 
 BATCH = make_batch(seed=5, rows=6, width=9)
 X = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -48,11 +53,11 @@ def test_a_given_weight_may_be_anything_where_masked() -> None:
 
 def test_the_geometric_mean_of_a_given_weight() -> None:
     log_weight = BATCH.old_logp - BATCH.rollout_logp
-    given = GivenWeight(log_weight.exp(), "geomean")
+    given = GeometricMeanWeight(log_weight.exp(), floor=0.0, epsilon=0.0)
     same(pl.LossSpec(correction=given), pl.LossSpec(correction=pl.Truncate(math.inf, level="geomean")))
     # One sequence of weights 4 and 0: exp((log(4 + 0.25) + log(0.25)) / (2 + 0.5)).
     t = pl.Tokens.of(X[:1, :2], X[:1, :2], MASK[:1, :2], others={})
-    weight = GivenWeight(torch.tensor([[4.0, 0.0]], dtype=torch.float64), "geomean", floor=0.25, epsilon=0.5)(t).weight
+    weight = GeometricMeanWeight(torch.tensor([[4.0, 0.0]], dtype=torch.float64), floor=0.25, epsilon=0.5)(t).weight
     expected = math.exp((math.log(4.25) + math.log(0.25)) / 2.5)
     torch.testing.assert_close(weight, torch.full((1, 2), expected, dtype=torch.float64))
 
@@ -129,7 +134,7 @@ def test_local_parts_of_an_empty_call() -> None:
 
 def test_epsilon_in_a_sequence_mean() -> None:
     # Rows (1, 2), (4) and none, epsilon 0.5: (3/2.5 + 4/1.5) / 2 rows.
-    got = pl.aggregate_tokens(X, MASK, pl.SeqMeanTokenMean(epsilon=0.5))
+    got = pl.aggregate_tokens(X, MASK, GuardedSeqMeanTokenMean(0.5))
     torch.testing.assert_close(got, torch.tensor((3 / 2.5 + 4 / 1.5) / 2, dtype=torch.float64))
 
 
@@ -159,17 +164,18 @@ def test_aggregate_tokens_refuses_what_is_no_aggregation() -> None:
 
 
 def test_counts_of_a_call() -> None:
-    counts = pl.Totals.of_call(MASK, dp_size=3, epsilon=0.25)
-    assert (float(counts.tokens), float(counts.sequences), counts.dp_size) == (3.25, 2, 3)
+    counts = pl.Totals.of_call(MASK, dp_size=3)
+    assert (float(counts.tokens), float(counts.sequences), counts.dp_size) == (3, 2, 3)
 
 
 def test_epsilon_in_the_geometric_clip() -> None:
-    # One sequence, log-ratios 0.1 and 0.9 (clipped to 0.3 as A > 0): exp(0.4 / 2.5), times −A, averaged over two tokens of A = 2.
+    # One sequence, log-ratios 0.1 and 0.9 (clipped to 0.3 as A > 0): exp(0.4 / 2.5), times −A = −4 / 2.5.
     logp = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
     old = torch.tensor([[-1.1, -1.9]], dtype=torch.float64)
-    spec = pl.LossSpec(trust=pl.GeometricClip(0.2, 0.3, epsilon=0.5), aggregate=pl.SeqMeanTokenMean())
+    trust = MeanAdvantageGeometricClip(pl.GeometricClip(0.2, 0.3), epsilon=0.5)
+    spec = pl.LossSpec(trust=trust, aggregate=pl.SeqMeanTokenMean())
     loss = pl.policy_loss(spec, logp, old, torch.full_like(logp, 2.0), torch.ones_like(logp)).loss
-    torch.testing.assert_close(loss, torch.tensor(-2 * math.exp(0.4 / 2.5), dtype=torch.float64))
+    torch.testing.assert_close(loss, torch.tensor(-4 / 2.5 * math.exp(0.4 / 2.5), dtype=torch.float64))
 
 
 def test_the_cap_of_a_probability_band_is_reported() -> None:
@@ -199,9 +205,9 @@ def test_a_band_around_one() -> None:
 
 def test_guarded_means() -> None:
     one, two = Stat(torch.tensor(3.0), torch.tensor(4)), Stat(torch.tensor(0.5), torch.tensor(4))
-    assert float(one.guarded(1.0)) == 3 / 5
+    assert float(guarded_mean(one, 1.0)) == 3 / 5
     assert float(together(one, two)) == 3.5 / 4
-    assert float(Stat(torch.tensor(0.0), torch.tensor(0)).guarded(1e-8)) == 0
+    assert float(guarded_mean(Stat(torch.tensor(0.0), torch.tensor(0)), 1e-8)) == 0
     assert math.isnan(float(Stat(torch.tensor(0.0), torch.tensor(0)).value))
     with pytest.raises(TypeError, match="Sum"):
         together(one, Sum(torch.tensor(1.0)))
@@ -217,6 +223,67 @@ def test_shares_outside_by_the_sign_of_the_advantage() -> None:
 
 
 def test_one_advantage_per_sequence_is_gmpo() -> None:
-    part, mean = pl.GeometricClip(0.2, 0.3, epsilon=0.5), pl.SeqMeanTokenMean(epsilon=0.5)
-    one = pl.LossSpec(trust=MeanAdvantageGeometricClip(part), aggregate=pl.SeqMeanTokenMean())
-    same(one, pl.LossSpec(trust=part, aggregate=mean))
+    part, tiny = pl.GeometricClip(0.2, 0.3), 1e-300  # vanishes beside a length
+    one = pl.LossSpec(trust=MeanAdvantageGeometricClip(part, tiny), aggregate=pl.SeqMeanTokenMean())
+    same(one, pl.LossSpec(trust=part, aggregate=pl.SeqMeanTokenMean()))
+
+
+class Penalty:
+    """A user's KL part that has an attribute of the name `coef`."""
+
+    coef = 5.0
+
+    def __call__(self, t: pl.Tokens) -> torch.Tensor:
+        return torch.full_like(t.advantages, 0.5)
+
+
+def test_a_callable_penalty_is_not_multiplied_by_anything_of_its_own() -> None:
+    """It comes multiplied already; both the loss and its printed formula take it as it is."""
+    spec = pl.LossSpec(trust=pl.Unbounded("logp"), kl=Penalty())
+    plain = pl.LossSpec(trust=pl.Unbounded("logp"))
+    torch.testing.assert_close(call(spec)[0], call(plain)[0] + 0.5)
+    assert "1 * kl" in str(pl.explain(spec).formula)
+
+
+FRAMEWORK_PARTS = [
+    pl.LossSpec(aggregate=GuardedSeqMeanTokenMean(0.5)),
+    pl.LossSpec(ratio=RolloutProduct(outside="mask", low=0.5, high=2.0)),
+    pl.LossSpec(kl=WrittenKL("k3", 0.1, clamp=None, ratio_level="sequence")),
+]
+
+
+@pytest.mark.parametrize("spec", FRAMEWORK_PARTS, ids=str)
+def test_a_framework_part_is_data(spec: pl.LossSpec) -> None:
+    assert spec.is_data
+    assert pl.LossSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert pl.explain(spec).formula.exact
+
+
+def test_a_part_of_a_framework_that_is_not_loaded_is_named() -> None:
+    with pytest.raises(pl.SpecError, match=r"'nemo.Mean'.*import policyloss\.compat\.nemo"):
+        pl.LossSpec.from_dict({"aggregate": {"type": "nemo.Mean"}})
+
+
+ALL_THREE = pl.LossSpec(
+    ratio=RolloutProduct(outside="mask", low=0.5, high=2.0),
+    kl=WrittenKL("k3", 0.1, clamp=None, ratio_level="sequence"),
+    aggregate=GuardedSeqMeanTokenMean(0.5),
+)
+
+
+def test_framework_parts_run_in_the_head() -> None:
+    """The gradient of a token depends on its sequence, and no more: the head takes it in windows of whole sequences."""
+    assert ALL_THREE.reach == "sequence"
+    assert ALL_THREE.reads == ("old_logp", "rollout_logp", "ref_logp")
+    assert FRAMEWORK_PARTS[0].reach == "token"
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*BATCH.mask.shape, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, 11, BATCH.mask.shape, generator=generator)
+    logp = pl.linear_logprobs(hidden, weight, ids)
+    old = logp.detach() + 0.1 * (BATCH.old_logp - BATCH.logp)
+    others = {"rollout_logp": old + 0.1, "ref_logp": old - 0.2}
+    plain = pl.policy_loss(ALL_THREE, logp, old, BATCH.advantages, BATCH.mask, **others).loss
+    head = pl.linear_policy_loss(ALL_THREE, hidden, weight, ids, old, BATCH.advantages, BATCH.mask, **others).loss
+    torch.testing.assert_close(head, plain)
+    torch.testing.assert_close(torch.autograd.grad(head, hidden)[0], torch.autograd.grad(plain, hidden)[0])

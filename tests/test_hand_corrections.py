@@ -10,9 +10,9 @@ import torch
 
 import policyloss as pl
 from calls import assert_loss, evaluate, rows, weighted
-from policyloss.functional.correction import at_level, nan_where_undecided
+from policyloss.compat.openrlhf.counts import rejected_share
+from policyloss.functional.correction import nan_where_undecided
 from policyloss.functional.segments import Sequences
-from policyloss.slots.correction import rejected_share
 
 LOG2 = log(2)
 RATIO = pl.Unbounded("ratio")
@@ -85,8 +85,8 @@ def test_levels_of_a_weight():
     # Weights (4, ½, –) of a sequence of two valid tokens: logs ln 4 and −ln 2, sum ln 2, mean ln 2 / 2.
     log_w, mask = rows([4, 0.5, 1]).log(), rows([1, 1, 0]) != 0
     sequences = Sequences.of(mask)
-    for level, expected in (("token", [4, 0.5, 1]), ("geomean", [2**0.5] * 3), ("product", [2] * 3)):
-        actual = at_level(log_w, level, sequences.sum(mask), sequences).exp()
+    for reduce, expected in (("token", [4, 0.5, 1]), ("mean", [2**0.5] * 3), ("sum", [2] * 3)):
+        actual = reduced(log_w, reduce, mask, sequences.sum(mask), sequences).exp()
         torch.testing.assert_close(actual, rows(expected), rtol=1e-14, atol=0)
 
 

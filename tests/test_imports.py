@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
@@ -100,10 +101,36 @@ def test_every_part_of_the_rule_exists() -> None:
     assert set(MAY_IMPORT) <= {part_of(m) for m in FILES}
 
 
+def named_modules(source: str, files: Collection[str]) -> set[str]:
+    """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
+    strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {s if s in files else f"{s}.__init__" for s in strings if s in files or f"{s}.__init__" in files}
+
+
+def loads(module: str) -> set[str]:
+    """Every module that importing or running `module` may load: by statement, lazily, by name, and the packages around them.
+
+    To import a module is to run the `__init__` of its packages first; those that hold `module` too are running already. Kernels are
+    left out: they are asked for by name, and import their caller's types.
+    """
+    imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
+    named = named_modules(FILES[module].read_text(), FILES)
+    there = {n for n in imported | named if not holds_kernels(n)}
+    around = {f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)}
+    running = {p for p in around | named if p.endswith("__init__") and module.startswith(p.removesuffix("__init__"))}
+    return (there | around) - (running - imported) - {module}
+
+
 def test_there_is_no_cycle() -> None:
-    graph = {m: {n if n in FILES else f"{n}.__init__" for n in own(imports_of(m))} - {m} for m in FILES}
+    graph = {m: loads(m) for m in FILES}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
     assert order.index("policyloss.errors") < order.index("policyloss.loss") < order.index("policyloss.__init__")
+
+
+def test_a_module_named_in_a_string_is_an_import() -> None:
+    source = 'def f():\n    return import_module("policyloss.cli"), import_module("policyloss.compat"), "policyloss of nothing"'
+    assert named_modules(source, FILES) == {"policyloss.cli", "policyloss.compat.__init__"}
+    assert "policyloss.train.commands" in loads("policyloss.cli")
 
 
 @pytest.mark.parametrize("module", FILES)

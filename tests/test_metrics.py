@@ -11,6 +11,7 @@ import torch
 
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
+from policyloss.functional import collectives
 from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Layout, Max, Min, Sum
 from policyloss.policy_metrics import FORMULAS
 
@@ -340,3 +341,16 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
     values = Layout.pack(metrics, torch.tensor(7.0))
     assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
     assert pl.Metrics.packed(Layout(metrics), values).compute() == {"a": 1.5 / (2**31 - 1), "b": 3 / (2**31 - 1), "n": 2**31 - 1}
+
+
+def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with (1, NaN, −inf, 5) and (NaN, 2, 3, 4): NaN wherever one has it, else the larger."""
+    other = torch.tensor([torch.nan, 2.0, 3.0, 4.0])
+
+    def reduce_with_the_other_rank(pair: torch.Tensor, op: object, group: object) -> None:
+        theirs = torch.stack([other.nan_to_num(torch.inf), other.isnan().float()])
+        pair.copy_(torch.maximum(pair, theirs))
+
+    monkeypatch.setattr(collectives.dist, "all_reduce", reduce_with_the_other_rank)
+    got = collectives.all_max(torch.tensor([1.0, torch.nan, -torch.inf, 5.0]), group="two ranks")
+    torch.testing.assert_close(got, torch.tensor([torch.nan, torch.nan, 3.0, 5.0]), equal_nan=True)

@@ -5,9 +5,11 @@ from math import inf, isnan, log, nan, sqrt
 import pytest
 import torch
 
-from policyloss.functional import mismatch
-from policyloss.functional.correction import at_level, divergence, reduced
-from policyloss.functional.mismatch import Means
+import policyloss as pl
+from policyloss.compat.verl import rollout_metrics as mismatch
+from policyloss.compat.verl.rollout_metrics import Means
+from policyloss.functional.correction import reduced
+from policyloss.functional.kl import estimate
 from policyloss.functional.segments import Sequences
 
 LN2 = log(2)
@@ -303,15 +305,24 @@ def as_numbers(found):
 def test_epsilon_in_the_mean_of_a_sequence():
     # Sums 4 and 6 over two tokens and one, epsilon 1: 4/3 and 3; without it 2 and 6.
     x, m = tensor([3, 1], [6, 0], [0, 0]), means(1.0)
-    for epsilon, expected in ((1.0, [4 / 3, 3, 0]), (0.0, [2, 6, 0])):
-        assert at_level(x, "geomean", m.lengths, m.sequences, epsilon)[:, 0].tolist() == expected
-        assert reduced(x, "mean", m.valid, m.lengths, m.sequences, epsilon)[:, 0].tolist() == expected
+    assert m.reduced(x, "mean")[:, 0].tolist() == [4 / 3, 3, 0]
+    assert reduced(x, "mean", m.valid, m.lengths, m.sequences)[:, 0].tolist() == [2, 6, 0]
+
+
+def test_only_a_mean_needs_the_lengths():
+    x, m = tensor([3, 1], [6, 9], [9, 9]), means()
+    x = m.filled(x)
+    assert reduced(x, "token", m.valid, None, m.sequences).equal(x)
+    assert reduced(x, "sum", m.valid, None, m.sequences)[:, 0].tolist() == [4, 6, 0]
+    assert reduced(x, "max", m.valid, None, m.sequences)[:, 0].tolist() == [3, 6, -inf]
+    with pytest.raises(pl.InputError, match="divides by lengths"):
+        reduced(x, "mean", m.valid, None, m.sequences)
 
 
 def test_k3_as_written_keeps_the_rounding_of_the_exponential():
     # At d = 1e-9, eᵈ − 1 − d is 5e-19; term by term it is what rounding 1 + 1e-9 leaves, near 8e-17.
     d = tensor(1e-9)
-    assert divergence(d, "k3").item() < 1e-17
-    assert divergence(d, "k3", as_written=True).item() == d.exp().item() - 1 - 1e-9 != 0
+    assert estimate(d, "k3").item() < 1e-17
+    assert estimate(d, "k3", as_written="exp(d) - 1 - d").item() == d.exp().item() - 1 - 1e-9 != 0
     large = tensor(3.0)
-    assert divergence(large, "k3", as_written=True).item() == pytest.approx(divergence(large, "k3").item(), rel=1e-15)
+    assert estimate(large, "k3", as_written="exp(d) - 1 - d").item() == pytest.approx(estimate(large, "k3").item(), rel=1e-15)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from policyloss.advantage import discounted_returns, gae, group_advantages, rloo, whiten
-from policyloss.advantages.plain import (
+from policyloss.advantages.returns import reward_to_go
+from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
     over_tokens,
     plain_gae,
     plain_returns,
     plain_whiten,
-    reward_to_go,
     sequence_scores,
     weighted_sum,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, check_tensor
 from policyloss.errors import InputError, unknown_name
-from policyloss.functional.ranks import all_gather
+from policyloss.functional.collectives import all_gather
 from policyloss.functional.segments import Sequences
 from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Invalid, Metrics

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from policyloss.arguments import check_integer, seen
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.functional.ranks import several_ranks
+from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
 from policyloss.presets import PresetName, as_spec
 from policyloss.slots.aggregate import TokenSum

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +46,7 @@ def explain_command(args: argparse.Namespace) -> str:
     """What one loss is."""
     from policyloss.explain import explain
 
-    explanation = explain(read_loss(args.loss))
+    explanation = explain(_loss(args.loss))
     return _json(explanation.to_dict()) if args.json else str(explanation)
 
 
@@ -56,8 +55,9 @@ def explain_trl_command(args: argparse.Namespace) -> str:
     from policyloss.compat.trl import explain_config, spec_from_config
     from policyloss.compat.trl.config import BESIDE
     from policyloss.compat.trl.options import DEFAULTS
+    from policyloss.presets import read_json
 
-    given = _read_json(args.config)
+    given = read_json(args.config)
     if not isinstance(given, dict):
         raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
     for name in given:
@@ -74,7 +74,7 @@ def diff_command(args: argparse.Namespace) -> str:
     """How two losses differ."""
     from policyloss.explaining.difference import diff
 
-    difference = diff(read_loss(args.a), read_loss(args.b))
+    difference = diff(_loss(args.a), _loss(args.b))
     return _json(difference.to_dict()) if args.json else str(difference)
 
 
@@ -100,28 +100,12 @@ TRAINING = {
 }
 
 
-def read_loss(name: str) -> Any:
-    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
-    from policyloss.presets import PRESETS
-    from policyloss.spec import LossSpec
+def _loss(name: str) -> Any:
+    """`read_loss`, of a file that holds TRL's own parts too, as `explain-trl --json` writes them."""
+    import policyloss.compat.trl  # noqa: F401  # makes those parts known
+    from policyloss.presets import read_loss
 
-    path = Path(name)
-    if name in PRESETS or not (path.suffix == ".json" or path.is_file()):
-        return name
-    data = _read_json(name)
-    try:
-        return LossSpec.from_dict(data)
-    except PolicyLossError as error:
-        raise PolicyLossError(f"{name}: {error}") from None
-
-
-def _read_json(name: str) -> Any:
-    try:
-        return json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise PolicyLossError(f"{name} is not JSON: {error}.") from None
+    return read_loss(name)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -107,15 +107,11 @@ class Explanation:
         return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
 
 
-def explain(spec: LossSpec | str | Any) -> Explanation:
+def explain(spec: LossSpec | str) -> Explanation:
     """What `spec` (a `LossSpec`, or the name of a preset) is: formula, numbers and sources, zero gradients, names, traps.
 
-    A TRL `GRPOConfig` is explained as the loss it stands for (`policyloss.compat.trl.explain_config` says more of its options).
+    What a TRL `GRPOConfig` trains is said by `policyloss.compat.trl.explain_config`.
     """
-    if hasattr(spec, "loss_type") and hasattr(spec, "importance_sampling_level"):
-        from policyloss.compat.trl.config import BESIDE, spec_from_config
-
-        spec = spec_from_config(spec, handled=BESIDE)
     named = find_preset(spec) if isinstance(spec, str) else None
     spec = as_spec(spec)
     same = presets_equal_to(spec)

@@ -12,15 +12,14 @@ from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.known import with_known_gradient
 from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
 from policyloss.slots.aggregate import known_horizon
 from policyloss.slots.correction import Combined, combine, self_normalised
-from policyloss.slots.given import GivenKL
 from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio
 from policyloss.slots.trust import Surrogate
@@ -155,7 +154,7 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
         loss = loss * weight
     kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
     if kl is not None:
-        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, (KL, GivenKL)) else kl)
+        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, KL) else kl)
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
     return TokenLosses(surrogate, kl, fill(loss, t.mask))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, seen
 from policyloss.errors import InputError, InputTypeError, unknown_name
+from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import collective_device, outside_level
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -84,20 +84,8 @@ class Stat(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.guarded(0.0)
-
-    def guarded(self, epsilon: float) -> Tensor:
-        """`sum / (count + epsilon)`. verl adds 1e-8 to the count, so that nothing counted reads as 0, not as NaN."""
         total, count = self.wide
-        return total / (count + epsilon)
-
-
-def together(*shares: Record) -> Stat:
-    """The share of tokens that are in any of several sets, given the shares of sets that do not overlap (clipped above, below)."""
-    stats = [s for s in shares if isinstance(s, Stat)]
-    if len(stats) < len(shares) or not stats:
-        raise InputTypeError(f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}")
-    return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
+        return total / count
 
 
 @dataclass(frozen=True)
@@ -323,11 +311,8 @@ class Metrics(Mapping[str, Record]):
         sums = torch.stack([p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat])
         signs = torch.tensor([-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device)
         peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
-        # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
-        flagged = torch.stack([torch.where(peaks.isnan(), torch.inf, peaks), peaks.isnan().to(wide)])
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(flagged, op=dist.ReduceOp.MAX, group=group)
-        peaks = torch.where(flagged[1] > 0, torch.nan, flagged[0]) * signs
+        peaks = all_max(peaks, group) * signs
         parts = iter([s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)])
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 

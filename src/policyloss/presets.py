@@ -6,12 +6,14 @@ per algorithm; `explain` says what each one is.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from policyloss.arguments import seen
-from policyloss.errors import InputError, SpecError, match_name, unknown_name
+from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
 from policyloss.slots.aggregate import (
     LengthWeighted,
     SeqMeanTokenMean,
@@ -599,3 +601,25 @@ def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
     horizon = getattr(spec.aggregate, "horizon", None)
     return tuple(p for p in _ALL if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon)))
+
+
+def read_loss(name: str) -> LossSpec | str:
+    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
+    path = Path(name)
+    if match_name(name, PRESETS) or not (path.suffix == ".json" or path.is_file()):
+        return name
+    data = read_json(name)
+    try:
+        return LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None
+
+
+def read_json(name: str) -> Any:
+    """What the JSON file of that path holds; an error names the file."""
+    try:
+        return json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ _VARIANTS: dict[str, tuple[type, ...]] = {
     "kl": kl.VARIANTS,
     "aggregate": aggregate.VARIANTS,
 }
+_FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in _VARIANTS}
+Part = TypeVar("Part")
 
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
 
@@ -91,10 +93,10 @@ class LossSpec:
 
     @property
     def is_data(self) -> bool:
-        """Whether every slot is filled by the library's own parts, none by a user's callable."""
+        """Whether every slot is filled by parts of the library or of its drop-ins, none by a user's callable."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
         parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
-        return all(type(part) in _VARIANTS[slot] for slot, part in parts)
+        return all(type(part) in _VARIANTS[slot] or type(part) in _FRAMEWORK_PARTS[slot].values() for slot, part in parts)
 
     @property
     def reads_ratio(self) -> bool:
@@ -105,7 +107,7 @@ class LossSpec:
     def reads_ratio_value(self) -> bool:
         """Whether anything uses the ratio as the `ratio` slot makes it, not only its anchor (a KL may weigh by the token's own)."""
         plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
-        return not plain or getattr(self.kl, "weight", None) == "ratio"
+        return not plain or getattr(self.kl, "reads_ratio", False)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -114,8 +116,7 @@ class LossSpec:
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
             names.add(f"{anchor}_logp")
-        if self.reads_ratio_value and getattr(self.ratio, "rollout", None) is not None:
-            names.add("rollout_logp")
+        names.update(getattr(self.ratio, "reads", ()))
         for part in self.correction:
             if isinstance(part, correction.OPSM):
                 names.add(f"{part.source}_logp")
@@ -303,11 +304,37 @@ def check_part(slot: str, part: Any) -> None:
         raise SpecError(f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens.")
 
 
+def framework_part(slot: str, framework: str) -> Callable[[type[Part]], type[Part]]:
+    """Make a class of a framework's drop-ins known, so that a spec that holds one can be written as data.
+
+    The class extends a part of this slot. In data its type is "framework.ClassName", which can be read back
+    wherever `policyloss.compat` has loaded that framework.
+    """
+
+    def known(part: type[Part]) -> type[Part]:
+        _FRAMEWORK_PARTS[slot][f"{framework}.{part.__name__}"] = part
+        return part
+
+    return known
+
+
+def known_parts(slot: str) -> dict[str, type]:
+    """The classes that may be written as data in `slot`, by the name they have there."""
+    return {**{part.__name__: part for part in _VARIANTS[slot]}, **_FRAMEWORK_PARTS[slot]}
+
+
+def kind(part: Any) -> type:
+    """The library's own class of a part; of a framework's part, the one it extends."""
+    ours = {variant for variants in _VARIANTS.values() for variant in variants}
+    return next((each for each in type(part).__mro__ if each in ours), type(part))
+
+
 def _encode(slot: str, part: Any) -> dict[str, Any]:
-    if type(part) not in _VARIANTS[slot]:
+    name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
+    if name is None:
         raise SpecError(f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data.")
     values = {f.name: _encode_value(getattr(part, f.name)) for f in dataclasses.fields(part)}
-    return {"type": type(part).__name__, **values}
+    return {"type": name, **values}
 
 
 def _encode_value(value: Any) -> Any:
@@ -319,11 +346,17 @@ def _encode_value(value: Any) -> Any:
 
 
 def _decode(slot: str, data: Any) -> Any:
-    variants: dict[str, Any] = {v.__name__: v for v in _VARIANTS[slot]}
+    variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.')
     name = data["type"]
     if not isinstance(name, str) or name not in variants:
+        framework, dot, _ = str(name).partition(".")
+        if dot:
+            raise SpecError(
+                f"{slot} type {name!r} is named like a framework's own part; those are known once their drop-ins are "
+                f"loaded: import policyloss.compat.{framework} before reading the spec."
+            )
         raise SpecError(unknown_name(f"{slot} type", name, variants))
     make = variants[name]
     valid = [f.name for f in dataclasses.fields(make)]

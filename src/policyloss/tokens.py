@@ -10,10 +10,10 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor, fits_kind, seen
 from policyloss.errors import InputError
+from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
-from policyloss.functional.shards import checked_positions
 from policyloss.functional.stats import neither_0_nor_1
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ the caller counted over everything the step will see: all micro-batches, all ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_number, check_tensor, is_number, seen
+from policyloss.arguments import check_group, check_like, check_tensor, is_number, seen
 from policyloss.errors import InputError
+from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import several_ranks
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask, check_group_ids
@@ -97,22 +97,18 @@ class Totals:
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
 
     @classmethod
-    def of_call(cls, mask: Tensor, dp_size: int = 1, epsilon: float = 0.0) -> Totals:
-        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what `totals="local"` stands for.
-
-        epsilon: added to the number of tokens, as frameworks do that guard a mean with 1e-8.
-        """
+    def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
+        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what `totals="local"` stands for."""
         check_tensor("mask", mask)
-        check_number("epsilon", epsilon, least=0, finite=True)
         valid = as_mask(mask, mask)
-        return cls(count(valid).to(accumulator_dtype(mask.device)) + epsilon, count(valid.any(-1)), dp_size=dp_size)
+        return cls(count(valid).to(accumulator_dtype(mask.device)), count(valid.any(-1)), dp_size=dp_size)
 
     def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
         """The counts of all data-parallel ranks together. Without `torch.distributed`, or with one rank, the same counts."""
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
-            return self._with(dp_size=cp_size if dp_size is None else dp_size)
+            return replace(self, dp_size=cp_size if dp_size is None else dp_size)
         if not isinstance(self.tokens, Tensor) or not isinstance(self.sequences, Tensor):
             raise InputError("all_reduce needs tensor counts, as Totals.count makes them.")
         pair = torch.stack([self.tokens.to(torch.int64), self.sequences.to(torch.int64)])
@@ -124,11 +120,7 @@ class Totals:
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
             groups = _group_tokens(ids, tokens)
         ranks = dist.get_world_size(group) * cp_size
-        return self._with(tokens=pair[0], sequences=pair[1], groups=groups, dp_size=ranks if dp_size is None else dp_size)
-
-    def _with(self, **changes: Any) -> Totals:
-        values = {"tokens": self.tokens, "sequences": self.sequences, "groups": self.groups, "dp_size": self.dp_size}
-        return Totals(**{**values, "statistics": self.statistics, **changes})
+        return replace(self, tokens=pair[0], sequences=pair[1], groups=groups, dp_size=ranks if dp_size is None else dp_size)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -148,7 +140,7 @@ class Totals:
             raise InputError("cannot add a number of groups to a GroupTokens; count both the same way.")
         else:
             groups = self.groups + other.groups
-        return self._with(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
+        return replace(self, tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
 
 
 def _check_count(name: str, value: Any, wanted: str) -> None:

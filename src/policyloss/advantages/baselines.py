@@ -18,8 +18,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice, check_flag, check_group, check_number, check_tensor, fits_kind, seen
 from policyloss.errors import InputError
+from policyloss.functional.collectives import Gathered, all_sum, gather_rows, outside_level, statistics_group
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
-from policyloss.functional.ranks import Gathered, all_sum, gather_rows, outside_level, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 
@@ -282,3 +282,13 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
         raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}.")
     check_tensor(name, x, like=("rewards", rewards))
     return x.detach()
+
+
+def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
+    order, groups = group_index(group_ids)
+    assert groups.offsets is not None
+    assert groups.ids is not None
+    size = groups.offsets[groups.ids + 1] - groups.offsets[groups.ids]
+    sizes = [n for n in torch.unique(size).tolist() if n > 1]
+    return order, size, [order[size == n].view(-1, n) for n in sizes]

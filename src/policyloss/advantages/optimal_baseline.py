@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.advantages.baselines import RankedGroups, check_numbers, check_rewards
-from policyloss.advantages.plain import reward_to_go, rows_by_size
-from policyloss.advantages.returns import token_rewards, whole_sequences
+from policyloss.advantages.baselines import RankedGroups, check_numbers, check_rewards, rows_by_size
+from policyloss.advantages.returns import reward_to_go, token_rewards, whole_sequences
 from policyloss.arguments import check_flag, check_tensor, seen
 from policyloss.errors import InputError
+from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype, fill
-from policyloss.functional.ranks import gather_rows, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, is_number, seen
 from policyloss.errors import InputError
-from policyloss.functional.accelerators import kernels
+from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import Sequences, check_cu_seqlens
-from policyloss.functional.shards import WholeSequences, checked_positions
+from policyloss.functional.triton_modules import kernels
 from policyloss.tokens import as_mask
 
 KERNEL = "policyloss.functional.gae_kernel"
@@ -230,6 +230,6 @@ def _check_fraction(name: str, x: float) -> None:
 
 
 @torch.no_grad()
-def returns_of(advantages: Tensor, values: Tensor) -> Tensor:
-    """`A + V`: the returns that advantages were measured as the distance from `values` to. Same shapes."""
-    return advantages + values
+def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
+    return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)

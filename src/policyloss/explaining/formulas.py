@@ -7,7 +7,6 @@ terms), not the way the code computes them. Every name means a number per valid 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,25 +103,14 @@ def raw_log_ratio(part: Any) -> str:
     """The ratio slot's log-ratio before its clamp."""
     if not isinstance(part, ratio.VARIANTS):
         return f"{callable_name(part)}(tokens)"
+    if hasattr(part, "formula"):
+        return str(part.formula())
     difference = f"logp - {ANCHORS[part.anchor]}"
     if isinstance(part, ratio.SequenceRatio):
         return f"seq_mean({difference})" if part.grad == "sequence" else f"sg(seq_mean({difference})) + logp - sg(logp)"
     if isinstance(part, ratio.SequenceProduct):
-        return f"seq_sum({held(difference, *clamp_bounds(part.token_clamp))}{_log_rollout_weight(part)})"
+        return f"seq_sum({held(difference, *clamp_bounds(part.token_clamp))})"
     return f"run_mean({difference})" if isinstance(part, ratio.SegmentRatio) else difference
-
-
-def _log_rollout_weight(part: ratio.SequenceProduct) -> str:
-    """What a product over the sequence adds for the engine that sampled; "" if nothing."""
-    if part.rollout is None:
-        return ""
-    weight, low, high = "exp(old_logp - rollout_logp)", part.rollout_low or None, part.rollout_high
-    if part.rollout == "truncate":
-        bounded = held(weight, low, high)
-    else:
-        inside = _within(weight, low, None if math.isinf(high) else high)
-        bounded = f"where({inside}, {weight}, 0)" if inside else weight
-    return f" + {held(f'log({bounded})', *ratio.ROLLOUT_LOG_BOUNDS)}"
 
 
 def formula(spec: LossSpec) -> Formula:
@@ -270,17 +258,19 @@ def _kl_lines(spec: LossSpec) -> list[Line]:
         lines += [Line("pull", f"0.5 * ({anchor} - logp) ** 2"), Line("kl", "sg(kl - pull) + pull")]
     elif part.grad == "score":
         lines.append(Line("kl", "kl * exp(logp - sg(logp))"))
-    if part.weight is not None:
-        lines.append(Line("kl", f"kl * {_kl_weight(part, spec)}"))
+    weight = _kl_weight(part, spec)
+    if weight is not None:
+        lines.append(Line("kl", f"kl * {weight}"))
     return lines
 
 
-def _kl_weight(part: kl.KL, spec: LossSpec) -> str:
-    if part.weight == "ratio":
-        return "ratio"
-    difference = f"logp - {ANCHORS[getattr(spec.ratio, 'anchor', 'old')]}"
-    log_ratio = difference if part.weight == "token_ratio" else f"seq_mean({difference})"
-    return f"exp({held(log_ratio, *clamp_bounds(part.clamp))})"
+def _kl_weight(part: kl.KL, spec: LossSpec) -> str | None:
+    """The ratio that multiplies a KL part, which a framework's part may say itself; None without one."""
+    if hasattr(part, "weight_formula"):
+        said: str | None = part.weight_formula(ANCHORS[getattr(spec.ratio, "anchor", "old")])
+        if said is not None:
+            return said
+    return part.weight
 
 
 def _loss_lines(spec: LossSpec) -> list[Line]:
@@ -288,7 +278,7 @@ def _loss_lines(spec: LossSpec) -> list[Line]:
     if rejects(spec) and spec.rejected == "keep":
         policy = f"where(keep, {policy}, 0)"
     if spec.kl is not None:
-        policy += f" + {number(getattr(spec.kl, 'coef', 1.0))} * kl"
+        policy += f" + {number(spec.kl.coef if isinstance(spec.kl, kl.KL) else 1.0)} * kl"
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     if policy == "surrogate":
@@ -300,8 +290,8 @@ def _aggregated(part: Any, x: str) -> str:
     if isinstance(part, (aggregate.SeqMeanTokenSumNorm, aggregate.TokenSumNorm)):
         horizon = "horizon" if part.horizon is None else number(part.horizon)
         return f"sum({x}) / (B * {horizon})" if isinstance(part, aggregate.SeqMeanTokenSumNorm) else f"sum({x}) / {horizon}"
-    if isinstance(part, aggregate.SeqMeanTokenMean) and part.epsilon:
-        return f"sum({x} / (L + {number(part.epsilon)})) / B"
+    if isinstance(part, aggregate.VARIANTS) and hasattr(part, "averaged"):
+        return str(part.averaged(x))
     plain = {
         aggregate.TokenMean: f"sum({x}) / N",
         aggregate.SeqMeanTokenMean: f"sum({x} / L) / B",

@@ -9,7 +9,7 @@ from policyloss.explaining.elsewhere import LOSSES, Elsewhere
 from policyloss.explaining.elsewhere_parts import PARTS
 from policyloss.explaining.formulas import rejects
 from policyloss.slots import correction, kl, ratio, trust
-from policyloss.spec import LossSpec
+from policyloss.spec import LossSpec, kind
 
 __all__ = ["ELSEWHERE", "Elsewhere", "elsewhere", "fits", "traits"]
 
@@ -18,7 +18,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
 
 def traits(spec: LossSpec) -> frozenset[str]:
     """Short words for what a spec is made of, to hang names and traps on."""
-    found = {*_ratio_traits(spec.ratio), *_trust_traits(spec.trust), *_kl_traits(spec), type(spec.aggregate).__name__}
+    found = {*_ratio_traits(spec.ratio), *_trust_traits(spec.trust), *_kl_traits(spec), kind(spec.aggregate).__name__}
     for part in spec.correction:
         found |= _correction_traits(part)
     if spec.correction:
@@ -45,7 +45,7 @@ def elsewhere(spec: LossSpec) -> tuple[Elsewhere, ...]:
 
 def _ratio_traits(part: Any) -> set[str]:
     kinds = {ratio.TokenRatio: "token_ratio", ratio.SequenceProduct: "product_ratio", ratio.SegmentRatio: "turn_ratio"}
-    found = {f"anchor_{getattr(part, 'anchor', 'old')}", kinds.get(type(part), "other_ratio")}
+    found = {f"anchor_{getattr(part, 'anchor', 'old')}", kinds.get(kind(part), "other_ratio")}
     if isinstance(part, ratio.SequenceRatio):
         found |= {"sequence_ratio", f"sequence_ratio_{part.grad}"}
     return found
@@ -81,6 +81,6 @@ def _kl_traits(spec: LossSpec) -> set[str]:
         "KL",
         f"kl_{spec.kl.estimator}",
         f"kl_grad_{spec.kl.grad}",
-        f"kl_weight_{spec.kl.weight}",
+        f"kl_weight_{spec.kl.weight or ('other' if spec.kl.reads_ratio else None)}",
         f"kl_anchor_{spec.kl.anchor}",
     }

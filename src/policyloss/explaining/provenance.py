@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from policyloss.explaining.formulas import callable_name
 from policyloss.presets import PRESETS, Preset
-from policyloss.spec import LossSpec
+from policyloss.spec import LossSpec, kind
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.
@@ -42,7 +42,7 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
         mine, theirs = _parts(spec, slot), _parts(base.spec, slot) if base else ()
         for i, part in enumerate(mine):
             label = slot if len(mine) == 1 else f"{slot}[{i}]"
-            other = next((t for t in theirs if type(t) is type(part)), None)
+            other = next((t for t in theirs if kind(t) is kind(part)), None)
             found += _of_part(slot, label, part, other, theirs, base)
     if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
         found.append(_plain(spec, base, "rejected"))
@@ -87,7 +87,7 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
 
 
 def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> Sourced:
-    value, theirs = getattr(part, field.name), getattr(other, field.name)
+    value, theirs = getattr(part, field.name), getattr(other, field.name, field.default)
     where = f"{label}.{field.name}"
     if value != theirs:
         had = "leaves it to your run" if field.name == "horizon" and theirs is None else f"has {theirs!r}"
@@ -132,14 +132,14 @@ def distance(a: LossSpec, b: LossSpec) -> float:
         if slot == "ratio" and not (a.reads_ratio or b.reads_ratio):
             continue
         mine, theirs = _parts(a, slot), _parts(b, slot)
-        if [type(p) for p in mine] != [type(p) for p in theirs]:
+        if [kind(p) for p in mine] != [kind(p) for p in theirs]:
             total += _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
             if not is_part(x):
                 total += 2.0 * (x != y)
                 continue
-            total += sum(_change(f, getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
+            total += sum(_change(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
     return total
 
 

@@ -93,8 +93,7 @@ def _band(p: trust.ProbabilityBand, anchor: str) -> Pairs:
 def _geometric(p: trust.GeometricClip, anchor: str) -> Pairs:
     positive, negative = held("log_ratio", None, p.eps_high), held("log_ratio", -p.eps_low, None)
     clipped = f"where(advantages > 0, {positive}, where(advantages < 0, {negative}, 0))"
-    mean = f"seq_sum(clipped) / (L + {number(p.epsilon)})" if p.epsilon else "seq_mean(clipped)"
-    return [("clipped", clipped), ("surrogate", f"-advantages * exp({mean})")]
+    return [("clipped", clipped), ("surrogate", "-advantages * exp(seq_mean(clipped))")]
 
 
 def _gamma(p: trust.GammaWeight, anchor: str) -> Pairs:

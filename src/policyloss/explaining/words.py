@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.explaining.formulas import ANCHORS, callable_name, rejects
 from policyloss.slots import aggregate, correction, kl, ratio, trust
-from policyloss.spec import LossSpec
+from policyloss.spec import LossSpec, kind
 
 SLOTS = ("ratio", "trust", "correction", "rejected", "kl", "entropy_coef", "aggregate")
 
@@ -52,6 +52,8 @@ def _own(part: Any) -> str:
 def _ratio(p: Any) -> str:
     if not isinstance(p, ratio.VARIANTS):
         return _own(p)
+    if hasattr(p, "sentence"):
+        return str(p.sentence())
     if p.anchor == "current":
         return "exactly 1, with the gradient of logp (the anchor is logp itself)"
     to = f"to {ANCHORS[p.anchor]}"
@@ -59,8 +61,6 @@ def _ratio(p: Any) -> str:
         tail = "" if p.grad == "sequence" else ", each token with its own gradient"
         return f"the geometric mean over the sequence of the probability ratios {to}{tail}"
     if isinstance(p, ratio.SequenceProduct):
-        if p.rollout is not None:
-            to = f"to rollout_logp, through old_logp with weights {_interval(p.rollout_low, p.rollout_high)}"
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
     if isinstance(p, ratio.SegmentRatio):
         return f"the geometric mean over each turn (unbroken run of the mask) of the probability ratios {to}"
@@ -174,13 +174,6 @@ def _correction(p: Any) -> str:
     return _own(p)
 
 
-_KL_WEIGHTS = {
-    "ratio": "the ratio",
-    "token_ratio": "the token's own ratio",
-    "sequence_ratio": "the geometric mean of the sequence's ratios",
-}
-
-
 def _divergence_mask(p: correction.DivergenceMask) -> str:
     measure = (
         "binary KL of its probability, rollout to old," if p.divergence == "kl" else "change of its probability, rollout to old,"
@@ -198,7 +191,8 @@ def _kl(p: Any) -> str:
     if not isinstance(p, kl.KL):
         return _own(p)
     gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[p.grad]
-    weight = "" if p.weight is None else f", times {_KL_WEIGHTS[p.weight]}"
+    by = p.weight_sentence() if hasattr(p, "weight_sentence") else None
+    weight = f", times {by}" if by else "" if p.weight is None else ", times the ratio"
     return f"plus {_g(p.coef)} times {p.estimator}, an estimate of KL(current, {p.anchor}){weight}{gradient}"
 
 
@@ -207,7 +201,7 @@ def _aggregate(p: Any) -> str:
         mean = ", mean over sequences" if isinstance(p, aggregate.SeqMeanTokenSumNorm) else ", not averaged over sequences"
         constant = "a constant that is not set yet" if p.horizon is None else f"the constant {_g(p.horizon)}"
         return f"token sums over {constant}{mean}"
-    return _AGGREGATES.get(type(p)) or _own(p)
+    return _AGGREGATES.get(kind(p)) or _own(p)
 
 
 _AGGREGATES: dict[type, str] = {

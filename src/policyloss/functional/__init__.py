@@ -7,18 +7,15 @@ takes a `Sequences`.
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum
 from policyloss.functional.correction import (
     any_in_sequence,
-    at_level,
-    choice_divergence,
-    divergence,
     importance_weight,
     reduced,
     within,
 )
-from policyloss.functional.kl import estimate, with_gradient
+from policyloss.functional.kl import binary_divergence, estimate, with_gradient
 from policyloss.functional.masking import bound, compute_dtype, difference, fill
+from policyloss.functional.ratio import bounded_exp
 from policyloss.functional.segments import Sequences, group_sum
 from policyloss.functional.trust import (
-    binary_divergence,
     clipped,
     covariance,
     detached_clipped,
@@ -34,16 +31,14 @@ from policyloss.functional.trust import (
 __all__ = [
     "Sequences",
     "any_in_sequence",
-    "at_level",
     "binary_divergence",
     "bound",
-    "choice_divergence",
+    "bounded_exp",
     "clipped",
     "compute_dtype",
     "covariance",
     "detached_clipped",
     "difference",
-    "divergence",
     "estimate",
     "fill",
     "gamma_weighted",

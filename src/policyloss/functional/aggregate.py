@@ -18,14 +18,9 @@ def reciprocal(count: Tensor | float, like: Tensor) -> Tensor:
     return torch.where(x == 0, 1, 1 / x)
 
 
-def guarded(count: Tensor | float, epsilon: float) -> Tensor | float:
-    """`count + epsilon`: a denominator that is never 0, for those who divide so (ColossalChat: 1e-8)."""
-    return count + epsilon
-
-
-def per_sequence_mean(lengths: Tensor, sequences: Sequences, epsilon: float = 0.0) -> Tensor:
-    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / (length + epsilon)`, token-shaped."""
-    return sequences.expand(reciprocal(lengths + epsilon if epsilon else lengths, lengths))
+def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
+    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / length`, token-shaped."""
+    return sequences.expand(reciprocal(lengths, lengths))
 
 
 def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import all_sum
 from policyloss.functional.stats import count
 from policyloss.functional.trust import covariance
 

@@ -1,18 +1,25 @@
-"""KL penalties. The estimator gives the value; where the gradient comes from is a separate choice.
+"""Divergences between two policies, from the log-probabilities of a sampled token.
 
+For a penalty, the estimator gives the value; where the gradient comes from is a separate choice.
 Legend: `d` = anchor_logp − logp (carries the gradient through logp), token-shaped.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+K3Terms = Literal["exp(d) - 1 - d", "exp(d) - d - 1"]
 
-def estimate(d: Tensor, estimator: str, *, as_written: bool = False) -> Tensor:
-    """Per-token estimate of KL(current‖anchor): k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − d − 1. (Schulman, "Approximating KL".)
 
-    as_written: compute k3 term by term, as frameworks do, which near d = 0 leaves only the rounding of eᵈ; else to full precision.
+def estimate(d: Tensor, estimator: str, *, as_written: K3Terms | None = None) -> Tensor:
+    """Per-token estimate of KL(p‖q), of a token that p drew, with d = log q − log p (Schulman, "Approximating KL").
+
+    k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A penalty has p = current and q = anchor; a rejection by
+    the rollout weight has p = rollout and q = old. as_written: compute k3 term by term in this order, as
+    frameworks do, which near d = 0 leaves only the rounding of eᵈ; None is full precision.
     """
     if estimator == "k1":
         return -d
@@ -20,7 +27,9 @@ def estimate(d: Tensor, estimator: str, *, as_written: bool = False) -> Tensor:
         return d.abs()
     if estimator == "k2":
         return 0.5 * d**2
-    return d.exp() - d - 1 if as_written else k3(d)
+    if as_written is None:
+        return k3(d)
+    return d.exp() - 1 - d if as_written == "exp(d) - 1 - d" else d.exp() - d - 1
 
 
 def k3(d: Tensor) -> Tensor:
@@ -28,6 +37,24 @@ def k3(d: Tensor) -> Tensor:
     endless = d == torch.inf
     d = torch.where(endless, 0, d)
     return torch.where(endless, torch.inf, torch.expm1(d) - d)
+
+
+def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float | None = None) -> Tensor:
+    """Divergence of the choice "this token or another" between two policies, from its two probabilities alone. Detached.
+
+    With p₀ the anchor's probability of the token and p the other's: "tv" is `|p − p₀|`; "kl" is
+    `KL(p₀‖p) = p₀·log(p₀/p) + (1−p₀)·log((1−p₀)/(1−p))`. floor: hold both probabilities in [floor, 1 − floor], which keeps the
+    logarithms finite; rounding can then leave the "kl" of two nearly equal probabilities a hair below 0. None adds 1e-8 to
+    1 − p₀ and 1 − p instead, which keeps the second logarithm finite at probability one.
+    """
+    logp = logp.detach()
+    p, p0 = (x.exp() if floor is None else x.exp().clamp(floor, 1 - floor) for x in (logp, anchor_logp))
+    if kind == "tv":
+        return (p - p0).abs()
+    if floor is not None:
+        return p0 * (p0 / p).log() + (1 - p0) * ((1 - p0) / (1 - p)).log()
+    eps = 1e-8
+    return p0 * (anchor_logp - logp) + (1 - p0) * torch.log((1 - p0 + eps) / (1 - p + eps))
 
 
 def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Tensor | None = None) -> Tensor:

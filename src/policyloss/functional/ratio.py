@@ -48,15 +48,3 @@ def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
         return bound(log_ratio, limit).exp()
     ratio: Tensor = _BoundedExp.apply(log_ratio, limit)  # type: ignore[no-untyped-call]
     return ratio
-
-
-def capped(log_ratio: Tensor, cap: float) -> Tensor:
-    """`min(exp(log_ratio), cap)`, gradient stopped: a ratio as an importance weight that cannot explode."""
-    return log_ratio.detach().exp().clamp(max=cap)
-
-
-@torch.no_grad()
-def mean_and_max(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and maximum of `exp(log_ratio)` over every position, also a masked one, whose log-ratio is 0 and ratio 1."""
-    ratio = log_ratio.exp()
-    return ratio.mean(), ratio.max()

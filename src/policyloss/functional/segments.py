@@ -18,6 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, check_like, check_tensor, seen
 from policyloss.errors import InputError
+from policyloss.functional.collectives import all_max
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
 from policyloss.functional.stats import count
 
@@ -202,12 +203,7 @@ class Sequences:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
         else:
             s = torch.segment_reduce(x.reshape(-1), "max", offsets=self.offsets, axis=0, unsafe=True, initial=float("-inf"))
-        if self.cp_group is None:
-            return s
-        # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
-        pair = torch.stack([torch.where(s.isnan(), torch.inf, s), s.isnan().to(s.dtype)])
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.cp_group)
-        return torch.where(pair[1] > 0, torch.nan, pair[0])
+        return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:
         """Give each token its sequence's number. `[S]` → token-shaped."""

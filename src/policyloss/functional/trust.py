@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.kl import binary_divergence
 from policyloss.functional.segments import Sequences
 
 
@@ -94,16 +95,6 @@ def soft_gated(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negat
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
 
 
-def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str) -> Tensor:
-    """Divergence of "this token or another" between anchor and current policy: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)`. Detached."""
-    logp = logp.detach()
-    p, p0 = logp.exp(), anchor_logp.exp()
-    if kind == "tv":
-        return (p - p0).abs()
-    eps = 1e-8  # keeps log((1-p₀)/(1-p)) finite at probability one
-    return p0 * (anchor_logp - logp) + (1 - p0) * torch.log((1 - p0 + eps) / (1 - p + eps))
-
-
 def outside_band(
     logp: Tensor,
     anchor_logp: Tensor,
@@ -130,34 +121,19 @@ def geometric_clipped(
     eps_high: float,
     lengths: Tensor,
     sequences: Sequences,
-    epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped in log space on the side the advantage pushes to.
 
     `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
-    epsilon is added to the sequence's length.
     """
-    return -advantages * geometric_ratio(log_ratio, advantages, eps_low, eps_high, lengths, sequences, epsilon)
+    c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
+    return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
 
 
 def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
     """GMPO's c_t: the log-ratio, held within [-eps_low, eps_high] on the side the advantage pushes to. Token-shaped."""
     sign = advantages.sign()
     return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
-
-
-def geometric_ratio(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    lengths: Tensor,
-    sequences: Sequences,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """GMPO's ratio, `exp(mean_t c_t)` of each token's sequence (see `geometric_clipped`)."""
-    c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
-    return sequences.expand((sequences.sum(c) / (lengths + epsilon if epsilon else lengths.clamp(min=1))).exp())
 
 
 def gamma_weighted(

@@ -110,7 +110,7 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor | None]:
-        parts = [finished(row_partials(z, ids[at], _of_rows(scaling, at), entropy)) for z, at in _matrices(logits)]
+        parts = [finished(row_partials(z, ids[at], scaling.of_rows(at), entropy)) for z, at in _matrices(logits)]
         logp, lse = _joined([p.logp for p in parts]), _joined([p.lse for p in parts])
         spread = _joined([p.entropy for p in parts if p.entropy is not None]) if entropy else None
         if valid is not None:
@@ -133,7 +133,7 @@ class _Logprobs(torch.autograd.Function):
         for z, at in _matrices(logits):
             dz = z if ctx.overwrite else out.view(-1, out.shape[-1])[at]
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
-            row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], _of_rows(ctx.scaling, at))
+            row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], ctx.scaling.of_rows(at))
         if ctx.overwrite:
             # A kernel's writes are not seen by autograd; whoever else kept the logits for a backward must hear of them.
             torch.autograd.graph.increment_version(logits)
@@ -142,11 +142,6 @@ class _Logprobs(torch.autograd.Function):
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _of_rows(scaling: Scaling, at: slice) -> Scaling:
-    t = scaling.inverse_temperature
-    return scaling._replace(inverse_temperature=t[at]) if isinstance(t, Tensor) else scaling
 
 
 def _matrices(x: Tensor, first: int = 0) -> Iterator[tuple[Tensor, slice]]:

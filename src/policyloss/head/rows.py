@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import compute_dtype
+from policyloss.functional.triton_modules import kernels
 
 # Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a cache, and it needs little memory.
 BLOCK = 192 << 10
@@ -38,6 +38,11 @@ class Scaling(NamedTuple):
     def of_columns(self, columns: slice) -> Scaling:
         """The same for some of the vocabulary."""
         return self if self.bias is None else self._replace(bias=self.bias[columns])
+
+    def of_rows(self, rows: slice) -> Scaling:
+        """The same for some of the rows."""
+        t = self.inverse_temperature
+        return self._replace(inverse_temperature=t[rows]) if isinstance(t, Tensor) else self
 
 
 class Partials(NamedTuple):
@@ -75,7 +80,7 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
     if fused is not None:
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
-    blocks = [_block_partials(z[b], ids[b], _of_rows(scaling, b), entropy) for b in _blocks(z)]
+    blocks = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in _blocks(z)]
     if len(blocks) == 1:
         return blocks[0]
     return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*blocks, strict=True)))  # type: ignore[arg-type]
@@ -96,7 +101,7 @@ def row_gradient(
         return
     for b in _blocks(z):
         spread = None if h is None or dh is None else (h[b], dh[b])
-        d = _block_gradient(z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], _of_rows(scaling, b))
+        d = _block_gradient(z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], scaling.of_rows(b))
         if d.data_ptr() != out[b].data_ptr():
             out[b].copy_(d)
 
@@ -114,11 +119,6 @@ def _blocks(z: Tensor) -> Iterator[slice]:
     step = max(1, BLOCK // max(z.shape[1], 1)) if z.device.type == "cpu" else max(z.shape[0], 1)
     for start in range(0, max(z.shape[0], 1), step):
         yield slice(start, start + step)
-
-
-def _of_rows(scaling: Scaling, rows: slice) -> Scaling:
-    t = scaling.inverse_temperature
-    return scaling._replace(inverse_temperature=t[rows]) if isinstance(t, Tensor) else scaling
 
 
 def _scaled(z: Tensor, scaling: Scaling) -> Tensor:

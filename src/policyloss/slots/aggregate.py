@@ -58,20 +58,13 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean:
-    """Every sequence counts the same, each the mean of its tokens: `1 / (B·(L_i + epsilon))` (GRPO).
-
-    epsilon: 0 is the mean; verl and OpenRLHF add 1e-8 to every length, which their drop-ins keep.
-    """
+    """Every sequence counts the same, each the mean of its tokens: `1 / (B·L_i)` (GRPO)."""
 
     divides_by: ClassVar[str] = "sequences"
-    epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        checks.number(self, "epsilon", least=0, finite=True)
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
-        return per_sequence_mean(t.lengths, t.sequences, self.epsilon) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
+        return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
 
 @dataclass(frozen=True)

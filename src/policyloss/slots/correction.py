@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, SpecError
-from policyloss.functional import correction
+from policyloss.functional import correction, kl
 from policyloss.functional.aggregate import check_alignment
+from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype, fill
-from policyloss.functional.ranks import all_sum
-from policyloss.functional.stats import count, mean_or_zero
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
@@ -38,10 +37,10 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
-    """`correction.reduced`. With context parallel, a mean's sum and count cross ranks together, and nothing else is counted."""
+    """`correction.reduced`; the sum and the count of a mean cross context-parallel ranks in one all-reduce."""
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
-    return correction.reduced(x, reduce, t.mask, t.advantages, t.sequences)
+    return correction.reduced(x, reduce, t.mask, None, t.sequences)
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class DivergenceMask:
         checks.number(self, "log_clamp", above=0, optional=True)
 
     def __call__(self, t: Tokens) -> Corrected:
-        each = correction.choice_divergence(t.anchor_logp("rollout"), t.anchor_logp("old"), self.divergence, self.floor)
+        each = kl.binary_divergence(t.anchor_logp("old"), t.anchor_logp("rollout"), self.divergence, self.floor)
         stat = _reduced(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
@@ -198,7 +197,7 @@ class Reject:
             raise SpecError("Reject needs a bound: give low=, high= or both.")
 
     def __call__(self, t: Tokens) -> Corrected:
-        estimate = correction.divergence(t.log_weight(), self.estimator)
+        estimate = kl.estimate(t.log_weight(), self.estimator)
         stat = _reduced(t, estimate, self.reduce)
         return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
 
@@ -326,22 +325,6 @@ def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens
             weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
             corrected = corrected._replace(weight=weight, statistics=statistics)
     return corrected
-
-
-@torch.no_grad()
-def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "token") -> Tensor:
-    """The share that a correction rejects: of the valid tokens, or of this call's sequences — those it leaves without a token.
-
-    A sequence that had no valid token is left without one as well. 0-dim, wide enough that it is not rounded; 0 of nothing.
-    """
-    keep = part(t).keep
-    kept = t.mask if keep is None else t.mask & keep
-    if per == "sequence":
-        left = t.sequences.sum(kept) > 0
-        kept, of = left, torch.ones_like(left)
-    else:
-        of = t.mask
-    return mean_or_zero(count(of & ~kept), count(of))
 
 
 VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, SelfNormalise)

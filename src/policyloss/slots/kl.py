@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from policyloss.arguments import seen
-from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
-from policyloss.functional.ratio import bounded_exp
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-WEIGHTS = ("ratio", "token_ratio", "sequence_ratio")
 
 
 @dataclass(frozen=True)
@@ -25,55 +21,51 @@ class KL:
 
     estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number itself; "k2", straight
     through, the value of the estimator with the gradient of k2; "score", the score-function term added. weight="ratio" multiplies
-    by the ratio slot's ratio, gradient included (DeepSeek-V3.2's unbiased KL); "token_ratio" by the token's own ratio and
-    "sequence_ratio" by its sequence's geometric mean, to the ratio slot's anchor, whatever ratio that slot makes. clamp: d (and the
-    logarithm of these two) within ±this; value_clamp: the estimate within ±this (with grad="value" the gradient is 0 beyond
-    either). anchor: "ref", or "old"/"rollout" for a proximal pull. as_written: compute k3 term by term, as TRL does, for the same
-    rounding; else to full precision near d = 0.
+    by the ratio slot's ratio, gradient included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate
+    within ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", or "old"/"rollout" for a proximal pull.
     """
+
+    reach: ClassVar[str] = "token"
 
     estimator: Literal["k1", "k2", "k3", "abs"]
     coef: float
     grad: Literal["value", "k2", "score"] = "value"
-    weight: Literal["ratio", "token_ratio", "sequence_ratio"] | None = None
+    weight: Literal["ratio"] | None = None
     clamp: float | None = 20.0
     value_clamp: float | None = None
     anchor: Literal["ref", "old", "rollout"] = "ref"
-    as_written: bool = False
 
     def __post_init__(self) -> None:
         checks.choice(self, "estimator", ESTIMATORS)
         checks.number(self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None.")
         checks.choice(self, "grad", ("value", "k2", "score"))
         if self.weight is not None:
-            checks.choice(self, "weight", WEIGHTS)
+            checks.choice(self, "weight", ("ratio",))
         checks.number(self, "clamp", above=0, optional=True)
         checks.number(self, "value_clamp", above=0, optional=True)
         checks.choice(self, "anchor", ("ref", "old", "rollout"))
-        if not isinstance(self.as_written, bool):
-            raise SpecError(f"KL.as_written must be True or False, got {seen(self.as_written)}.")
 
     @property
-    def reach(self) -> str:
-        """Whose numbers a token's penalty depends on: its own, or those of its sequence (see `LossSpec.reach`)."""
-        return "sequence" if self.weight == "sequence_ratio" else "token"
+    def reads_ratio(self) -> bool:
+        """Whether the penalty is multiplied by a ratio."""
+        return self.weight is not None
 
     def __call__(self, t: Tokens) -> Tensor:
         """The per-token penalty before `coef`, token-shaped."""
         raw = -t.log_ratio_to(self.anchor)
         d = bound(raw, self.clamp)
-        value = bound(kl.estimate(d, self.estimator, as_written=self.as_written), self.value_clamp)
-        value = kl.with_gradient(value, raw, t.logp, self.grad)
-        return value if self.weight is None else value * self._weight(t)
+        value = kl.with_gradient(bound(self.estimate(d), self.value_clamp), raw, t.logp, self.grad)
+        weight = self.ratio_weight(t)
+        return value if weight is None else value * weight
 
-    def _weight(self, t: Tokens) -> Tensor:
-        if self.weight == "ratio":
-            assert t.ratio is not None, "the ratio slot runs before the KL slot"
-            return t.ratio
-        log_ratio = t.log_ratio_to(t.anchor)
-        if self.weight == "sequence_ratio":
-            log_ratio = t.sequences.expand(t.sequence_mean(log_ratio))
-        return bounded_exp(log_ratio, self.clamp)
+    def estimate(self, d: Tensor) -> Tensor:
+        """The estimate of each token, from its d."""
+        return kl.estimate(d, self.estimator)
+
+    def ratio_weight(self, t: Tokens) -> Tensor | None:
+        """The ratio that multiplies the penalty, with its gradient; None without one."""
+        assert self.weight is None or t.ratio is not None, "the ratio slot runs before the KL slot"
+        return None if self.weight is None else t.ratio
 
 
 VARIANTS = (KL,)

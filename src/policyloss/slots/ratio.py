@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from policyloss.errors import SpecError
-from policyloss.functional.correction import importance_weight, within
-from policyloss.functional.masking import bound, fill
+from policyloss.functional.context_parallel import turns
+from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
-from policyloss.functional.shards import turns
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
 Anchor = Literal["old", "rollout", "current"]
 ANCHORS = ("old", "rollout", "current")
-ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)  # of one token's log rollout weight in a product: a weight of 0 has a logarithm too
 
 
 @dataclass(frozen=True)
@@ -73,50 +68,20 @@ class SequenceProduct:
     """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`. Unbiased, and wild for long sequences.
 
     token_clamp: each token's log-ratio is held within ±this before they are added up (VESPO: 20); None is no clamp.
-    rollout: multiplies each token by its rollout weight `w = exp(old_logp - rollout_logp)`, so that the ratio is to the engine that
-    sampled: "truncate" holds w within [rollout_low, rollout_high], "mask" puts 1e-8 in place of a w outside of it; log w is held
-    within [log 1e-8, 20]. None leaves it out.
     """
 
     reach: ClassVar[str] = "sequence"
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
     token_clamp: float | None = None
-    rollout: Literal["truncate", "mask"] | None = None
-    rollout_low: float = 0.0
-    rollout_high: float = math.inf
 
     def __post_init__(self) -> None:
         checks.choice(self, "anchor", ANCHORS)
         checks.log_clamp(self)
         checks.number(self, "token_clamp", above=0, optional=True)
-        if self.rollout is None:
-            if (self.rollout_low, self.rollout_high) != (0.0, math.inf):
-                raise SpecError("SequenceProduct.rollout_low and rollout_high bound the rollout weight; say rollout= what they do.")
-            return
-        checks.choice(self, "rollout", ("truncate", "mask"))
-        checks.number(self, "rollout_low", least=0)
-        checks.number(self, "rollout_high", above=0)
-        checks.interval(self, "rollout_low", "rollout_high")
-        if self.anchor != "old":
-            raise SpecError(
-                f"SequenceProduct: rollout leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor}."
-            )
 
     def __call__(self, t: Tokens) -> Tensor:
-        of_tokens = bound(t.log_ratio_to(self.anchor), self.token_clamp)
-        if self.rollout is None:
-            return t.sequences.expand(t.sequences.sum(of_tokens))
-        total, rollout = t.sequences.sums(of_tokens, self._log_rollout_weight(t))
-        return t.sequences.expand(total + rollout)
-
-    def _log_rollout_weight(self, t: Tokens) -> Tensor:
-        weight = importance_weight(t.log_weight(), None)
-        if self.rollout == "truncate":
-            weight = weight.clamp(min=self.rollout_low, max=self.rollout_high)
-        else:
-            weight = torch.where(within(weight, self.rollout_low, self.rollout_high), weight, 0)
-        return fill(bound(weight.log(), ROLLOUT_LOG_BOUNDS), t.mask)
+        return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import trust
+from policyloss.functional.collectives import at_least, kth_largest, least_of_largest, outside_level
 from policyloss.functional.covariances import step_covariance, step_means
-from policyloss.functional.ranks import at_least, kth_largest, least_of_largest, outside_level
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 
@@ -228,27 +228,23 @@ class ProbabilityBand:
 class GeometricClip:
     """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
 
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here. epsilon: added
-    to the sequence's length in the mean (0 is the mean; verl adds 1e-8).
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
     """
 
     reach: ClassVar[str] = "sequence"
     follows_advantage: ClassVar[bool] = True
     eps_low: float
     eps_high: float
-    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high", "epsilon"):
-            checks.number(self, name, least=0, finite=name == "epsilon")
+        for name in ("eps_low", "eps_high"):
+            checks.number(self, name, least=0)
 
     def __call__(self, t: Tokens) -> Surrogate:
         d, a = t.log_ratio, t.advantages
-        if self.epsilon:
-            loss = trust.geometric_clipped(d, a, self.eps_low, self.eps_high, t.lengths, t.sequences, self.epsilon)
-        else:  # the same, with sum and count in one all-reduce where they cross ranks
-            mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
-            loss = -a * t.sequences.expand(mean.exp())
+        # As `trust.geometric_clipped`, with sum and count in one all-reduce where they cross ranks.
+        mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
+        loss = -a * t.sequences.expand(mean.exp())
         with torch.no_grad():
             return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
-from policyloss.presets import PRESETS, preset
+from policyloss.presets import PRESETS, preset, read_loss
 from policyloss.spec import LossSpec
 from policyloss.train.option_types import LARGEST, typed
 
@@ -281,10 +281,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
 
 def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
-    from policyloss.cli import read_loss
-
-    found = read_loss(loss)
-    return change_spec(preset(found) if isinstance(found, str) else found, changes)
+    named = read_loss(loss)
+    return change_spec(preset(named) if isinstance(named, str) else named, changes)
 
 
 def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:

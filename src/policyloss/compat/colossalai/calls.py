@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from policyloss.functional.ratio import mean_and_max
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.slots.aggregate import SeqMeanTokenMean
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -21,7 +21,7 @@ def all_rows(tokens: Tensor) -> Totals:
 def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
     """The mean over a sample's tokens, which ColossalChat guards if there is a mask."""
     # It adds to a count in the mask's own precision: any but float64 loses it.
-    return SeqMeanTokenMean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
+    return seq_mean_token_mean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
 
 
 def everything(like: Tensor) -> Tensor:
@@ -32,4 +32,5 @@ def everything(like: Tensor) -> Tensor:
 def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Over every position of the batch; a masked one has ratio 1."""
     tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old_log_probs})
-    return mean_and_max(tokens.log_ratio_to("old"))
+    ratio = tokens.log_ratio_to("old").exp()
+    return ratio.mean(), ratio.max()

@@ -6,13 +6,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from policyloss.compat.arguments import drop_in, drop_in_with
 from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
-from policyloss.compat.guards import drop_in, drop_in_with
+from policyloss.compat.colossalai.parts import GivenKL
 from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.aggregate import guarded
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import TokenMean
-from policyloss.slots.given import GivenKL
 from policyloss.slots.ratio import TokenRatio
 from policyloss.slots.trust import Clip
 from policyloss.spec import LossSpec
@@ -97,5 +96,5 @@ class PolicyLoss(nn.Module):
 def _tokens_of_step(total: Tensor | float | None) -> Totals:
     if total is None:
         raise InputError('total_effective_tokens_in_batch was not given; loss_variation="token_level" divides by it.')
-    tokens = guarded(total, EPSILON)
+    tokens = total + EPSILON
     return Totals(tokens, tokens)

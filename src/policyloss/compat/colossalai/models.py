@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from policyloss.advantages.returns import returns_of
+from policyloss.compat.arguments import drop_in
 from policyloss.compat.colossalai.calls import all_rows, everything, ratio_mean_and_max, sample_mean
-from policyloss.compat.guards import drop_in
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.slots.ratio import TokenRatio
@@ -58,5 +57,5 @@ class ValueLoss(nn.Module):
     def forward(self, values: Tensor, old_values: Tensor, advantage: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """The loss, 0-dim; the returns are advantage + old_values. All `[B, T]`. Nothing valid gives 0 (ColossalChat: NaN)."""
         mask = everything(values) if action_mask is None else action_mask
-        returns = returns_of(advantage, old_values)
+        returns = advantage + old_values
         return value_loss(values, returns, old_values, mask, self.clip_eps, totals="local").loss

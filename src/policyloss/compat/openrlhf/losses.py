@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.arguments import check_like
-from policyloss.compat.guards import drop_in, number
+from policyloss.compat.arguments import drop_in
+from policyloss.compat.counts import number, together
+from policyloss.compat.openrlhf.counts import capped_weight, mean_or_zero, rejected_share
 from policyloss.compat.openrlhf.words import (
     CURRENT,
     VLLM_TYPES,
@@ -21,17 +23,14 @@ from policyloss.compat.openrlhf.words import (
     correction,
     family,
 )
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.correction import divergence
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
-from policyloss.functional.ratio import capped
-from policyloss.functional.stats import mean_or_zero
 from policyloss.loss import aggregate_tokens, policy_loss
-from policyloss.metrics import Record, Stat, together
+from policyloss.metrics import Record, Stat
 from policyloss.slots.aggregate import SeqMeanTokenMean, TokenMean
-from policyloss.slots.correction import rejected_share
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import Clip
 from policyloss.spec import LossSpec
@@ -278,12 +277,12 @@ def compute_approx_kl(
         raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
-    # Its k3 is written eᵈ − 1 − d; in float32 the order of the terms shows.
-    raw = divergence(bound(d, (None, KL_CLAMP)), "k3", as_written=True) if kl_estimator == "k3" else estimate(d, kl_estimator)
+    held = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
+    raw = estimate(held, kl_estimator, as_written="exp(d) - 1 - d")
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
-    weight = None if old is None else capped(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
+    weight = None if old is None else capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
     return with_gradient(value, d, log_probs, "k2", weight)
 
 
@@ -310,7 +309,7 @@ def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> Toke
         return TokenMean()
     # OpenRLHF adds it to a count in the mask's own precision: any but float64 loses it.
     felt = mask_dtype == torch.float64 and at_least(release, "0.10.3")
-    return SeqMeanTokenMean(EPSILON if felt else 0.0)
+    return seq_mean_token_mean(EPSILON if felt else 0.0)
 
 
 def _totals(

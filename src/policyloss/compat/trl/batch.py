@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
-from policyloss.functional.terms import where_scored
+from policyloss.compat.trl.counts import where_scored
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.slots.correction import OPSM, Corrected
 from policyloss.spec import LossSpec

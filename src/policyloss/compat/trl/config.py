@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.releases import at_least
+from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
 from policyloss.compat.trl.options import option
+from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL
 from policyloss.errors import SpecError, unknown_name
-from policyloss.functional.terms import rows_in, tokens_in, tokens_of_window
 from policyloss.slots.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
 from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.slots.kl import KL
-from policyloss.slots.ratio import ROLLOUT_LOG_BOUNDS, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.slots.ratio import SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.slots.trust import Clip, DetachedClip, GammaWeight, SoftGate, TwoSidedClip
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
@@ -155,7 +156,7 @@ def _ratio(config: Any, loss_type: str, level: str) -> Any:
             "then adds a term for every padded position, which a LossSpec cannot say; choose bounds that contain 1."
         )
     outside: Any = "truncate" if mode == "token_truncate" else "mask"
-    return SequenceProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0, rollout=outside, rollout_low=low, rollout_high=high)
+    return RolloutProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0, outside=outside, low=low, high=high)
 
 
 def _trust(config: Any, loss_type: str) -> Any:
@@ -233,12 +234,12 @@ def _kl(config: Any, loss_type: str, level: str) -> KL | None:
     beta = option(config, "beta")
     if beta == 0.0:
         return None
-    weight: Any = None
+    weighted: dict[str, Any] = {}
     if option(config, "use_bias_correction_kl"):
         # VESPO's own ratio is a product over the sequence; its KL is weighted as with the other loss types.
-        weight = "ratio" if loss_type != "vespo" else f"{level}_ratio"
+        weighted = {"ratio_level": level} if loss_type == "vespo" else {"weight": "ratio"}
     with _naming(config, "beta"):
-        return KL("k3", beta, weight=weight, clamp=None, as_written=True)
+        return WrittenKL("k3", beta, clamp=None, **weighted)
 
 
 def _aggregate(config: Any, loss_type: str) -> Any:

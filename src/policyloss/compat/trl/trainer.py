@@ -15,9 +15,9 @@ from torch import Tensor
 
 from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import BESIDE, spec_from_config, step_totals, totals_for
+from policyloss.compat.trl.counts import exchanged
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.errors import SpecError
-from policyloss.functional.terms import exchanged
 from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
 

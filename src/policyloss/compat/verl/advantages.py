@@ -16,27 +16,43 @@ from torch import Tensor
 
 from policyloss.advantages.estimators import passk_max_gap
 from policyloss.advantages.optimal_baseline import optimal_token_baseline
-from policyloss.advantages.plain import (
+from policyloss.advantages.returns import reward_to_go
+from policyloss.arguments import check_number, check_scalar
+from policyloss.compat.arguments import drop_in
+from policyloss.compat.releases import at_least
+from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
     over_tokens,
     plain_gae,
     plain_returns,
     plain_whiten,
-    reward_to_go,
     sequence_lengths,
     sequence_scores,
     weighted_sum,
 )
-from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.guards import drop_in
-from policyloss.compat.releases import at_least
-from policyloss.compat.verl.calls import read
+from policyloss.compat.verl.calls import named_like, read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
 
 AdvantageResult = tuple[Tensor, Tensor]
+
+
+def _by_group(body: Callable[[Tensor, Tensor, Any], AdvantageResult]) -> Callable[..., AdvantageResult]:
+    """An estimator from each row's score, mask and group, with the signature that verl's group estimators share."""
+
+    def estimator(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any,
+        epsilon: float = 1e-6,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> AdvantageResult:
+        return body(sequence_scores(token_level_rewards), response_mask, index)
+
+    return named_like(body, drop_in(estimator))
 
 
 @drop_in
@@ -139,45 +155,22 @@ def compute_grpo_passk_outcome_advantage(
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
 
 
-@drop_in
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@_by_group
+def compute_reinforce_plus_plus_baseline_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
     """REINFORCE++-baseline: the reward less its group's mean, whitened over the valid tokens."""
-    groups = _groups(sequence_scores(token_level_rewards), index)
-    return _whitened(over_tokens(groups.centered, response_mask), response_mask)
+    return _whitened(over_tokens(_groups(scores, index).centered, response_mask), response_mask)
 
 
-@drop_in
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@_by_group
+def compute_rloo_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
     """RLOO: the reward less the mean of the group's other rows; a row alone keeps its reward."""
-    return _outcome(_groups(sequence_scores(token_level_rewards), index).left_out(), response_mask)
+    return _outcome(_groups(scores, index).left_out(), response_mask)
 
 
-@drop_in
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@_by_group
+def compute_opo_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
     """OPO: the reward less its group's mean weighted by length."""
-    groups = _groups(sequence_scores(token_level_rewards), index, sequence_lengths(response_mask))
-    return _outcome(groups.centered, response_mask)
+    return _outcome(_groups(scores, index, sequence_lengths(response_mask)).centered, response_mask)
 
 
 @drop_in
@@ -234,78 +227,58 @@ def compute_gpg_outcome_advantage(
     return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
 
 
-@drop_in
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@_by_group
+def compute_rloo_vectorized_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
     """RLOO from the totals of the groups; a row alone gets 0."""
-    scores = sequence_scores(token_level_rewards)
     return _outcome(PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask)
 
 
-@drop_in
-def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
-    **kwargs: Any,
-) -> AdvantageResult:
+def _by_token(body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult]) -> Callable[..., AdvantageResult]:
+    """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns are the reward-to-go."""
+
+    def estimator(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any,
+        old_log_probs: Tensor,
+        sum_pi_squared: Tensor,
+        rollout_is_weights: Tensor | None = None,
+        handle_zero_tail: bool = True,
+        epsilon: float = 1e-8,
+        **kwargs: Any,
+    ) -> AdvantageResult:
+        check_number("epsilon", epsilon, least=0)
+
+        def estimate(bridge: bool) -> AdvantageResult:
+            advantages = optimal_token_baseline(
+                token_level_rewards,
+                group_numbers(index, token_level_rewards),
+                response_mask,
+                old_log_probs,
+                sum_pi_squared,
+                weights=rollout_is_weights,
+                zero_tail=handle_zero_tail,
+                bridge=bridge,
+                eps=epsilon,
+                group="local",
+            )
+            return advantages, reward_to_go(token_level_rewards, response_mask)
+
+        return body(estimate)
+
+    return named_like(body, drop_in(estimator))
+
+
+@_by_token
+def compute_optimal_token_baseline_advantage(estimate: Callable[[bool], AdvantageResult]) -> AdvantageResult:
     """The optimal token baseline, column by column; returns are the reward-to-go."""
-    check_number("epsilon", epsilon, least=0)
-    ids = group_numbers(index, sequence_scores(token_level_rewards))
-    advantages = optimal_token_baseline(
-        token_level_rewards,
-        ids,
-        response_mask,
-        old_log_probs,
-        sum_pi_squared,
-        weights=rollout_is_weights,
-        zero_tail=handle_zero_tail,
-        bridge=False,
-        eps=epsilon,
-        group="local",
-    )
-    return advantages, reward_to_go(token_level_rewards, response_mask)
+    return estimate(False)
 
 
-@drop_in
-def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-    epsilon: float = 1e-8,
-    **kwargs: Any,
-) -> AdvantageResult:
+@_by_token
+def compute_multi_turn_optimal_token_baseline_advantage(estimate: Callable[[bool], AdvantageResult]) -> AdvantageResult:
     """The optimal token baseline by valid tokens, for rows of several turns; returns are the reward-to-go."""
-    check_number("epsilon", epsilon, least=0)
-    ids = group_numbers(index, sequence_scores(token_level_rewards))
-    advantages = optimal_token_baseline(
-        token_level_rewards,
-        ids,
-        response_mask,
-        old_log_probs,
-        sum_pi_squared,
-        weights=rollout_is_weights,
-        zero_tail=handle_zero_tail,
-        bridge=True,
-        eps=epsilon,
-        group="local",
-    )
-    return advantages, reward_to_go(token_level_rewards, response_mask)
+    return estimate(True)
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:

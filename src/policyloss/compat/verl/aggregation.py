@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice, seen
-from policyloss.compat.guards import drop_in, guard, number, share
+from policyloss.compat.arguments import drop_in
+from policyloss.compat.counts import guard, guarded_mean, number, share
+from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
-from policyloss.metrics import Stat
-from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
+from policyloss.slots.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
 from policyloss.slots.kl import KL
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -63,7 +64,9 @@ def aggregation(
     name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and given is None and at_least(release, "0.7.1"):
         raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
-    counts = Totals.of_call(mask, dp_size, epsilon=0.0 if at_least(release, "0.7.0") else guard(mask))
+    counts = Totals.of_call(mask, dp_size)
+    if not at_least(release, "0.7.0"):
+        counts = replace(counts, tokens=counts.tokens + guard(mask))
     if batch_num_tokens is not None:
         counts = replace(counts, tokens=number(batch_num_tokens))
     rows = number(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
@@ -75,7 +78,7 @@ def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str
         scale = mask.shape[-1] if loss_scale_factor is None else float(loss_scale_factor)
         return SeqMeanTokenSumNorm(scale) if at_least(release, "0.7.1") else TokenSumNorm(scale)
     if loss_agg_mode == "seq-mean-token-mean":
-        return SeqMeanTokenMean(guard(mask) if at_least(release, "0.6.0") else 0.0)
+        return seq_mean_token_mean(guard(mask) if at_least(release, "0.6.0") else 0.0)
     return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
 
 
@@ -171,5 +174,4 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def mean(record: Any, mask: Tensor) -> Tensor:
     """A share as verl averages it, its guard in the denominator: 0 where nothing is valid."""
-    assert isinstance(record, Stat)
-    return share(record.guarded(guard(mask)), mask)
+    return share(guarded_mean(record, guard(mask)), mask)

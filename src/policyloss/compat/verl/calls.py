@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_scalar
-from policyloss.compat.guards import guard
+from policyloss.compat.counts import guard, together
 from policyloss.compat.verl.aggregation import aggregation, mean
+from policyloss.compat.verl.counts import masked_mean
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
-from policyloss.functional.stats import masked_mean
 from policyloss.loss import LossOutput, policy_loss
-from policyloss.metrics import together
 from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
@@ -129,3 +131,14 @@ class Call:
         """verl's metrics by its names, as Python floats; a None is a metric that this loss does not report."""
         found = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
         return {name: float(value) for name, value in found.items() if value is not None}
+
+
+DropIn = TypeVar("DropIn", bound=Callable[..., Any])
+
+
+def named_like(body: Callable[..., Any], drop_in: DropIn) -> DropIn:
+    """`drop_in` under the name and docstring of `body`, which it calls; its own signature, verl's, is the one that shows."""
+    signature = inspect.signature(drop_in)
+    update_wrapper(drop_in, body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    drop_in.__signature__ = signature  # type: ignore[attr-defined]  # else inspect would follow __wrapped__ to body's
+    return drop_in

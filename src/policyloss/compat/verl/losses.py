@@ -2,28 +2,40 @@
 
 All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)` with `[B, T]` tensors and
 verl's `ActorConfig` (or anything with its attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl
-changed one (None: the current release).
+changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a loss is a function of one `Call`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import drop_in, guard, share
+from policyloss.compat.arguments import drop_in
+from policyloss.compat.counts import guard, share
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import aggregation, mean
-from policyloss.compat.verl.calls import Call, check_dual, clip_range, clipped, drift, either, number_of, policy_options, read
+from policyloss.compat.verl.calls import (
+    Call,
+    check_dual,
+    clip_range,
+    clipped,
+    drift,
+    either,
+    named_like,
+    number_of,
+    policy_options,
+    read,
+)
+from policyloss.compat.verl.counts import outside_by_sign
+from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.stats import outside_by_sign
 from policyloss.loss import policy_loss
 from policyloss.slots.aggregate import SeqMeanTokenMean
-from policyloss.slots.given import GivenWeight
-from policyloss.slots.local import LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
 from policyloss.slots.ratio import SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
     Clip,
@@ -72,26 +84,64 @@ def compute_policy_loss(
     return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
 
 
-@drop_in
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
-    """PPO: `Clip(clip_ratio_low, clip_ratio_high, dual=clip_ratio_c)`."""
-    low, high = clip_range(config)
-    dual = check_dual(read(config, "clip_ratio_c", 3.0))
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+class PolicyLossFunction(Protocol):
+    """verl's signature of a policy loss."""
+
+    __name__: str
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = ...,
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+        *,
+        release: str | None = None,
+    ) -> LossResult:
+        """The loss and what verl reports of it."""
+        ...
+
+
+def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
+    """A function of one `Call` as a function with verl's signature, `mode` being the default of loss_agg_mode."""
+
+    def with_signature(body: Callable[[Call], LossResult]) -> PolicyLossFunction:
+        def loss(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = mode,
+            config: Any = None,
+            rollout_is_weights: Tensor | None = None,
+            *,
+            release: str | None = None,
+        ) -> LossResult:
+            return body(Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release))
+
+        return named_like(body, drop_in(loss))
+
+    return with_signature
+
+
+_drop_in = _drop_in_averaged("token-mean")
+
+
+def _ppo(call: Call) -> LossResult:
+    low, high = clip_range(call.config)
+    dual = check_dual(read(call.config, "clip_ratio_c", 3.0))
     out = call.loss(LossSpec(trust=Clip(low, high, dual)))
-    return out.loss, call.report(
-        clipped(out, response_mask), call.drift(20.0), mean(out.metrics["clip_fraction_dual"], response_mask)
-    )
+    held_by_dual = mean(out.metrics["clip_fraction_dual"], call.response_mask)
+    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), held_by_dual)
+
+
+@_drop_in
+def compute_policy_loss_vanilla(call: Call) -> LossResult:
+    """PPO: `Clip(clip_ratio_low, clip_ratio_high, dual=clip_ratio_c)`."""
+    return _ppo(call)
 
 
 def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult:
@@ -101,209 +151,100 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
 
 
-@drop_in
-def compute_policy_loss_dppo_tv(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_dppo_tv(call: Call) -> LossResult:
     """DPPO with total variation: `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     return _probability_band(call, "tv")
 
 
-@drop_in
-def compute_policy_loss_dppo_kl(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_dppo_kl(call: Call) -> LossResult:
     """DPPO with the binary KL: `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     return _probability_band(call, "kl")
 
 
-@drop_in
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in_averaged("seq-mean-token-mean")
+def compute_policy_loss_gspo(call: Call) -> LossResult:
     """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always "seq-mean-token-mean"."""
-    mode = loss_agg_mode if at_least(release, "0.9.1") else "seq-mean-token-mean"
-    call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
+    if not at_least(call.release, "0.9.1"):
+        call = replace(call, loss_agg_mode="seq-mean-token-mean")
     ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
-    out = call.loss(LossSpec(ratio=ratio, trust=Clip(*clip_range(config))))
-    return out.loss, call.report(clipped(out, response_mask), call.drift(None), 0.0)
+    out = call.loss(LossSpec(ratio=ratio, trust=Clip(*clip_range(call.config))))
+    return out.loss, call.report(clipped(out, call.response_mask), call.drift(None), 0.0)
 
 
-@drop_in
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in_averaged("seq-mean-token-mean")
+def compute_policy_loss_sapo(call: Call) -> LossResult:
     """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever `loss_agg_mode` says."""
-    mode = "seq-mean-token-mean"
-    call = Call(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, release)
+    call = replace(call, loss_agg_mode="seq-mean-token-mean")
     # verl holds them in the dtype of the advantages.
-    taus = (float(torch.as_tensor(number_of(config, name), dtype=advantages.dtype)) for name in ("tau_pos", "tau_neg"))
+    taus = (float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype)) for name in ("tau_pos", "tau_neg"))
     out = call.loss(LossSpec(trust=SoftGate(*taus)))
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
 
-@drop_in
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_gpg(call: Call) -> LossResult:
     """GPG: `-A·logp`, no ratio. verl reports nothing."""
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
 
 
-@drop_in
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_clip_cov(call: Call) -> LossResult:
     """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac` is the share dropped."""
-    low, high = clip_range(config)
-    options = policy_options(config)
+    low, high = clip_range(call.config)
+    options = policy_options(call.config)
     fraction = either(read(options, "clip_cov_ratio"), 0.0002)
     window = either(read(options, "clip_cov_lb"), 1.0), either(read(options, "clip_cov_ub"), 5.0)
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
-    trust = LocalCovClip(CovClip(low, high, fraction, *window), guard(response_mask))
+    trust = LocalCovClip(CovClip(low, high, fraction, *window), guard(call.response_mask))
     out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust))
-    return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], response_mask), call.drift(None))
+    return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], call.response_mask), call.drift(None))
 
 
-@drop_in
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_kl_cov(call: Call) -> LossResult:
     """KL-Cov over this micro-batch: `LocalCovKL`. `ppo_kl` is the mean of |log-ratio| here."""
-    options = policy_options(config)
+    options = policy_options(call.config)
     part = CovKL(either(read(options, "kl_cov_ratio"), 0.0002), either(read(options, "ppo_kl_coef"), 1.0))
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=LocalCovKL(part)))
     return out.loss, call.report(None, call.drift(None, "abs"))
 
 
-@drop_in
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_geo_mean(call: Call) -> LossResult:
     """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no other mode, no global counts.
 
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
-    low, high = clip_range(config)
-    epsilon = guard(response_mask)
-    trust = MeanAdvantageGeometricClip(GeometricClip(low, high, epsilon))
+    low, high = clip_range(call.config)
+    epsilon = guard(call.response_mask)
+    trust = MeanAdvantageGeometricClip(GeometricClip(low, high), epsilon)
     spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=SeqMeanTokenMean())
-    if rollout_is_weights is not None:
-        spec = spec.replace(correction=GivenWeight(rollout_is_weights, "geomean", floor=1e-10, epsilon=epsilon))
-    rows = Totals(0, response_mask.shape[0])
-    out = policy_loss(spec, log_prob, old_log_prob, advantages, response_mask, totals=rows)
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    if call.rollout_is_weights is not None:
+        spec = spec.replace(correction=GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon))
+    rows = Totals(0, call.response_mask.shape[0])
+    out = policy_loss(spec, call.log_prob, call.old_log_prob, call.advantages, call.response_mask, totals=rows)
     mask, log_ratio = call.valid, call.log_ratio
     with torch.no_grad():
-        positive, negative = outside_by_sign(log_ratio, low, high, advantages, mask, epsilon)
-    return out.loss, call.report(share(positive, response_mask), call.drift(None), share(negative, response_mask))
+        positive, negative = outside_by_sign(log_ratio, low, high, call.advantages, mask, epsilon)
+    return out.loss, call.report(share(positive, call.response_mask), call.drift(None), share(negative, call.response_mask))
 
 
-@drop_in
-def compute_policy_loss_dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_dro(call: Call) -> LossResult:
     """DRO: `Quadratic(dro_beta)`."""
-    beta = read(policy_options(config), "dro_beta")
+    beta = read(policy_options(call.config), "dro_beta")
     if beta is None or beta <= 0:
         raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=Quadratic(beta)))
     return out.loss, call.report(None, call.drift(None))
 
 
-@drop_in
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_cispo(call: Call) -> LossResult:
     """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the sign of the advantage."""
-    call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
-    out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(config))))
-    return out.loss, call.report(clipped(out, response_mask), call.drift(20.0), 0.0)
+    out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(call.config))))
+    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), 0.0)
 
 
 @drop_in
@@ -319,49 +260,44 @@ def compute_policy_loss_reinforce(
     release: str | None = None,
 ) -> LossResult:
     """REINFORCE: `-w·A·logp`, the weights given. `ppo_kl` is the drift from the rollout policy."""
-    call = Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    return _reinforce(
+        Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+    )
+
+
+def _reinforce(call: Call) -> LossResult:
     out = call.loss(LossSpec(trust=Unbounded("logp")))
     return out.loss, call.report(None, call.drift(None))
 
 
-@drop_in
-def compute_policy_loss_bypass_mode(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    release: str | None = None,
-) -> LossResult:
+@_drop_in
+def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the rejection and the loss.
 
     `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce" the REINFORCE loss with them.
     """
-    options = read(policy_options(config), "rollout_correction")
+    options = read(policy_options(call.config), "rollout_correction")
     if options is None:
         raise SpecError('policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.')
     loss_type = read(options, "loss_type", "ppo_clip")
-    losses = {"ppo_clip": compute_policy_loss_vanilla, "reinforce": compute_policy_loss_reinforce}
+    losses = {"ppo_clip": _ppo, "reinforce": _reinforce}
     if loss_type not in losses:
         raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
-    older = () if at_least(release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    older = () if at_least(call.release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
     made, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        log_prob.detach(),
-        old_log_prob,
-        response_mask,
+        call.log_prob.detach(),
+        call.old_log_prob,
+        call.response_mask,
         read(options, "rollout_is"),
         read(options, "rollout_is_threshold", 2.0),
         read(options, "rollout_is_batch_normalize", False),
         read(options, "rollout_rs"),
         read(options, "rollout_rs_threshold"),
         **{name: read(options, name) for name in older},
-        release=release,
+        release=call.release,
     )
     weights = made.batch["rollout_is_weights"] if made and loss_type == "reinforce" else None
-    loss, reported = losses[loss_type](old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights, release=release)
+    loss, reported = losses[loss_type](replace(call, response_mask=mask, rollout_is_weights=weights))
     return loss, {**reported, **metrics}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.calls import clipped, drift, either, read
+from policyloss.compat.verl.parts import OfThisCall
 from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, with_horizon_of
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
@@ -23,7 +24,6 @@ from policyloss.presets import preset, presets
 from policyloss.slots.correction import OPSM
 from policyloss.slots.given import GivenWeight
 from policyloss.slots.kl import KL
-from policyloss.slots.local import OfThisCall
 from policyloss.slots.trust import CovClip, CovKL
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
@@ -121,7 +121,7 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
     """A KL term is verl's to add: check that it does, with the same estimator and coefficient."""
     if kl is None:
         return
-    if not isinstance(kl, KL) or kl.anchor != "ref" or kl.weight is not None or kl.grad == "score":
+    if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
         raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
     plus = "+" if kl.grad == "k2" else ""
     wanted = [f"{kind}{plus}" for kind, ours in KL_ESTIMATORS.items() if ours == kl.estimator]

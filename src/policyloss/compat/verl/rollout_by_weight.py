@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from policyloss.compat.verl.aggregation import EPSILON
-from policyloss.errors import SpecError, unknown_name
-from policyloss.functional.correction import at_level, importance_weight, within
-from policyloss.functional.masking import fill
-from policyloss.functional.mismatch import (
+from policyloss.compat.verl.rollout_metrics import (
     Means,
     rejected_sequences,
     rejected_tokens,
@@ -18,8 +14,11 @@ from policyloss.functional.mismatch import (
     weight_spread,
     weights_by_sequence,
 )
+from policyloss.errors import SpecError, unknown_name
+from policyloss.functional.correction import importance_weight, within
+from policyloss.functional.masking import fill
 
-LEVELS = {"token": "token", "sequence": "product", "geometric": "geomean"}
+LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}  # of the logarithms of the weights
 
 
 def rejection_by_weight(
@@ -28,7 +27,7 @@ def rejection_by_weight(
     """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the metrics of weights and mask."""
     if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))
-    log_weight = at_level(means.filled(log_ratio), LEVELS[rollout_rs], means.lengths, means.sequences, EPSILON)
+    log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])
     weight = importance_weight(log_weight, log_clamp)
     keep = within(weight, low, high)
     if rollout_rs == "token":

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.compat.guards import drop_in
+from policyloss.compat.arguments import drop_in
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_by_weight import rejection_by_weight
-from policyloss.compat.verl.rollout_thresholds import (
-    SUPPORTED_ROLLOUT_RS_OPTIONS,
-    TOKEN_LEVEL_ROLLOUT_RS_OPTIONS,
-    Rule,
-    rejection_rules,
-    weight_bounds,
-)
-from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.functional.correction import at_level, divergence, importance_weight, reduced, within
-from policyloss.functional.masking import bound, difference, fill
-from policyloss.functional.mismatch import (
+from policyloss.compat.verl.rollout_metrics import (
     Means,
     bounded_weight,
     normalised,
@@ -44,6 +34,17 @@ from policyloss.functional.mismatch import (
     weight_spread,
     weights_by_sequence,
 )
+from policyloss.compat.verl.rollout_thresholds import (
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
+    TOKEN_LEVEL_ROLLOUT_RS_OPTIONS,
+    Rule,
+    rejection_rules,
+    weight_bounds,
+)
+from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.functional.correction import importance_weight, within
+from policyloss.functional.kl import estimate
+from policyloss.functional.masking import bound, difference, fill
 
 __all__ = [
     "SAFETY_BOUND",
@@ -63,8 +64,8 @@ __all__ = [
 
 SAFETY_BOUND = 20.0
 Metrics = dict[str, float]
-# verl's word for each level of the weights: ours, and what its batch normalisation averages over.
-LEVELS = {"token": ("token", "tokens"), "sequence": ("product", "sequences")}
+# verl's word for each level of the weights: how their logarithms are reduced, and what its batch normalisation averages over.
+LEVELS = {"token": ("token", "tokens"), "sequence": ("sum", "sequences")}
 
 
 @dataclass
@@ -120,7 +121,7 @@ def compute_rollout_correction_weights(
     low, high = weight_bounds(rollout_is_threshold, release)
     level, over = LEVELS[rollout_is]
     means = _means(response_mask)
-    log_weight = at_level(means.filled(log_ratio), level, means.lengths, means.sequences)
+    log_weight = means.reduced(means.filled(log_ratio), level)
     raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
     weights = bounded_weight(raw, low, high)
     metrics = compute_is_metrics(
@@ -221,8 +222,7 @@ def compute_rollout_rejection_mask(
 
 def _apply(rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor) -> tuple[Tensor, Metrics]:
     """Which tokens one rule keeps, and its metrics."""
-    estimate = divergence(log_weight, rule.estimator, as_written=True)
-    stat = reduced(estimate, rule.reduce, means.valid, means.lengths, means.sequences, EPSILON)
+    stat = means.reduced(estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d"), rule.reduce)
     keep = within(stat, rule.low, rule.high)
     by_token = rule.option in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
     metrics = compute_rs_metrics(
@@ -345,7 +345,7 @@ def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
 @drop_in
 @torch.no_grad()
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
-    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `functional.mismatch.policy_gap`)."""
+    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `rollout_metrics.policy_gap`)."""
     return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from policyloss.arguments import is_number
 from policyloss.compat.releases import at_least
+from policyloss.compat.verl.rollout_metrics import in_nats, reciprocal_band
 from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.functional.mismatch import in_nats, reciprocal_band
 
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = {
     "token_k1",

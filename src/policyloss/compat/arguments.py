@@ -1,12 +1,9 @@
-"""Numbers as frameworks take and give them: the 1e-8 that guards a count, the dtype of a share, counts of any kind."""
+"""The arguments of drop-ins, checked under the names that their framework gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
 
 from policyloss.arguments import by_annotation, check_number, is_number
 from policyloss.errors import SpecError
@@ -60,22 +57,3 @@ def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
 def drop_in(function: F) -> F:
     """Check the arguments of a framework's function under the framework's own names, before they get those of this library."""
     return drop_in_with()(function)
-
-
-def guard(mask: Tensor) -> float:
-    """What `mask.sum() + 1e-8` adds to a count.
-
-    In float64 it adds 1e-8. The count of any other mask — bool, integer, float32 — becomes float32, in which n + 1e-8 is n: there
-    the guard only keeps 0/0 from being NaN, as 1e-30 does.
-    """
-    return 1e-8 if mask.dtype == torch.float64 else 1e-30
-
-
-def share(x: Tensor, mask: Tensor) -> Tensor:
-    """A share of tokens in the dtype a framework gives it: flags are float32, so it is float64 only if the mask is."""
-    return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)
-
-
-def number(x: Any) -> Any:
-    """A count that may be a tensor (kept), a Python number, or a numpy scalar (made a Python number)."""
-    return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()

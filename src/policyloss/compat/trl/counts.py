@@ -1,4 +1,4 @@
-"""What a trainer needs around its policy term: the step's counts seen from one micro-batch, and one term in place of another."""
+"""What TRL's trainer keeps beside its loss: the counts of a step as one micro-batch knows them, unscored tokens, a sum's terms."""
 
 from __future__ import annotations
 

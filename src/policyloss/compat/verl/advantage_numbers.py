@@ -1,13 +1,13 @@
-"""Advantages in plain arithmetic: the formulas with a framework's own rounding, for drop-ins that must give its very numbers.
+"""Advantages in plain arithmetic, with verl's own rounding: its drop-ins must give its very numbers.
 
-The rest of this package computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. A framework
-computes as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
+`policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. verl computes
+as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
 difference is rounding, but rounding is amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are
 standardised to ±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean says. For everything but
-a framework's own numbers, use `policyloss.advantage`.
+verl's numbers, use `policyloss.advantage`.
 
 Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or 0/1 in any dtype, and that dtype
-takes part where a framework divides by its sum. Nothing carries a gradient.
+takes part where verl divides by its sum. Nothing carries a gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policyloss.advantages.baselines import check_rewards, per_sequence
+from policyloss.advantages.baselines import check_rewards, per_sequence, rows_by_size
 from policyloss.advantages.returns import GAE
 from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
@@ -128,16 +128,6 @@ def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
-def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
-    order, groups = group_index(group_ids)
-    assert groups.offsets is not None
-    assert groups.ids is not None
-    size = groups.offsets[groups.ids + 1] - groups.offsets[groups.ids]
-    sizes = [n for n in torch.unique(size).tolist() if n > 1]
-    return order, size, [order[size == n].view(-1, n) for n in sizes]
-
-
 def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
     total = weight.sum(1, keepdim=True)
     return (weight * x).sum(1, keepdim=True) / torch.where(total > 0, total, 1)
@@ -218,12 +208,6 @@ def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: L
         found.append(x + gamma * running)
         running = torch.where(keep, found[-1], 0)
     return torch.stack(found[::-1], dim=1)
-
-
-@torch.no_grad()
-def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
-    return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)
 
 
 @torch.no_grad()

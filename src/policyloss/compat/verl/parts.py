@@ -1,6 +1,7 @@
-"""Trust regions whose batch-wide numbers are those of one call, as frameworks compute them. They depend on how the batch is cut.
+"""The library's parts with verl's numbers: batch-wide ones of one call alone, and its 1e-8 beside a count.
 
-`CovClip` and `CovKL` are the same losses with numbers of the whole step; use those unless you must reproduce a run.
+What is taken from one call depends on how the batch is cut. `CovClip` and `CovKL` are the same losses with
+numbers of the whole step; use those unless you must reproduce a run.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from policyloss.compat.verl.counts import masked_mean
 from policyloss.functional import trust
-from policyloss.functional.stats import masked_mean
+from policyloss.slots.correction import Corrected
+from policyloss.slots.given import GivenWeight
 from policyloss.slots.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
@@ -53,15 +56,30 @@ class MeanAdvantageGeometricClip:
     """GMPO with one advantage per sequence, the mean of its tokens': `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
 
     Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its rounding is verl's.
+    epsilon: also added to the length in the ratio's geometric mean.
     """
 
     part: GeometricClip
+    epsilon: float
 
     def __call__(self, t: Tokens) -> Surrogate:
-        clip = self.part
-        ratio = trust.geometric_ratio(t.log_ratio, t.advantages, clip.eps_low, clip.eps_high, t.lengths, t.sequences, clip.epsilon)
-        mean = t.sequences.sum(t.advantages) / (t.lengths + clip.epsilon).clamp(min=clip.epsilon or 1)
-        return Surrogate(-t.sequences.expand(mean) * ratio)
+        clip, lengths = self.part, t.lengths + self.epsilon
+        clipped = trust.geometric_log_ratio(t.log_ratio, t.advantages, clip.eps_low, clip.eps_high)
+        ratio = (t.sequences.sum(clipped) / lengths).exp()
+        mean = t.sequences.sum(t.advantages) / lengths
+        return Surrogate(-t.sequences.expand(mean) * t.sequences.expand(ratio))
+
+
+@dataclass(frozen=True, eq=False)
+class GeometricMeanWeight(GivenWeight):
+    """The geometric mean over each sequence of a given weight, `exp(Σ log(w + floor) / (L + epsilon))`."""
+
+    floor: float
+    epsilon: float
+
+    def __call__(self, t: Tokens) -> Corrected:
+        logs = torch.where(t.mask, (self.weight.detach().to(t.dtype) + self.floor).log(), 0)
+        return Corrected(t.sequences.expand((t.sequences.sum(logs) / (t.lengths + self.epsilon)).exp()))
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,14 @@ def all_sum(x: Tensor, group: Any = None) -> Tensor:
     return x
 
 
+def all_max(x: Tensor, group: Any) -> Tensor:
+    """The largest `x` of the ranks of `group`, element by element; NaN where one of them has NaN."""
+    # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
+    pair = torch.stack([torch.where(x.isnan(), torch.inf, x), x.isnan().to(x.dtype)])
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(pair[1] > 0, torch.nan, pair[0])
+
+
 def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
     """The k-th largest pair (score, tie) in the order of score, then tie (int64); k ≥ 1, a 0-dim tensor.
 

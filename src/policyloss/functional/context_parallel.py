@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, fits_kind, seen
 from policyloss.errors import InputError
-from policyloss.functional.ranks import gather_rows
+from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
 
 

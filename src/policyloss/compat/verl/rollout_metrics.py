@@ -1,8 +1,8 @@
-"""How far the inference engine is from the trainer: diagnostics of one batch, for logs. Pure functions of detached tensors.
+"""How far the inference engine is from the trainer: verl's diagnostics of one batch. Pure functions of detached tensors.
 
 Legend: `logp` the trainer's and `rollout_logp` the engine's log-probabilities, d = logp − rollout_logp, a weight is `exp(d)`; all
 token-shaped. S sequences. Results are 0-dim tensors by name. They are computed in the dtype of the inputs and in the order they
-are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with those of other programs.
+are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.correction import any_in_sequence, divergence, importance_weight, within
+from policyloss.functional.collectives import all_sum
+from policyloss.functional.correction import any_in_sequence, importance_weight, reduced, within
+from policyloss.functional.kl import estimate
 from policyloss.functional.masking import accumulator_dtype, bound, fill
-from policyloss.functional.ranks import all_sum
 from policyloss.functional.segments import Sequences
 from policyloss.functional.stats import extremes
 
@@ -68,6 +69,12 @@ class Means:
         """`Σ x / (L + epsilon)` over the L valid tokens of each sequence. `[S]`."""
         return self.sequences.sum(self.filled(x)) / (self.lengths + self.epsilon)
 
+    def reduced(self, x: Tensor, how: str) -> Tensor:
+        """`x` (0 where not valid) per "token", or the "sum", "mean" or "max" of each sequence, at every token of it."""
+        if how == "mean":
+            return self.sequences.expand(self.of_sequences(x))
+        return reduced(x, how, self.valid, None, self.sequences)
+
     def filled(self, x: Tensor) -> Tensor:
         """`x` where valid, 0 elsewhere, in the dtype of `x` times the mask."""
         x = x.float() if x.dtype == torch.bool else x
@@ -108,8 +115,8 @@ def policy_gap(logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clam
     log_likelihood_ratio = means.sequences.sum(means.filled(d))
     return {
         **gap,
-        "kl": means.of_tokens(divergence(d, "k1")),
-        "k3_kl": means.of_tokens(divergence(d, "k3", as_written=True)),
+        "kl": means.of_tokens(estimate(d, "k1")),
+        "k3_kl": means.of_tokens(estimate(d, "k3", as_written="exp(d) - 1 - d")),
         **_perplexity("rollout", mean_rollout_logp),
         "log_ppl_diff": difference.mean(),
         "log_ppl_abs_diff": difference.abs().mean(),

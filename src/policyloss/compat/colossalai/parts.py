@@ -1,0 +1,20 @@
+"""ColossalChat's KL term: it comes computed, one number per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policyloss.tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class GivenKL:
+    """`beta` times this penalty, token-shaped. Its own gradient, if it has one, is kept."""
+
+    kl: Tensor
+    beta: float
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return self.beta * self.kl.to(t.dtype)

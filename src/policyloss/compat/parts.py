@@ -1,0 +1,36 @@
+"""Parts that several frameworks' drop-ins share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from policyloss.explaining.trust_formulas import number
+from policyloss.slots import checks
+from policyloss.slots.aggregate import SeqMeanTokenMean
+from policyloss.spec import framework_part
+from policyloss.tokens import Tokens
+
+
+@framework_part("aggregate", "parts")
+@dataclass(frozen=True)
+class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
+    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`, as verl and OpenRLHF divide."""
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        checks.number(self, "epsilon", above=0, finite=True)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return super().__call__(replace(t, known_counts=t.lengths + self.epsilon))
+
+    def averaged(self, x: str) -> str:
+        """The mean of the per-token expression `x`, as `explain` prints it."""
+        return f"sum({x} / (L + {number(self.epsilon)})) / B"
+
+
+def seq_mean_token_mean(epsilon: float) -> SeqMeanTokenMean:
+    """The mean over sequences of their token means, guarded unless `epsilon` is 0."""
+    return GuardedSeqMeanTokenMean(epsilon) if epsilon else SeqMeanTokenMean()

@@ -1,0 +1,129 @@
+"""TRL's variants of the library's parts: its rounding of k3, the ratio that weighs its KL, and VESPO's way to the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import SpecError
+from policyloss.explaining.trust_formulas import held, number
+from policyloss.functional import kl
+from policyloss.functional.correction import importance_weight, within
+from policyloss.functional.masking import bound, fill
+from policyloss.functional.ratio import bounded_exp
+from policyloss.slots import checks
+from policyloss.slots.kl import KL
+from policyloss.slots.ratio import SequenceProduct
+from policyloss.spec import framework_part
+from policyloss.tokens import Tokens
+
+ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)  # of one token's log rollout weight in a product: a weight of 0 has a logarithm too
+
+
+@framework_part("kl", "trl")
+@dataclass(frozen=True)
+class WrittenKL(KL):
+    """`KL` with TRL's rounding: k3 term by term, which near d = 0 leaves only the rounding of eᵈ.
+
+    ratio_level: also multiply by a ratio to the ratio slot's anchor, gradient included, whatever ratio that slot makes: "token",
+    the token's own; "sequence", the geometric mean of its sequence. `clamp` bounds the logarithm of that ratio too.
+    """
+
+    ratio_level: Literal["token", "sequence"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio_level is not None:
+            checks.choice(self, "ratio_level", ("token", "sequence"))
+            if self.weight is not None:
+                raise SpecError("WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one.")
+
+    @property
+    def reach(self) -> str:  # type: ignore[override]  # the class says it for every KL; here it depends on a field
+        """Whose numbers a token's penalty depends on: its own, or those of its sequence (see `LossSpec.reach`)."""
+        return "sequence" if self.ratio_level == "sequence" else "token"
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether the penalty is multiplied by a ratio."""
+        return self.weight is not None or self.ratio_level is not None
+
+    def estimate(self, d: Tensor) -> Tensor:
+        return kl.estimate(d, self.estimator, as_written="exp(d) - d - 1")
+
+    def ratio_weight(self, t: Tokens) -> Tensor | None:
+        if self.ratio_level is None:
+            return super().ratio_weight(t)
+        log_ratio = t.log_ratio_to(t.anchor)
+        if self.ratio_level == "sequence":
+            log_ratio = t.sequences.expand(t.sequence_mean(log_ratio))
+        return bounded_exp(log_ratio, self.clamp)
+
+    def weight_formula(self, anchor: str) -> str | None:
+        """The weight as `explain` prints it, with the anchor's name; None for what `KL` prints."""
+        if self.ratio_level is None:
+            return None
+        log_ratio = f"logp - {anchor}" if self.ratio_level == "token" else f"seq_mean(logp - {anchor})"
+        return f"exp({log_ratio if self.clamp is None else held(log_ratio, -self.clamp, self.clamp)})"
+
+    def weight_sentence(self) -> str | None:
+        """What the penalty is multiplied by, in words; None for what `KL` says."""
+        words = {"token": "the token's own ratio", "sequence": "the geometric mean of the sequence's ratios"}
+        return None if self.ratio_level is None else words[self.ratio_level]
+
+
+@framework_part("ratio", "trl")
+@dataclass(frozen=True)
+class RolloutProduct(SequenceProduct):
+    """`SequenceProduct` to the engine that sampled: each token also by its rollout weight `w = exp(old_logp - rollout_logp)`.
+
+    outside: "truncate" holds w within [low, high]; "mask" puts 1e-8 in place of a w that is not. log w is held within
+    [log 1e-8, 20].
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("rollout_logp",)
+    outside: Literal["truncate", "mask"] = "truncate"
+    low: float = 0.0
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.choice(self, "outside", ("truncate", "mask"))
+        checks.number(self, "low", least=0)
+        checks.number(self, "high", above=0)
+        checks.interval(self, "low", "high")
+        if self.anchor != "old":
+            raise SpecError(f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}.")
+
+    def __call__(self, t: Tokens) -> Tensor:
+        of_tokens = bound(t.log_ratio_to(self.anchor), self.token_clamp)
+        total, rollout = t.sequences.sums(of_tokens, self._log_rollout_weight(t))
+        return t.sequences.expand(total + rollout)
+
+    def _log_rollout_weight(self, t: Tokens) -> Tensor:
+        weight = importance_weight(t.log_weight(), None)
+        if self.outside == "truncate":
+            weight = weight.clamp(min=self.low, max=self.high)
+        else:
+            weight = torch.where(within(weight, self.low, self.high), weight, 0)
+        return fill(bound(weight.log(), ROLLOUT_LOG_BOUNDS), t.mask)
+
+    def formula(self) -> str:
+        """The log-ratio as `explain` prints it."""
+        clamp, weight = self.token_clamp, "exp(old_logp - rollout_logp)"
+        tokens = "logp - old_logp" if clamp is None else held("logp - old_logp", -clamp, clamp)
+        if self.outside == "truncate":
+            bounded = held(weight, self.low or None, self.high)
+        else:
+            inside = f"({weight} >= {number(self.low)}) & ({weight} <= {number(self.high)})"
+            bounded = f"where({inside}, {weight}, 0)"
+        return f"seq_sum({tokens} + {held(f'log({bounded})', *ROLLOUT_LOG_BOUNDS)})"
+
+    def sentence(self) -> str:
+        """What the ratio is, in words."""
+        to = f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, {self.high:.10g}]"
+        return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
