@@ -46,18 +46,18 @@ def _compiled_call(**arguments: Any) -> Any:
     before = compiled._compile
 
     def stop(*_: Any) -> Any:
-        raise _Compiles
+        raise _CompilesError
 
     compiled._compile = stop
     try:
         return pl.compiled_loss(pl.preset("ppo"))(**arguments)
-    except _Compiles:
+    except _CompilesError:
         return None
     finally:
         compiled._compile = before
 
 
-class _Compiles(Exception):
+class _CompilesError(Exception):
     pass
 
 

@@ -11,7 +11,7 @@ import torch
 import policyloss as pl
 from calls import assert_loss, evaluate, rows, weighted
 from policyloss.compat.openrlhf.counts import rejected_share
-from policyloss.functional.correction import nan_where_undecided
+from policyloss.functional.correction import nan_where_undecided, reduced
 from policyloss.functional.segments import Sequences
 
 LOG2 = log(2)
