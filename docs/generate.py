@@ -152,13 +152,14 @@ def elsewhere_section(e: Explanation) -> str:
 def usage(e: Explanation) -> str:
     """Six lines that call it."""
     old = "old_logp" if "old_logp" in e.reads else "None"
+    horizon = ".with_horizon(4096)  # your generation budget, in tokens" if e.spec.needs_horizon else ""
     others = [f"{name}={name}" for name in e.reads if name not in ("logp", "old_logp", "advantages", "mask")]
     call = ", ".join(["spec", "logp", old, "advantages", "mask", *others])
     return "\n".join(
         [
             "import policyloss as pl",
             "",
-            f'spec = pl.preset("{e.preset}")',
+            f'spec = pl.preset("{e.preset}"){horizon}',
             f"out = pl.policy_loss({call})",
             "out.loss.backward()",
             "print(out.metrics.compute())",

@@ -239,7 +239,10 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"is_correction_mode": "drop"}, ["is_correction_mode", "clip, mask"]),
     ({"is_correction_gating": "kl"}, ["is_correction_gating", "binary_kl, ratio, tv"]),
     ({"is_correction_level": "seq", "is_correction_mode": "clip"}, ['is_correction_mode="clip"', "token"]),
-    ({"is_correction_level": "token", "is_correction_gating": "tv"}, ["is_correction_threshold", "tv", "(0, high)"]),
+    (
+        {"is_correction_level": "token", "is_correction_gating": "tv"},
+        ["is_correction_threshold", "tv", "upper bound only", "(0, high)"],
+    ),
     ({"is_correction_level": "token", "is_correction_threshold": (1.0,)}, ["is_correction_threshold", "(1.0,)"]),
     ({"enable_vllm_is_correction": True}, ["vllm_is_truncated_threshold", "None"]),
     ({"vllm_is_correction_type": "cispo"}, ["vllm_is_correction_type", "icepop, seq-mask-tis, tis"]),

@@ -371,6 +371,17 @@ def test_parts_of_trl_refuse_what_they_cannot_mean() -> None:
         WrittenKL("k3", 0.1, ratio_level="turn")
 
 
+def test_the_policy_gradient_survives_a_weighted_kl_far_from_the_old_policy() -> None:
+    # One token, log-ratio 80, reference = policy: the KL is 0 and pulls nowhere, so d loss / d logp = −min(r, 5)·A = −5. TRL adds
+    # that to one of two KL terms of 0.04·e^80 that cancel, and gets 0.
+    spec = spec_from_config(config(loss_type="cispo", epsilon_high=5.0, beta=0.04))
+    for dtype in (torch.float64, torch.float32):
+        logp = torch.full((1, 1), -0.5, dtype=dtype, requires_grad=True)
+        ones = torch.ones(1, 1, dtype=dtype)
+        pl.policy_loss(spec, logp, logp.detach() - 80, ones, ones, ref_logp=logp.detach()).loss.backward()
+        assert logp.grad.item() == -5.0
+
+
 def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
     x = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     old, ref = x - torch.tensor([[0.6, 0.2]], dtype=torch.float64), x + 1.0

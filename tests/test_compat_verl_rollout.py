@@ -389,6 +389,7 @@ def test_malformed_weight_thresholds(threshold):
     with pytest.raises(SpecError, match="rollout_is_threshold") as caught:
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", threshold)
     assert isinstance(caught.value, TypeError) == (not isinstance(threshold, (str, float)) and threshold != 0)
+    assert ("not a boolean" in str(caught.value)) == (threshold is True)  # what verl's own test looks for
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,14 @@ def test_the_trainer_follows_them(name: str) -> None:
     assert config.advantage_notice is None
 
 
+def test_the_evidence_was_made_with_them() -> None:
+    """Every run of the evidence page says its advantages itself, so that the figures do not move with the defaults."""
+    from benchmarks.evidence_plan import PLANS
+
+    for name, plan in PLANS.items():
+        assert plan.options["advantage"] == DEFINED_WITH.get(name, plan.options["advantage"])
+
+
 def test_the_trainer_says_when_others_are_chosen() -> None:
     said = TrainConfig(loss="dr_grpo", advantage="grpo").advantage_notice
     assert said is not None

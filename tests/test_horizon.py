@@ -117,6 +117,9 @@ def test_trl_gives_its_longest_completion() -> None:
         assert spec == pl.preset("dr_grpo").with_horizon(8)
     chosen = pl.preset("dr_grpo").with_horizon(100)
     assert checked_loss(chosen, args) == chosen
+    args.max_completion_length = None
+    with pytest.raises(pl.SpecError, match=r"max_completion_length=None.*horizon"):
+        checked_loss("dr_grpo", args)
 
 
 def test_the_trainer_gives_its_longest_completion() -> None:

@@ -159,7 +159,7 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Dr. GRPO's constant length",
-            (Argument("SeqMeanTokenSumNorm", "horizon"),),
+            (Argument("SeqMeanTokenSumNorm", "horizon", None), "must be set: `spec.with_horizon(tokens)`"),
             (Option("actor.loss_scale_factor", None), Argument("agg_loss", "loss_scale_factor", None), "None: the padded width"),
             trl=trl(max_completion_length=512),
         ),

@@ -96,7 +96,7 @@ def step_totals(mask: Tensor, items: Tensor | None, *, calls: int, generated: in
 
 
 @contextmanager
-def _naming(config: Any, *names: str) -> Iterator[None]:
+def naming(config: Any, *names: str) -> Iterator[None]:
     """Say which options of the config an error comes from."""
     try:
         yield
@@ -164,21 +164,21 @@ def _trust(config: Any, loss_type: str) -> Any:
     high = low if high is None else high
     if loss_type in CLIPPED:
         delta = option(config, "delta")
-        with _naming(config, "epsilon", "epsilon_high", "delta"):
+        with naming(config, "epsilon", "epsilon_high", "delta"):
             return Clip(low, high) if delta is None else TwoSidedClip(delta, low, high)
     if loss_type == "cispo":
-        with _naming(config, "loss_type", "epsilon", "epsilon_high"):
+        with naming(config, "loss_type", "epsilon", "epsilon_high"):
             return DetachedClip(0.0, high)  # the cap itself, not 1 + epsilon_high
     if loss_type == "sapo":
         names = ("sapo_temperature_pos", "sapo_temperature_neg")
-        with _naming(config, *names):
+        with naming(config, *names):
             return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in names))
     k_positive, k_negative = (_as_a_tensor_holds_it(option(config, f"vespo_k_{sign}")) for sign in ("pos", "neg"))
     least = _as_a_tensor_holds_it(1e-4)
     decay_positive, decay_negative = (
         max(_as_a_tensor_holds_it(option(config, f"vespo_lambda_{sign}")), least) for sign in ("pos", "neg")
     )
-    with _naming(config, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+    with naming(config, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
         return GammaWeight(k_positive, decay_positive, k_negative, decay_negative)
 
 
@@ -215,12 +215,12 @@ def _corrections(config: Any, loss_type: str, engine_logp: bool | None) -> tuple
     threshold = option(config, "off_policy_mask_threshold")
     if threshold is not None:
         engine = option(config, "use_vllm") if engine_logp is None else engine_logp
-        with _naming(config, "off_policy_mask_threshold"):
+        with naming(config, "off_policy_mask_threshold"):
             parts.append(OPSM(threshold, source="rollout" if engine else "old"))
     mode = _mode(config)
     if mode is not None and loss_type != "vespo":
         low, high = _weight_bounds(config)
-        with _naming(config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+        with naming(config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
             if mode == "sequence_mask":
                 parts.append(SequenceMask(low, high, level="product", weight="sequence", log_clamp=None))
             elif mode == "token_mask":
@@ -238,7 +238,7 @@ def _kl(config: Any, loss_type: str, level: str) -> KL | None:
     if option(config, "use_bias_correction_kl"):
         # VESPO's own ratio is a product over the sequence; its KL is weighted as with the other loss types.
         weighted = {"ratio_level": level} if loss_type == "vespo" else {"weight": "ratio"}
-    with _naming(config, "beta"):
+    with naming(config, "beta"):
         return WrittenKL("k3", beta, clamp=None, **weighted)
 
 
@@ -248,6 +248,6 @@ def _aggregate(config: Any, loss_type: str) -> Any:
     if loss_type == "luspo":
         return LengthWeighted()
     if loss_type == "dr_grpo":
-        with _naming(config, "loss_type", "max_completion_length"):
-            return SeqMeanTokenSumNorm(option(config, "max_completion_length"))
+        with naming(config, "loss_type", "max_completion_length"):
+            return LossSpec(aggregate=SeqMeanTokenSumNorm()).with_horizon(option(config, "max_completion_length")).aggregate
     return SeqMeanTokenMean()

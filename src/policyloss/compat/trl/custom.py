@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policyloss.compat.notices import check_advantages
-from policyloss.compat.trl.config import BESIDE, spec_from_config
+from policyloss.compat.trl.config import BESIDE, naming, spec_from_config
 from policyloss.compat.trl.options import advantages_of, is_set, option
 from policyloss.errors import SpecError
 from policyloss.presets import defined_with, preset
@@ -35,7 +35,9 @@ def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str |
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
     if not isinstance(spec, LossSpec):
         raise SpecError(f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}.")
-    spec = spec.with_horizon(option(config, "max_completion_length")) if spec.needs_horizon else spec
+    if spec.needs_horizon:
+        with naming(config, "max_completion_length"):
+            spec = spec.with_horizon(option(config, "max_completion_length"))
     _check_options(spec, own, config)
     _check_reference(spec, config)
     _check_engine(spec, config)
