@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from head_mutants import HEAD
+from train_mutants import TRAIN
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "src" / "policyloss"
@@ -237,7 +238,7 @@ MUTANTS = (
         "isinstance(spec.kl, KL)",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
-    *(Mutant(*mutant) for mutant in HEAD),
+    *(Mutant(*mutant) for mutant in (*HEAD, *TRAIN)),
 )
 
 
