@@ -19,6 +19,7 @@ import pytest
 
 from head_mutants import HEAD
 from part_mutants import PARTS
+from train_mutants import TRAIN
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "src" / "policyloss"
@@ -255,7 +256,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*HEAD, *PARTS)),
+    *(Mutant(*mutant) for mutant in (*HEAD, *PARTS, *TRAIN)),
 )
 
 

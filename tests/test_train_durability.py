@@ -162,12 +162,12 @@ def test_the_lines_of_a_run_are_safe_before_its_checkpoint(disk: Disk, tmp_path:
         run.log(step, {"x": step}, {"s": 1.0})
         run.rollouts([{"step": step}])
         run.sync()
-        put(run.checkpoints, step)
-        after = disk.after_a_crash(tmp_path / str(step)) / "run"
-        assert value_of(after / "checkpoints") == step
+        after = disk.after_a_crash(tmp_path / f"lines {step}") / "run"
         assert RunDir.read_config(after)["config"] == {"lr": 1.0}
         for name in ("metrics", "timing", "rollouts"):
             assert [row["step"] for row in lines(after, name)] == list(range(1, step + 1)), name
+        put(run.checkpoints, step)
+        assert value_of(disk.after_a_crash(tmp_path / str(step)) / "run" / "checkpoints") == step
     run.close()
 
 

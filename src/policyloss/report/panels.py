@@ -26,7 +26,7 @@ PANELS = (
         "accuracy",
         "Learning",
         "Accuracy",
-        "share whose reward reaches the task's success (1 unless set): held-out (greedy), and of the samples",
+        "reward ≥ the task's success (1 unless set): held-out (greedy), and of the samples",
         ("eval/accuracy", "accuracy"),
         share=True,
     ),

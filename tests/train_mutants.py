@@ -1,0 +1,112 @@
+"""One-line mistakes in the trainer, as `Mutant`s of mutants.py: name, file, old, new, and the test that must notice."""
+
+from __future__ import annotations
+
+_DISK, _FAULTS, _DOORS = "test_train_durability.py::", "test_train_faults.py::", "test_train_doors.py::"
+TRAIN = (
+    (
+        "reference_not_restored",
+        "train/stored.py",
+        'load_weights(learner.reference, subtree(tensors, "reference"))',
+        "pass",
+        _DISK + "test_the_reference_of_a_resumed_run_is_the_one_it_had",
+    ),
+    (
+        "old_not_brought_back",
+        "train/checkpoint.py",
+        "os.replace(path, _named(folder, step_of(path)))",
+        "pass",
+        _DISK + "test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted",
+    ),
+    (
+        "lock_no_flock",
+        "train/lock.py",
+        "fcntl.flock(handle, fcntl.LOCK_EX)",
+        "pass",
+        _DISK + "test_two_that_meet_a_dead_lock_take_it_one_after_the_other",
+    ),
+    (
+        "no_fsync_of_tensors",
+        "train/checkpoint.py",
+        "    sync(path)\n",
+        "    pass\n",
+        _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_the_folder",
+        "train/checkpoint.py",
+        "    sync(temporary)\n",
+        "    pass\n",
+        _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_the_parent",
+        "train/checkpoint.py",
+        "    sync(path.parent)\n",
+        "    pass\n",
+        _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_the_index",
+        "train/files.py",
+        "os.fsync(file.fileno())",
+        "pass",
+        _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_a_replaced_name",
+        "train/files.py",
+        "        sync(path.parent)\n",
+        "        pass\n",
+        _DISK + "test_a_file_that_is_replaced_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_new_folders",
+        "train/files.py",
+        "sync(folder.parent)",
+        "pass",
+        _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
+    ),
+    (
+        "no_fsync_of_lines_before_a_checkpoint",
+        "train/run_dir.py",
+        "lines.sync()",
+        "pass",
+        _DISK + "test_the_lines_of_a_run_are_safe_before_its_checkpoint",
+    ),
+    (
+        "no_fsync_of_the_names_of_lines",
+        "train/run_dir.py",
+        "            sync(self.path)",
+        "            pass",
+        _DISK + "test_the_lines_of_a_run_are_safe_before_its_checkpoint",
+    ),
+    (
+        "no_fsync_of_lines_that_are_cut",
+        "train/jsonl.py",
+        "            os.fsync(self._handle)\n",
+        "            pass\n",
+        _DISK + "test_lines_that_were_synced_or_closed_outlive_a_crash",
+    ),
+    (
+        "no_fsync_of_names_on_close",
+        "train/jsonl.py",
+        "        sync(self.path.parent)",
+        "        pass",
+        _DISK + "test_lines_that_were_synced_or_closed_outlive_a_crash",
+    ),
+    (
+        "a_nan_step_is_applied",
+        "train/learner.py",
+        "good = math.isfinite(norm) and math.isfinite(loss)",
+        "good = True",
+        _FAULTS + "test_an_update_that_is_not_finite_is_skipped",
+    ),
+    (
+        "links_are_followed",
+        "train/plain_files.py",
+        "if kind not in (stat.S_IFREG, stat.S_IFDIR):",
+        "if False:",
+        _DOORS + "test_nothing_is_written_through_a_link",
+    ),
+)
