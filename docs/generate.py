@@ -18,8 +18,8 @@ from docs.performance_page import performance_pages
 
 import policyloss as pl
 from policyloss.explain import Explanation, shortened
-from policyloss.explaining.difference import Difference, shown
-from policyloss.explaining.provenance import distance
+from policyloss.explain.diff import Difference, shown
+from policyloss.explain.sources import distance
 from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
 

@@ -14,12 +14,12 @@ from docs.markdown import GENERATED, fenced, join, table
 from torch import Tensor
 
 import policyloss as pl
+from policyloss.explain.formula import VOCABULARY, formula, names_in
+from policyloss.explain.framework_names import Elsewhere
+from policyloss.explain.traits import ELSEWHERE
 from policyloss.explaining.called import FRAMEWORKS, REQUIRED, Argument, Cell, Option
-from policyloss.explaining.elsewhere import Elsewhere
-from policyloss.explaining.formulas import VOCABULARY, formula, names_in
 from policyloss.explaining.homonyms import HOMONYMS, SAME
 from policyloss.explaining.meanings import BATCH, REWARDS, Homonym, Meaning, Same
-from policyloss.explaining.names import ELSEWHERE
 from policyloss.explaining.options import OPTIONS
 
 

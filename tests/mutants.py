@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "straight_through_dropped",
         "functional/kl.py",
-        "return value.detach() + (surrogate - surrogate.detach())",
+        "return value.detach() + (pull - pull.detach())",
         "return value",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),

@@ -13,8 +13,8 @@ import pytest
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
+from policyloss.explain.traits import ELSEWHERE
 from policyloss.explaining.called import FRAMEWORKS, REQUIRED, Argument, Option, Row
-from policyloss.explaining.names import ELSEWHERE
 from policyloss.explaining.options import OPTIONS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/names.md").read_text(encoding="utf-8")

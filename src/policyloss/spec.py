@@ -61,10 +61,8 @@ class LossSpec:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        if isinstance(self.trust, trust.GeometricClip) and not isinstance(self.ratio, ratio.TokenRatio):
-            raise SpecError(
-                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(self.ratio).__name__}."
-            )
+        if hasattr(self.trust, "check_ratio"):
+            self.trust.check_ratio(self.ratio)
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
         if len(weighing) > 1:
             raise SpecError(
@@ -88,8 +86,7 @@ class LossSpec:
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
-        return not plain or getattr(self.kl, "weight", None) is not None
+        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) is not None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -183,6 +180,11 @@ class LossSpec:
 
 
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
+
+
+def is_part(slot: str, part: Any) -> bool:
+    """Whether `part` is one of the library's own for `slot`, not a user's callable."""
+    return isinstance(part, _VARIANTS[slot])
 
 
 def check_part(slot: str, part: Any) -> None:

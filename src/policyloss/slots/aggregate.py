@@ -17,6 +17,7 @@ from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.segments import group_sum
 from policyloss.slots import checks
+from policyloss.slots.wording import number, spoken
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 
@@ -33,6 +34,14 @@ class TokenMean:
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.tokens, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of the step counts the same"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / N"
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,15 @@ class SeqMeanTokenMean:
         totals = _totals(t)
         return per_sequence_mean(t.lengths, t.sequences, self.epsilon) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        length = f"(L + {number(self.epsilon)})" if self.epsilon else "L"
+        return f"sum({x} / {length}) / B"
+
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum:
@@ -59,6 +77,14 @@ class SeqMeanTokenSum:
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.sequences, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as the sum of its tokens, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / B"
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,14 @@ class SeqMeanTokenSumNorm:
         totals = _totals(t)
         return (totals.dp_size / self.horizon) * reciprocal(totals.sequences, t.advantages)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over the constant {spoken(self.horizon)}, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / (B * {number(self.horizon)})"
+
 
 @dataclass(frozen=True)
 class TokenSum:
@@ -81,6 +115,14 @@ class TokenSum:
 
     def __call__(self, t: Tokens) -> Tensor:
         return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "the plain sum over all tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x})"
 
 
 @dataclass(frozen=True)
@@ -94,6 +136,14 @@ class TokenSumNorm:
 
     def __call__(self, t: Tokens) -> Tensor:
         return torch.full((), _totals(t).dp_size / self.horizon, device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over the constant {spoken(self.horizon)}, not averaged over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / {number(self.horizon)}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +168,14 @@ class PromptMean:
         each = totals.dp_size * reciprocal(number, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every prompt counts the same, each as the mean over all tokens of its group"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / N_group) / G"
+
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor) -> Tensor:
     """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
@@ -134,6 +192,19 @@ class LengthWeighted:
     def __call__(self, t: Tokens) -> Tensor:
         return SeqMeanTokenSum()(t)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as its mean times its length, mean over sequences"
+
+    def note_beside(self, other: object) -> str:
+        """What to know of this and another average, "" if nothing."""
+        same = "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum."
+        return same if isinstance(other, SeqMeanTokenSum) else ""
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum(L * ({x} / L)) / B"
+
 
 @dataclass(frozen=True)
 class LocalTokenMean:
@@ -142,6 +213,14 @@ class LocalTokenMean:
     def __call__(self, t: Tokens) -> Tensor:
         return reciprocal(t.lengths.sum(), t.lengths)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of this call counts the same, whatever the step holds"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / n"
+
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
@@ -149,6 +228,14 @@ class LocalSeqMeanTokenMean:
 
     def __call__(self, t: Tokens) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.lengths > 0).sum(), t.lengths)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence of this call counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / L) / b"
 
 
 VARIANTS = (

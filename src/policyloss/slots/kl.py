@@ -12,10 +12,16 @@ from policyloss.functional import kl
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import bounded_exp
 from policyloss.slots import checks
+from policyloss.slots.wording import spoken
 from policyloss.tokens import Tokens
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-WEIGHTS = ("ratio", "token_ratio", "sequence_ratio")
+# What each weight is, in words.
+WEIGHTS = {
+    "ratio": "the ratio",
+    "token_ratio": "the token's own ratio",
+    "sequence_ratio": "the geometric mean of the sequence's ratios",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,18 @@ class KL:
         if self.weight == "sequence_ratio":
             log_ratio = t.sequences.expand(t.sequence_mean(log_ratio))
         return bounded_exp(log_ratio, self.clamp)
+
+    def sentence(self) -> str:
+        """What it adds, in words."""
+        gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[self.grad]
+        weight = "" if self.weight is None else f", times {WEIGHTS[self.weight]}"
+        return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        choices = (self.estimator, f"grad_{self.grad}", f"weight_{self.weight}", f"anchor_{self.anchor}")
+        return "KL", *(f"kl_{choice}" for choice in choices)
 
 
 VARIANTS = (KL,)

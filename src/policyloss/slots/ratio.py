@@ -15,11 +15,19 @@ from policyloss.functional.masking import bound, fill
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.shards import turns
 from policyloss.slots import checks
+from policyloss.slots.wording import ANCHORS as ANCHOR_NAMES
+from policyloss.slots.wording import Condition, interval, number
 from policyloss.tokens import Tokens
 
 Anchor = Literal["old", "rollout", "current"]
 ANCHORS = ("old", "rollout", "current")
 ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)  # of one token's log rollout weight in a product: a weight of 0 has a logarithm too
+
+ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
+
+
+def _to(anchor: str) -> str:
+    return f"of the probability ratios to {ANCHOR_NAMES[anchor]}"
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,8 @@ class TokenRatio:
     """
 
     reach: ClassVar[str] = "token"
+    shared_over: ClassVar[str | None] = None
+    traits: ClassVar[tuple[str, ...]] = ("token_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 
@@ -41,6 +51,10 @@ class TokenRatio:
 
     def __call__(self, t: Tokens) -> Tensor:
         return t.log_ratio_to(self.anchor)
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,21 @@ class SequenceRatio:
             return t.sequences.expand(mean)
         return t.sequences.expand(mean.detach()) + t.log_ratio_to("current")
 
+    @property
+    def shared_over(self) -> str | None:
+        """What a token's gradient is shared over: its sequence, or nothing."""
+        return "sequence" if self.grad == "sequence" else None
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        tail = "" if self.grad == "sequence" else ", each token with its own gradient"
+        return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+
 
 @dataclass(frozen=True)
 class SequenceProduct:
@@ -79,6 +108,8 @@ class SequenceProduct:
     """
 
     reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "sequence"
+    traits: ClassVar[tuple[str, ...]] = ("product_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
     token_clamp: float | None = None
@@ -118,6 +149,22 @@ class SequenceProduct:
             weight = torch.where(within(weight, self.rollout_low, self.rollout_high), weight, 0)
         return fill(bound(weight.log(), ROLLOUT_LOG_BOUNDS), t.mask)
 
+    def sentence(self) -> str:
+        """What it is, in words."""
+        if self.anchor == "current":
+            return ON_POLICY
+        to = f"to {ANCHOR_NAMES[self.anchor]}"
+        if self.rollout is not None:
+            to = f"to rollout_logp, through old_logp with weights {interval(self.rollout_low, self.rollout_high)}"
+        return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
+
+    def no_slope(self) -> tuple[Condition, ...]:
+        """Where a token does not move the ratio, beside the clamp of the ratio itself."""
+        if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
+            return ()
+        beyond = f"abs(logp - {ANCHOR_NAMES[self.anchor]}) > {number(self.token_clamp)}"
+        return (Condition(beyond, "its own log-ratio is beyond token_clamp"),)
+
 
 @dataclass(frozen=True)
 class SegmentRatio:
@@ -127,6 +174,8 @@ class SegmentRatio:
     """
 
     reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "run"
+    traits: ClassVar[tuple[str, ...]] = ("turn_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 
@@ -137,6 +186,11 @@ class SegmentRatio:
     def __call__(self, t: Tokens) -> Tensor:
         runs = turns(t.sequences, t.mask, t.positions)
         return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
+        return ON_POLICY if self.anchor == "current" else over
 
 
 VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policyloss.errors import SpecError
-from policyloss.explaining.formulas import formula
-from policyloss.explaining.provenance import is_part, part_name, same_presets
-from policyloss.explaining.trust_formulas import number
-from policyloss.explaining.words import SLOTS, describe_slot
+from policyloss.explain.formula import formula
+from policyloss.explain.sentences import SLOTS, describe_slot
+from policyloss.explain.sources import is_part, part_name, same_presets
 from policyloss.presets import preset
-from policyloss.slots import aggregate, trust
+from policyloss.slots.wording import number
 from policyloss.spec import LossSpec
 
 
@@ -146,16 +145,10 @@ def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 
 def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
-    notes = []
-    if {type(a.aggregate), type(b.aggregate)} == {aggregate.LengthWeighted, aggregate.SeqMeanTokenSum}:
-        notes.append("LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum.")
-    first, second = a.trust, b.trust
-    if isinstance(first, trust.TwoSidedClip):
-        first, second = second, first
-    if isinstance(first, trust.Clip) and isinstance(second, trust.TwoSidedClip):
-        same = (first.eps_low, first.eps_high, first.dual) == (second.eps_low, second.eps_high, second.delta)
-        if same and second.delta >= 1 + second.eps_high:
-            notes.append("Dual clip and two-sided clip with these numbers are the same surrogate.")
+    pairs = [(getattr(a, slot), getattr(b, slot)) for slot in ("trust", "aggregate")]
+    both_ways = [*pairs, *((second, first) for first, second in pairs)]
+    notes = [part.note_beside(other) for part, other in both_ways if hasattr(part, "note_beside")]
+    notes = [note for note in notes if note]
     lines = (formula(a), formula(b))
     if all(f.exact for f in lines) and lines[0].lines == lines[1].lines:
         notes.append("The formulas are the same: the difference has no effect.")

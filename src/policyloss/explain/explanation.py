@@ -1,4 +1,4 @@
-"""`explain`: what a loss is, in words a person can check. `diff` (in `explaining/difference.py`) says how two differ."""
+"""`explain`: what a loss is, in words a person can check, and the page it is printed as."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explaining.difference import as_spec, diff, plain, shown
-from policyloss.explaining.formulas import Formula, formula
-from policyloss.explaining.names import Elsewhere, elsewhere
-from policyloss.explaining.provenance import Sourced, nearest, same_presets, sources
-from policyloss.explaining.traps import Trap, traps
-from policyloss.explaining.words import describe
-from policyloss.explaining.zero_gradient import Condition, ZeroGradient, zero_gradient
+from policyloss.explain.diff import as_spec, plain, shown
+from policyloss.explain.formula import Formula, formula
+from policyloss.explain.sentences import describe
+from policyloss.explain.sources import Sourced, nearest, same_presets, sources
+from policyloss.explain.traits import Elsewhere, elsewhere
+from policyloss.explain.traps import Trap, traps
+from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.presets import PRESETS, Preset
 from policyloss.spec import LossSpec
 
-__all__ = ["Explanation", "diff", "explain"]
 _WIDTH = 100
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from policyloss.explaining.formulas import callable_name
+from policyloss.explain.formula import callable_name
 from policyloss.presets import PRESETS, Preset
 from policyloss.spec import LossSpec
 
@@ -107,7 +107,7 @@ def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
 
     def worth(field: Any) -> bool:
         value = getattr(part, field.name)
-        if field.name == "cap" and getattr(part, "form", "") == "ratio":
+        if field.name in getattr(part, "idle_fields", ()):
             return False
         sourced = base is not None and f"{slot}.{field.name}" in base.sources
         return sourced or value != field.default or isinstance(value, (int, float, tuple))
