@@ -206,13 +206,15 @@ def check_part(slot: str, part: Any) -> None:
 def _encode(slot: str, part: Any) -> dict[str, Any]:
     if type(part) not in _VARIANTS[slot]:
         raise SpecError(f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data.")
-    values = {f.name: _encode_value(getattr(part, f.name)) for f in dataclasses.fields(part)}
+    values = {f.name: _encode_value(slot, getattr(part, f.name)) for f in dataclasses.fields(part)}
     return {"type": type(part).__name__, **values}
 
 
-def _encode_value(value: Any) -> Any:
+def _encode_value(slot: str, value: Any) -> Any:
+    if is_part(slot, value):  # a part may be made of parts of the same slot
+        return _encode(slot, value)
     if isinstance(value, tuple):
-        return [_encode_value(v) for v in value]
+        return [_encode_value(slot, v) for v in value]
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"  # JSON has no infinity
     return value
@@ -230,14 +232,16 @@ def _decode(slot: str, data: Any) -> Any:
     for key in data:
         if key != "type" and key not in valid:
             raise SpecError(unknown_name(f"{name} field", key, valid) if valid else f"{name} has no fields, got {key!r}.")
-    values = {k: _decode_value(v) for k, v in data.items() if k != "type"}
+    values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
     missing = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}.")
     return make(**values)
 
 
-def _decode_value(value: Any) -> Any:
+def _decode_value(slot: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _decode(slot, value)
     if isinstance(value, list):
-        return tuple(_decode_value(v) for v in value)
+        return tuple(_decode_value(slot, v) for v in value)
     return float(value) if value in ("inf", "-inf") else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,12 +107,22 @@ def _change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
     pair = (mine, theirs)
     if slot == "correction" and len(mine) == len(theirs) == 1:
         pair = (mine[0], theirs[0])
-    fields: tuple[FieldChange, ...] = ()
-    if all(is_part(p) for p in pair) and type(pair[0]) is type(pair[1]):
-        names = [f.name for f in dataclasses.fields(pair[0])]
-        values = [(n, getattr(pair[0], n), getattr(pair[1], n)) for n in names]
-        fields = tuple(FieldChange(*v) for v in values if v[1] != v[2])
+    fields = tuple(_field_changes(*pair)) if _alike(*pair) else ()
     return SlotChange(slot, _name(mine), _name(theirs), fields, _meaning(slot, a, b))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return is_part(a) and type(a) is type(b)
+
+
+def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
+    """The fields of two parts of one kind that differ; those of a part inside a part as "field.field"."""
+    for field in dataclasses.fields(a):
+        name, first, second = prefix + field.name, getattr(a, field.name), getattr(b, field.name)
+        if _alike(first, second):
+            yield from _field_changes(first, second, f"{name}.")
+        elif first != second:
+            yield FieldChange(name, *(_name(x) if is_part(x) else x for x in (first, second)))
 
 
 def _name(value: Any) -> str:
@@ -126,6 +137,8 @@ def _name(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
+    if is_part(value):
+        return _name(value)
     return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
 
 

@@ -92,6 +92,8 @@ def _of_token(s: Slopes, clamp: Conditions) -> Conditions:
         return s.through_logp or ()
     if s.through_logp is None:
         return (*s.through_ratio, *clamp)
+    if not s.through_logp or not (*s.through_ratio, *clamp):
+        return ()
     both = f"({_any_of(s.through_logp)}) & ({_any_of((*s.through_ratio, *clamp))})"
     return (Condition(both, s.idle),)
 

@@ -51,12 +51,17 @@ class Slopes(NamedTuple):
     idle: str = "nothing to learn from, and nothing moves it through the ratio"
     within_sequence: bool = False
 
-    def on_side(self, test: str, suffix: str) -> Slopes:
-        """The same slopes, for the tokens where `test` holds (see `Condition.on_side`)."""
-        through = [
-            None if conditions is None else tuple(c.on_side(test, suffix) for c in conditions)
-            for conditions in (self.through_logp, self.through_ratio)
-        ]
+    def on_side(self, test: str, suffix: str, *, without_advantage: bool) -> Slopes:
+        """The same slopes, for the tokens where `test` holds (see `Condition.on_side`).
+
+        without_advantage: whether tokens with an advantage of 0 are among them.
+        """
+
+        def there(conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+            others = tuple(c.on_side(test, suffix) for c in conditions if c != NO_ADVANTAGE)
+            return (NO_ADVANTAGE, *others) if without_advantage and NO_ADVANTAGE in conditions else others
+
+        through = [None if c is None else there(c) for c in (self.through_logp, self.through_ratio)]
         when = f"({test}) & ({self.when})" if self.when else test
         return self._replace(through_logp=through[0], through_ratio=through[1], when=when)
 
