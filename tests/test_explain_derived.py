@@ -243,7 +243,7 @@ def test_a_change_of_the_code_changes_the_formula(monkeypatch: pytest.MonkeyPatc
     def surrogate() -> str:
         made = derived(pl.Clip(0.2, 0.28), symbolic_tokens("old"), lambda label: False)
         assert made is not None
-        return str(made["loss"][-1][1])
+        return str(made.lines["loss"][-1][1])
 
     assert surrogate() == "max(-advantages * ratio, -advantages * clip(ratio, 1 - 0.2, 1 + 0.28))"
     monkeypatch.setattr(functional_trust, "_clip_formula", lambda r, a, low, high, cap, dual: (-a * r.clamp(low, 2 * high), r))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,11 +56,13 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.labels: dict[Expression, str] = {}
+        self.every_label: dict[str, Expression] = {}
         self.stated: set[Expression] = set()
         self.suffix = ""
 
     def record(self, expression: Expression, label: str) -> None:
         self.labels.setdefault(unstopped(expression), label + self.suffix)
+        self.every_label[label + self.suffix] = unstopped(expression)
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
         """What a part states, each line of which keeps its name; a line may also be another part."""
@@ -72,6 +74,7 @@ class _Recorder:
             else:
                 whole[label] = expression_of(_runnable(line, self)(t).loss)
             self.labels[unstopped(whole[label])] = label + self.suffix
+            self.record(whole[label], label)
             self.stated.add(unstopped(whole[label]))
         last: Any = Symbol(whole[label])
         self.stated.discard(unstopped(whole[label]))
@@ -105,11 +108,21 @@ class _Recorder:
             sys.setprofile(before)
 
 
-def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> dict[str, Lines] | None:
-    """The lines of what `part` returns for `t`; None if symbols cannot follow it.
+class Derived(NamedTuple):
+    """What was derived of a part.
 
-    The result has an entry for each thing it returns: "loss" alone, or the fields of a `Corrected`; the last line of an entry is
-    called by its key. taken: whether a name already means something.
+    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the last
+    line of an entry is called by its key. other_names: of lines that two parts inside a part share.
+    """
+
+    lines: dict[str, Lines]
+    other_names: dict[str, str]
+
+
+def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | None:
+    """The formula of what `part` returns for `t`; None if symbols cannot follow it.
+
+    taken: whether a name already means something.
     """
     recorder = _Recorder()
     try:
@@ -124,7 +137,9 @@ def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> dict[str, Lin
     labels = {_known(expression): label for expression, label in recorder.labels.items()}
     stated = {_known(expression) for expression in recorder.stated}
     usable = {x: label for x, label in labels.items() if label.isidentifier() and not taken(label)}
-    return named_lines(roots, usable, stated)
+    chosen = _chosen(roots, usable, stated)
+    every = {label: chosen.get(_known(x), label) for label, x in recorder.every_label.items()}
+    return Derived(_in_order(roots, chosen), {label: line for label, line in every.items() if label != line})
 
 
 def _known(x: Expression) -> Expression:
@@ -160,11 +175,10 @@ def _written(field: str, value: Any, recorder: _Recorder) -> Any:
     return value
 
 
-def named_lines(roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]) -> dict[str, Lines]:
-    """The roots as lines.
+def _chosen(roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]) -> dict[Expression, str]:
+    """The subexpressions that get a line of their own, and its name.
 
-    A subexpression that has a label gets a line of its own if it was stated, if it is used twice, or
-    if it joins several tests.
+    Of those that have a label: the ones that were stated, are used twice, or join several tests.
     """
     uses: Counter[Expression] = Counter()
 
@@ -184,7 +198,7 @@ def named_lines(roots: dict[str, Expression], labels: dict[Expression, str], sta
         joins_tests = _joins_tests(x) and x not in roots.values()
         if uses[x] > 1 or joins_tests or unstopped(x) in stated:
             chosen[x] = label
-    return _in_order(roots, chosen)
+    return chosen
 
 
 def _joins_tests(x: Expression) -> bool:

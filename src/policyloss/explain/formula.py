@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from policyloss.explain.algebra import bounded
-from policyloss.explain.derive import Lines, derived, symbolic_tokens
+from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens
 from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.expression import number as number_tree
 from policyloss.slots.wording import COMMON_NAMES, number
@@ -83,6 +83,7 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
+    other_names: dict[str, str] = field(default_factory=dict)  # of lines that two parts inside a part share
 
     @property
     def exact(self) -> bool:
@@ -107,7 +108,10 @@ def names_in(expression: str) -> set[str]:
 def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
     parts = [_corrections(spec), _ratio(spec), _trust(spec), _kl(spec), _loss(spec)]
-    return Formula(_live([line for lines, _ in parts for line in lines]), tuple(c for _, callables in parts for c in callables))
+    lines = [line for slot_lines, _ in parts for line in slot_lines]
+    callables = tuple(c for _, unknown in parts for c in unknown)
+    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
 
 
 # The lines of one slot, and the callables in it that could not be derived.
@@ -141,14 +145,14 @@ def _taken(label: str) -> bool:
     return label in _RESERVED or label in VOCABULARY or keyword.iskeyword(label)
 
 
-def _derived(slot: str, part: Any, anchor: str = "old") -> dict[str, Lines] | None:
-    """The lines of a part by what it returns; None if symbols cannot follow it."""
+def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
+    """The formula of a part by what it returns; None if symbols cannot follow it."""
     # A part of the library is a value, so its lines never change; a user's function may read anything.
     return _derived_once(part, anchor) if is_part(slot, part) else derived(part, symbolic_tokens(anchor), _taken)
 
 
 @lru_cache(maxsize=1024)
-def _derived_once(part: Any, anchor: str) -> dict[str, Lines] | None:
+def _derived_once(part: Any, anchor: str) -> Derived | None:
     return derived(part, symbolic_tokens(anchor), _taken)
 
 
@@ -159,18 +163,18 @@ def _renamed(lines: Lines, last: str) -> list[Line]:
 
 def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
     """The lines of a part that returns one number per token, the last of which is called `last`."""
-    lines = _derived(slot, part, anchor)
-    if lines is None or "loss" not in lines:
+    of_part = _derived(slot, part, anchor)
+    if of_part is None or "loss" not in of_part.lines:
         return [Line(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
-    return _renamed(lines["loss"], last), []
+    return _renamed(of_part.lines["loss"], last), []
 
 
 def raw_log_ratio(part: Any) -> Expression | None:
     """The ratio slot's log-ratio before its clamp, as one expression; None if it cannot be derived."""
-    lines = _derived("ratio", part)
-    if lines is None:
+    of_part = _derived("ratio", part)
+    if of_part is None:
         return None
-    *before, (_, expression) = lines["loss"]
+    *before, (_, expression) = of_part.lines["loss"]
     known = dict(before)
     return expression.replaced(lambda x: known.get(str(x.value)) if x.operator == "name" else None)
 
@@ -209,10 +213,11 @@ class _Verdict(NamedTuple):
 
 
 def _verdict(part: Any) -> _Verdict:
-    lines = _derived("correction", part)
-    if lines is None:
+    of_part = _derived("correction", part)
+    if of_part is None:
         before = Line("verdict", f"{callable_name(part)}(tokens)")
         return _Verdict([before, Line("weight", "verdict.weight")], [before, Line("keep", "verdict.keep")], derived=False)
+    lines = of_part.lines
     weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
     if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
         weight = []

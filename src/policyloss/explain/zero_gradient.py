@@ -12,12 +12,13 @@ from typing import Any
 
 from policyloss.explain.algebra import FALSE, binary, unstopped
 from policyloss.explain.expression import number
-from policyloss.explain.formula import clamp_bounds, raw_log_ratio, rejects
+from policyloss.explain.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.slots.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec
 
 __all__ = ["Condition", "ZeroGradient", "zero_gradient"]
 _EVERY = {"sequence": "seq_all", "run": "run_all"}
+_WHICH = ("through_logp", "through_ratio")
 Conditions = tuple[Condition, ...]
 
 
@@ -48,6 +49,8 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
     if not hasattr(spec.trust, "slopes") or not hasattr(spec.ratio, "shared_over"):
         return ZeroGradient(known=False)
     slopes = spec.trust.slopes()
+    other_names = formula(spec).other_names
+    slopes = tuple(s._replace(**{which: _renamed(getattr(s, which), other_names) for which in _WHICH}) for s in slopes)
     if len(slopes) > 1 and any(s.within_sequence for s in slopes):
         return ZeroGradient(known=False)
     rejected: Conditions = ()
@@ -75,6 +78,11 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
     return ZeroGradient((*gone, Condition(f"({_any_of(own)}) & ({moved})", slopes[0].idle)))
 
 
+def _renamed(conditions: Conditions | None, other_names: dict[str, str]) -> Conditions | None:
+    """The conditions in the names of the formula's lines."""
+    return None if conditions is None else tuple(c.renamed(lambda line: other_names.get(line, line)) for c in conditions)
+
+
 def _any_of(conditions: Conditions) -> str:
     return " | ".join(f"({c.expression})" for c in conditions) if conditions[1:] else conditions[0].expression
 
@@ -87,7 +95,7 @@ def _once(conditions: Conditions) -> Conditions:
 def _of_token(s: Slopes, clamp: Conditions) -> Conditions:
     """Where a token that shares its gradient with no other has none."""
     if s.when:
-        clamp = tuple(c.on_side(s.when, "") for c in clamp)
+        clamp = tuple(c.where(s.when) for c in clamp)
     if s.through_ratio is None:
         return s.through_logp or ()
     if s.through_logp is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 # The argument that carries the log-probability of each anchor, as a formula writes it.
@@ -19,20 +20,28 @@ COMMON_NAMES = frozenset(
 )
 
 
+# The two sides that the sign of the advantage makes, and how a condition on one side begins.
+SIDES = {"positive": "advantages > 0", "negative": "advantages <= 0"}
+_BEGINNINGS = {"positive": "(advantages > 0) & ", "negative": "(advantages < 0) & "}
+
+
 class Condition(NamedTuple):
     """An expression that is True for a token, and what it says."""
 
     expression: str
     meaning: str
 
-    def on_side(self, test: str, suffix: str) -> Condition:
-        """The same condition where `test` holds; the lines of the part it belongs to end in `suffix`."""
-        renamed = re.sub(
-            r"[A-Za-z_]\w*",
-            lambda match: match[0] if match[0] in COMMON_NAMES else match[0] + suffix,
-            self.expression,
-        )
-        return Condition(f"({test}) & ({renamed})", self.meaning)
+    def renamed(self, change: Callable[[str], str]) -> Condition:
+        """The same condition with other names for the lines of the part it belongs to."""
+
+        def of_match(match: re.Match[str]) -> str:
+            return match[0] if match[0] in COMMON_NAMES else change(match[0])
+
+        return self._replace(expression=re.sub(r"[A-Za-z_]\w*", of_match, self.expression))
+
+    def where(self, test: str) -> Condition:
+        """The same condition, for the tokens where `test` holds."""
+        return self._replace(expression=f"({test}) & ({self.expression})")
 
 
 class Slopes(NamedTuple):
@@ -41,8 +50,8 @@ class Slopes(NamedTuple):
     A trust part returns one of these, or several that hold for different tokens.
     through_logp: any of these makes the slope in the token's own `logp` zero; None if the loss does
     not read `logp` but through the ratio. through_ratio: the same for the ratio slot's log-ratio.
-    when: the tokens this is about, "" for all. idle: what it means that both are zero.
-    within_sequence: the loss of a token depends on the log-ratios of its whole sequence.
+    when: the tokens this is about, one of `SIDES`, "" for all. idle: what it means that both are
+    zero. within_sequence: a token's loss depends on the log-ratios of its whole sequence.
     """
 
     through_logp: tuple[Condition, ...] | None = None
@@ -51,19 +60,29 @@ class Slopes(NamedTuple):
     idle: str = "nothing to learn from, and nothing moves it through the ratio"
     within_sequence: bool = False
 
-    def on_side(self, test: str, suffix: str, *, without_advantage: bool) -> Slopes:
-        """The same slopes, for the tokens where `test` holds (see `Condition.on_side`).
+    def on_side(self, side: str) -> tuple[Slopes, ...]:
+        """The same slopes for the tokens of one side; none if they are about the other side.
 
-        without_advantage: whether tokens with an advantage of 0 are among them.
+        The lines of the part end in the name of the side.
         """
+        if self.when not in ("", SIDES[side]):
+            return ()
+        logp, ratio = (
+            None if conditions is None else tuple(x for c in conditions for x in _on_side(c, side))
+            for conditions in (self.through_logp, self.through_ratio)
+        )
+        return (self._replace(through_logp=logp, through_ratio=ratio, when=SIDES[side]),)
 
-        def there(conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-            others = tuple(c.on_side(test, suffix) for c in conditions if c != NO_ADVANTAGE)
-            return (NO_ADVANTAGE, *others) if without_advantage and NO_ADVANTAGE in conditions else others
 
-        through = [None if c is None else there(c) for c in (self.through_logp, self.through_ratio)]
-        when = f"({test}) & ({self.when})" if self.when else test
-        return self._replace(through_logp=through[0], through_ratio=through[1], when=when)
+def _on_side(condition: Condition, side: str) -> tuple[Condition, ...]:
+    if condition == NO_ADVANTAGE:
+        return (condition,) if side == "negative" else ()
+    other = _BEGINNINGS["negative" if side == "positive" else "positive"]
+    if condition.expression.startswith(other):
+        return ()
+    here = condition.renamed(lambda line: f"{line}_{side}")
+    begins = condition.expression.startswith(_BEGINNINGS[side])
+    return (here if begins else here.where(SIDES[side]),)
 
 
 NO_ADVANTAGE = Condition("advantages == 0", "nothing to learn from")
