@@ -221,11 +221,13 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", pl.presets())
 def test_sources_name_real_slots_and_fields(name: str) -> None:
     for key in NAMED[name].sources:
-        slot, _, field = key.partition(".")
+        slot, *fields = key.split(".")
         part = getattr(PRESETS[name], slot)
         part = part[0] if slot == "correction" else part
         assert part is not None
-        assert not field or hasattr(part, field), key
+        for field in fields:  # of a part inside a part, too
+            assert hasattr(part, field), key
+            part = getattr(part, field)
 
 
 def test_a_changed_number_says_so() -> None:

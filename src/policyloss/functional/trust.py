@@ -186,6 +186,12 @@ def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max:
     return -weight * advantages * logp
 
 
+def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
+    """`positive` where A > 0, `negative` elsewhere. A NaN of either shows, also where it is not taken."""
+    take_positive = torch.where(advantages > 0, ~negative.isnan(), positive.isnan())
+    return torch.where(take_positive, positive, negative)
+
+
 def covariance(logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor) -> Tensor:
     """Each token's share of the covariance of advantage and log-probability: `(A - Ā)·(logp - mean logp)`. Detached."""
     return (advantages - advantage_mean) * (logp.detach() - logp_mean)

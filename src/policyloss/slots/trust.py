@@ -38,6 +38,7 @@ from policyloss.tokens import Tokens
 
 __all__ = [
     "VARIANTS",
+    "BySign",
     "Clip",
     "CovClip",
     "CovKL",
@@ -62,16 +63,23 @@ def _count_text(fraction: float) -> str:
 
 @dataclass(frozen=True)
 class Unbounded:
-    """No limit. form="ratio": `-A·r` (importance sampling); form="logp": `-A·logp` (REINFORCE, GPG; reads no ratio)."""
+    """No limit.
+
+    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's gradient:
+    form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to the policy
+    itself, so that the value is `-A` (UP-GRPO).
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    form: Literal["ratio", "logp"] = "ratio"
+    form: Literal["ratio", "logp", "current"] = "ratio"
 
     def __post_init__(self) -> None:
-        checks.choice(self, "form", ("ratio", "logp"))
+        checks.choice(self, "form", ("ratio", "logp", "current"))
 
     def __call__(self, t: Tokens) -> Surrogate:
+        if self.form == "current":
+            return Surrogate(-t.advantages * t.log_ratio_to("current").exp())
         return Surrogate(-t.advantages * (ratio_of(t) if self.form == "ratio" else t.logp))
 
     @property
@@ -83,6 +91,8 @@ class Unbounded:
         """What it does, in words."""
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
+        if self.form == "current":
+            return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
@@ -256,7 +266,86 @@ def _how_many(fraction: float, tokens: Tensor) -> Tensor:
     return (fraction * tokens.to(accumulator_dtype(tokens.device))).to(torch.int64).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class BySign:
+    """Tokens with A > 0 take the loss of `positive`, the others that of `negative`: both are trust regions.
+
+    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among all of them.
+    """
+
+    positive: Any
+    negative: Any
+
+    def __post_init__(self) -> None:
+        for field, part in (("positive", self.positive), ("negative", self.negative)):
+            if isinstance(part, type):
+                raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
+            if not isinstance(part, VARIANTS):
+                raise SpecError(
+                    f"BySign.{field} must be a trust region of the library, got {part!r}; put your own function in the trust slot."
+                )
+        choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
+        if len(choosing) > 1:
+            raise SpecError(f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may.")
+
+    @property
+    def _sides(self) -> tuple[Any, Any]:
+        return self.positive, self.negative
+
+    @property
+    def reach(self) -> str:
+        """That of the side which reaches further."""
+        return "sequence" if "sequence" in {part.reach for part in self._sides} else "token"
+
+    @property
+    def follows_advantage(self) -> bool:
+        """Whether the loss vanishes with the advantage, on both sides."""
+        return all(part.follows_advantage for part in self._sides)
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether a side uses the ratio slot's ratio."""
+        return any(getattr(part, "reads_ratio", True) for part in self._sides)
+
+    @property
+    def statistics_names(self) -> tuple[str, ...]:
+        """The batch-wide numbers that a side reads."""
+        return tuple(name for part in self._sides for name in getattr(part, "statistics_names", ()))
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers that a side reads."""
+        choosing = [part for part in self._sides if getattr(part, "statistics_names", ())]
+        return {name: x for part in choosing for name, x in part.statistics(t, group).items()}
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless `ratio` is one that both sides fit."""
+        for part in self._sides:
+            if hasattr(part, "check_ratio"):
+                part.check_ratio(ratio)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive, negative = self.positive(t), self.negative(t)
+        loss = trust.by_sign(positive.loss, negative.loss, t.advantages)
+        with torch.no_grad():
+            good, never = t.advantages > 0, torch.zeros_like(t.mask)
+            flags = [
+                None if a is None and b is None else torch.where(good, never if a is None else a, never if b is None else b)
+                for a, b in zip(positive[1:], negative[1:], strict=True)
+            ]
+        return Surrogate(loss, *flags)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero: on each side, where that part's is."""
+        sides = (("positive", self.positive), ("negative", self.negative))
+        return tuple(x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side))
+
+
 VARIANTS = (
+    BySign,
     Clip,
     TwoSidedClip,
     DetachedClip,
