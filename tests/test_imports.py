@@ -25,10 +25,11 @@ FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path 
 ADVANTAGE = {"errors", "functional", "tokens", "advantages"}
 MAY_IMPORT = {
     "errors": set(),
+    "notebook": set(),
     "functional": {"errors", "functional"},
     "tokens": {"errors", "functional"},
     "totals": {"errors", "functional", "tokens"},
-    "metrics": {"errors", "functional"},
+    "metrics": {"errors", "functional", "notebook"},
     "slots": {"errors", "functional", "tokens", "totals", "slots"},
     "spec": {"errors", "slots"},
     "presets": {"errors", "slots", "spec"},

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss import notebook
 from policyloss.errors import unknown_name
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.ranks import collective_device
@@ -214,6 +215,10 @@ class Metrics(Mapping[str, Record]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self._records)})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: every metric and its value (one host sync)."""
+        return notebook.table(("metric", "value"), [(name, f"{x:.10g}") for name, x in self.compute().items()])
 
     def __add__(self, other: Metrics) -> Metrics:
         if not isinstance(other, Metrics):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from policyloss import notebook
 from policyloss.errors import SpecError
 from policyloss.explain.formula import formula
 from policyloss.explain.sentences import SLOTS, describe_slot
@@ -63,6 +64,17 @@ class Difference:
             return f"{self.a} and {self.b} are the same loss."
         blocks = [f"a: {self.a}\nb: {self.b}", *(_block(c) for c in self.changes)]
         return "\n\n".join([*blocks, *self.notes])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        if self.equal:
+            return notebook.paragraphs(str(self))
+        rows = []
+        for c in self.changes:
+            rows.append((c.slot, c.a, c.b))
+            rows += [(f"{c.slot}.{f.field}", str(shown(f.a)), str(shown(f.b))) for f in c.fields]
+        meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
+        return notebook.table(("", self.a, self.b), rows) + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
 
 
 def diff(a: LossSpec | str, b: LossSpec | str) -> Difference:
