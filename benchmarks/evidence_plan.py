@@ -76,6 +76,7 @@ PLANS: Mapping[str, Plan] = {
     "prime_rl": Plan({"advantage": "dr_grpo"}, why="measures against the sampler itself; reward minus the group's mean"),
     "dro": _CENTRED,
     "topr": _CENTRED,
+    "up_grpo": _GROUPS,
     "luspo": _GROUPS,
     "vespo": _GROUPS,
     "rloo_loss": Plan({"advantage": "rloo"}, why="its own advantages"),

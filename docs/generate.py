@@ -17,8 +17,8 @@ from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
 from policyloss.explain import Explanation, shortened
-from policyloss.explaining.difference import Difference, shown
-from policyloss.explaining.provenance import distance
+from policyloss.explain.diff import Difference, shown
+from policyloss.explain.sources import distance
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset

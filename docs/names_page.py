@@ -18,9 +18,9 @@ from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Cell, Option
 from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from docs.names.options import OPTIONS
-from policyloss.explaining.elsewhere import Elsewhere
-from policyloss.explaining.formulas import VOCABULARY, formula, names_in
-from policyloss.explaining.names import ELSEWHERE
+from policyloss.explain.formula import VOCABULARY, formula, names_in
+from policyloss.explain.framework_names import Elsewhere
+from policyloss.explain.traits import ELSEWHERE
 
 
 def names_page() -> str:

@@ -45,6 +45,9 @@ TRUSTS = (
     pl.TaperedNegative(),
     pl.Unbounded("ratio"),
     pl.Unbounded("logp"),
+    pl.Unbounded("current"),
+    pl.BySign(pl.Unbounded("current"), pl.Clip(0.2, 0.28, dual=1.4)),
+    pl.BySign(pl.CovKL(fraction=0.2), pl.DetachedClip(0.8, 1.2, outside="zero")),
 )
 CORRECTIONS = (
     (pl.Truncate(1.1),),

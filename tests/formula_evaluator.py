@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.explaining.formulas import Formula
+from policyloss.explain.formula import Formula
 from policyloss.functional.trust import draw
 
 
@@ -139,6 +139,7 @@ PLAIN = {
     "log": torch.log,
     "abs": torch.abs,
     "sigmoid": torch.sigmoid,
+    "sign": torch.sign,
     "clip": lambda x, low, high: x.clamp(low, high),
     "max": _elementwise(torch.maximum),
     "min": _elementwise(torch.minimum),

@@ -70,6 +70,34 @@ MUTANTS = (
         "weight = ratio.clamp(min=ratio_min",
         _HAND + "test_trust",
     ),
+    Mutant(
+        "by_sign_sides_swapped",
+        "functional/trust.py",
+        "take_positive, positive, negative)",
+        "take_positive, negative, positive)",
+        "test_by_sign.py::test_up_grpo_by_hand",
+    ),
+    Mutant(
+        "by_sign_hides_nan",
+        "functional/trust.py",
+        "advantages > 0, ~negative.isnan(), positive.isnan())",
+        "advantages > 0, True, False)",
+        "test_by_sign.py::test_a_nan_shows_on_either_side",
+    ),
+    Mutant(
+        "current_ratio_is_logp",
+        "slots/trust.py",
+        't.log_ratio_to("current").exp()',
+        "t.logp",
+        "test_by_sign.py::test_up_grpo_by_hand",
+    ),
+    Mutant(
+        "by_sign_flags_of_one_side",
+        "slots/trust.py",
+        "never if b is None else b)",
+        "never)",
+        "test_by_sign.py::test_each_side_is_its_part_alone",
+    ),
     Mutant("sapo_scale", "functional/trust.py", "-advantages * (4 / tau)", "-advantages * 4", _HAND + "test_trust"),
     Mutant(
         "gmpo_clips_the_ratio_not_its_log",
@@ -172,7 +200,7 @@ MUTANTS = (
     Mutant(
         "straight_through_dropped",
         "functional/kl.py",
-        "return value.detach() + (surrogate - surrogate.detach())",
+        "return value.detach() + (pull - pull.detach())",
         "return value",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),

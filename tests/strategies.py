@@ -73,7 +73,12 @@ TRUSTS = st.one_of(
     st.builds(pl.CovKL, fraction=_numbers(0.0625, 0.75), coef=_numbers(0, 2)),
     st.builds(pl.Quadratic, _numbers(0.0625, 2)),
     st.builds(pl.TaperedNegative, _numbers(0.25, 2)),
-    st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp"])),
+    st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"])),
+    st.builds(
+        pl.BySign,
+        st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"])) | st.builds(pl.SoftGate, _numbers(0.25, 4)),
+        st.builds(pl.Clip, EPS, EPS, dual=st.none() | _numbers(1.125, 10)) | st.builds(pl.Quadratic, _numbers(0.0625, 2)),
+    ),
 )
 WEIGHTS = st.one_of(
     st.builds(pl.Truncate, _numbers(1, 4) | st.just(float("inf")), _numbers(0, 0.75), LEVEL),

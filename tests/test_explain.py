@@ -19,11 +19,11 @@ import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, Batch, label, make_batch, run, swapped
 from formula_evaluator import Evaluator
 from policyloss.explain import Explanation
-from policyloss.explaining.formulas import Formula, Line, formula
-from policyloss.explaining.names import ELSEWHERE, fits, traits
-from policyloss.explaining.provenance import is_part
-from policyloss.explaining.traps import TRAPS
-from policyloss.explaining.zero_gradient import zero_gradient
+from policyloss.explain.formula import Formula, Line, formula
+from policyloss.explain.sources import is_part
+from policyloss.explain.traits import ELSEWHERE, fits, traits
+from policyloss.explain.traps import TRAPS
+from policyloss.explain.zero_gradient import zero_gradient
 from policyloss.presets import PRESETS as NAMED
 from policyloss.slots import aggregate, correction, kl, ratio, trust
 
@@ -223,11 +223,13 @@ def test_sources_name_real_slots_and_fields(name: str) -> None:
     for key in NAMED[name].sources:
         if key == "advantage":
             continue  # no slot of the loss: an estimator that goes with it
-        slot, _, field = key.partition(".")
+        slot, *fields = key.split(".")
         part = getattr(PRESETS[name], slot)
         part = part[0] if slot == "correction" else part
         assert part is not None
-        assert not field or hasattr(part, field), key
+        for field in fields:  # of a part inside a part, too
+            assert hasattr(part, field), key
+            part = getattr(part, field)
 
 
 def test_a_changed_number_says_so() -> None:
@@ -271,15 +273,23 @@ def my_surrogate(t: pl.Tokens) -> Any:
     return -t.advantages * t.logp
 
 
-def test_a_callable_is_named_and_not_invented() -> None:
-    e = pl.explain(pl.LossSpec(trust=my_surrogate, correction=lambda t: pl.Corrected(None, t.mask)))
+def branching(t: pl.Tokens) -> Any:
+    """Minus the advantage times logp, if there is any.
+
+    More.
+    """
+    return my_surrogate(t) if bool((t.advantages != 0).any()) else 0 * t.logp
+
+
+def test_a_callable_that_symbols_cannot_follow_is_named_and_not_invented() -> None:
+    e = pl.explain(pl.LossSpec(trust=branching, correction=lambda t: pl.Corrected(None, t.mask.cpu())))
     assert not e.formula.exact
     assert not e.zero.known
     text = str(e)
-    assert "surrogate = my_surrogate(tokens)" in text
-    assert "my_surrogate in the trust slot is a callable, whose formula cannot be printed. It says: Minus the" in text
+    assert "surrogate = branching(tokens)" in text
+    assert "branching in the trust slot is a callable, whose formula cannot be printed. It says: Minus the" in text
     assert "your_function in the correction slot is a callable" in text
-    assert numbers(e)["trust"] == ("my_surrogate", "your own function")
+    assert numbers(e)["trust"] == ("branching", "your own function")
     json.dumps(e.to_dict())
 
 

@@ -12,7 +12,7 @@ import policyloss as pl
 from cases import make_batch, run
 from formula_evaluator import Evaluator
 from policyloss.compat.trl.custom import checked_loss
-from policyloss.explaining.formulas import formula
+from policyloss.explain.formula import formula
 from policyloss.slots import aggregate
 from policyloss.train.config import check_together, read_arguments, read_spec
 from test_compat_trl import grpo_config

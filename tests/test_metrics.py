@@ -143,6 +143,11 @@ def test_clip_fractions_of_other_trust_regions():
         pl.ProbabilityBand("tv", 0.1, 0.1): (left & (a > 0), left & (a <= 0)),
         pl.GeometricClip(0.1, 0.2): ((a > 0) & (r.log() > 0.2), (a < 0) & (r.log() < -0.1)),
         pl.TaperedNegative(1.0): ((a <= 0) & (r > 1.0),),
+        pl.BySign(pl.DetachedClip(0.8, 1.3), pl.Clip(0.1, 0.2, dual=1.5)): (
+            (a > 0) & (r > 1.3),
+            (a > 0) & (r < 0.8) | (a < 0) & (r < 0.9),
+            (a < 0) & (r > 1.5),
+        ),
     }
     for trust, flags in cases.items():
         metrics = run(pl.LossSpec(trust=trust), batch).metrics

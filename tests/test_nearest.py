@@ -11,7 +11,7 @@ import pytest
 
 import policyloss as pl
 from policyloss.compat.trl.config import LOSS_TYPES, spec_from_config
-from policyloss.explaining.provenance import distance, nearest
+from policyloss.explain.sources import distance, nearest
 from policyloss.presets import PRESETS, presets_equal_to
 from test_compat_trl import config
 

@@ -37,6 +37,7 @@ REQUIRED = [
     "dppo_kl",
     "dro",
     "topr",
+    "up_grpo",
     "luspo",
     "vespo",
     "opsm",
@@ -84,12 +85,14 @@ def test_sources_name_what_exists(preset: Preset):
         if key == "advantage":
             assert preset.advantage is not None
             continue
-        slot, _, field = key.partition(".")
+        slot, *fields = key.split(".")
         assert slot in SLOTS, f"{key!r} is no slot"
         held = [part for s, part in parts(preset.spec) if s == slot]
         assert held, f"{key!r} is given a source but {slot} is empty"
-        if field:
-            assert any(field in {f.name for f in dataclasses.fields(part)} for part in held), f"{key!r} is no field of {held}"
+        for field in fields:  # of a part inside a part, too
+            held = [part for part in held if field in {f.name for f in dataclasses.fields(part)}]
+            assert held, f"{key!r} names no field"
+            held = [getattr(part, field) for part in held]
         assert len(source) >= 5
     assert preset.title
     assert preset.paper
@@ -150,6 +153,10 @@ NUMBERS = {
     "rloo_loss": {"ratio": pl.SequenceProduct(), "trust": pl.Clip(0.2, 0.2)},
     "luspo": {"ratio": pl.SequenceRatio(), "trust": pl.Clip(2e-3, 2.5e-3), "aggregate": pl.LengthWeighted()},
     "topr": {"trust": pl.TaperedNegative(1.0)},
+    "up_grpo": {
+        "trust": pl.BySign(pl.Unbounded("current"), pl.Clip(0.2, 0.2, dual=3.0)),
+        "aggregate": pl.SeqMeanTokenMean(),
+    },
 }
 
 

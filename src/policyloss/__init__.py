@@ -48,6 +48,7 @@ from policyloss.slots.correction import (
 from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
+    BySign,
     Clip,
     CovClip,
     CovKL,
@@ -74,6 +75,7 @@ __all__ = [
     "OPSM",
     "Accumulation",
     "Band",
+    "BySign",
     "Clip",
     "CompiledLoss",
     "Corrected",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from policyloss import notebook
 from policyloss.arguments import check_integer, seen
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
@@ -52,8 +53,17 @@ class CheckReport:
     def __str__(self) -> str:
         width = max(len(r.name) for r in self.results)
         lines = [f"{'ok  ' if r.passed else 'FAIL'}  {r.name.ljust(width)}  {r.detail}".rstrip() for r in self.results]
-        failed = sum(not r.passed for r in self.results)
-        return "\n".join([*lines, f"{len(self.results) - failed} of {len(self.results)} properties hold."])
+        return "\n".join([*lines, self._summary])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = [("ok" if r.passed else "FAIL", r.name, r.detail) for r in self.results]
+        return notebook.table(("", "property", "seen"), rows) + notebook.paragraphs(self._summary)
+
+    @property
+    def _summary(self) -> str:
+        held = sum(r.passed for r in self.results)
+        return f"{held} of {len(self.results)} properties hold."
 
 
 class FrozenStopGradients(TorchFunctionMode):

@@ -72,7 +72,7 @@ def explain_trl_command(args: argparse.Namespace) -> str:
 
 def diff_command(args: argparse.Namespace) -> str:
     """How two losses differ."""
-    from policyloss.explaining.difference import diff
+    from policyloss.explain import diff
 
     difference = diff(_loss(args.a), _loss(args.b))
     return _json(difference.to_dict()) if args.json else str(difference)

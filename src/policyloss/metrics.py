@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from policyloss import notebook
 from policyloss.arguments import check_group, seen
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
@@ -253,6 +254,10 @@ class Metrics(Mapping[str, Record]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self._records)})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: every metric and its value (one host sync)."""
+        return notebook.table(("metric", "value"), [(name, f"{x:.10g}") for name, x in self.compute().items()])
 
     def __add__(self, other: Metrics) -> Metrics:
         if not isinstance(other, Metrics):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss import notebook
 from policyloss.errors import InputError
 from policyloss.partitioning import wording
 from policyloss.partitioning.cutting import Cut, CuttableBatch
@@ -70,15 +71,32 @@ class PartitionReport:
     def __str__(self) -> str:
         width = max(len(cut.name) for cut in self.cuts)
         table = [f"  {'cut'.ljust(width)}  pieces  difference  factor"]
-        for cut in self.cuts:
-            seen = f"{cut.relative_difference:.1%}" if cut.moved else "none"
-            factor = f"{cut.factor:.3f}" if cut.moved else "1"
-            table.append(f"  {cut.name.ljust(width)}  {cut.micro_batches:>6}  {seen:>10}  {factor:>6}")
+        for name, pieces, seen, factor in self._rows():
+            table.append(f"  {name.ljust(width)}  {pieces:>6}  {seen:>10}  {factor:>6}")
         headline, *paragraphs = (
-            textwrap.fill(text, 110, break_on_hyphens=False)
-            for text in [self._headline(), *self.diagnosis, *(f"Note: {note}" for note in self.notes)]
+            textwrap.fill(text, 110, break_on_hyphens=False) for text in [self._headline(), *self._paragraphs()]
         )
         return "\n\n".join([headline, "\n".join(table), *paragraphs])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
+        return notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
+
+    def _rows(self) -> list[tuple[str, int, str, str]]:
+        """Of each cut: its name, its pieces, how far the gradient moved, and by which factor."""
+        return [
+            (
+                cut.name,
+                cut.micro_batches,
+                f"{cut.relative_difference:.1%}" if cut.moved else "none",
+                f"{cut.factor:.3f}" if cut.moved else "1",
+            )
+            for cut in self.cuts
+        ]
+
+    def _paragraphs(self) -> list[str]:
+        return [*self.diagnosis, *(f"Note: {note}" for note in self.notes)]
 
     def _headline(self) -> str:
         moved = sum(cut.moved for cut in self.cuts)

@@ -26,6 +26,7 @@ from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.slots.kl import KL
 from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.slots.trust import (
+    BySign,
     Clip,
     CovClip,
     CovKL,
@@ -443,6 +444,22 @@ _ALL = (
         note="The paper's ratio is the whole sequence's: use ratio=SequenceProduct() for that; ROLL and Trinity use the token's.",
     ),
     Preset(
+        "up_grpo",
+        "UP-GRPO: the plain policy gradient for good tokens, dual clip for the others",
+        "arXiv 2607.06987",
+        LossSpec(trust=BySign(Unbounded("current"), Clip(0.2, 0.2, dual=3.0)), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": "UP-GRPO, arXiv 2607.06987, equation 15: split by the sign of the advantage",
+            "trust.positive": "equation 15: -A times the ratio of the policy to itself, unbounded",
+            "trust.negative": "equation 15: GRPO's symmetric clip with dual clip, unchanged",
+            "trust.negative.eps_low": "0.2, verl's default of clip_ratio",
+            "trust.negative.eps_high": "0.2, verl's default of clip_ratio; it cannot bind where A <= 0",
+            "trust.negative.dual": "3, verl's default of clip_ratio_c",
+            "aggregate": "as GRPO: mean over outputs of token means",
+        },
+        note="The paper's KL penalty is a slot of its own: kl=KL('k3', coef).",
+    ),
+    Preset(
         "luspo",
         "LUSPO: GSPO weighted by length",
         "arXiv 2602.05261",
@@ -540,6 +557,7 @@ PresetName = Literal[
     "prime_rl",
     "dro",
     "topr",
+    "up_grpo",
     "luspo",
     "vespo",
     "rloo_loss",

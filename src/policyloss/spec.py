@@ -74,10 +74,8 @@ class LossSpec:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        if isinstance(self.trust, trust.GeometricClip) and not isinstance(self.ratio, ratio.TokenRatio):
-            raise SpecError(
-                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(self.ratio).__name__}."
-            )
+        if hasattr(self.trust, "check_ratio"):
+            self.trust.check_ratio(self.ratio)
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
         if len(weighing) > 1:
             raise SpecError(
@@ -106,8 +104,7 @@ class LossSpec:
     @property
     def reads_ratio_value(self) -> bool:
         """Whether anything uses the ratio as the `ratio` slot makes it, not only its anchor (a KL may weigh by the token's own)."""
-        plain = isinstance(self.trust, trust.Unbounded) and self.trust.form == "logp"
-        return not plain or getattr(self.kl, "reads_ratio", False)
+        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "reads_ratio", False)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -288,6 +285,11 @@ def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
 
 
+def is_part(slot: str, part: Any) -> bool:
+    """Whether `part` is one of the library's own for `slot`, not a user's callable."""
+    return isinstance(part, _VARIANTS[slot])
+
+
 def check_part(slot: str, part: Any) -> None:
     """Raise unless `part` may fill `slot`: one of its variants, or a callable."""
     if isinstance(part, type):
@@ -333,13 +335,15 @@ def _encode(slot: str, part: Any) -> dict[str, Any]:
     name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
     if name is None:
         raise SpecError(f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data.")
-    values = {f.name: _encode_value(getattr(part, f.name)) for f in dataclasses.fields(part)}
+    values = {f.name: _encode_value(slot, getattr(part, f.name)) for f in dataclasses.fields(part)}
     return {"type": name, **values}
 
 
-def _encode_value(value: Any) -> Any:
+def _encode_value(slot: str, value: Any) -> Any:
+    if is_part(slot, value):  # a part may be made of parts of the same slot
+        return _encode(slot, value)
     if isinstance(value, tuple):
-        return [_encode_value(v) for v in value]
+        return [_encode_value(slot, v) for v in value]
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"  # JSON has no infinity
     return value
@@ -363,14 +367,16 @@ def _decode(slot: str, data: Any) -> Any:
     for key in data:
         if key != "type" and key not in valid:
             raise SpecError(unknown_name(f"{name} field", key, valid) if valid else f"{name} has no fields, got {key!r}.")
-    values = {k: _decode_value(v) for k, v in data.items() if k != "type"}
+    values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
     missing = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}.")
     return make(**values)
 
 
-def _decode_value(value: Any) -> Any:
+def _decode_value(slot: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _decode(slot, value)
     if isinstance(value, list):
-        return tuple(_decode_value(v) for v in value)
+        return tuple(_decode_value(slot, v) for v in value)
     return float(value) if value in ("inf", "-inf") else value

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from policyloss.explaining.trust_formulas import number
 from policyloss.slots import checks
 from policyloss.slots.aggregate import SeqMeanTokenMean
+from policyloss.slots.wording import number
 from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 

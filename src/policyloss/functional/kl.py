@@ -68,5 +68,5 @@ def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Ten
         return value
     if grad == "score":
         return value * (logp - logp.detach()).exp()
-    surrogate = 0.5 * d**2 if weight is None else weight.detach() * (0.5 * d**2)
-    return value.detach() + (surrogate - surrogate.detach())
+    pull = 0.5 * d**2 if weight is None else weight.detach() * (0.5 * d**2)
+    return value.detach() + (pull - pull.detach())

@@ -44,7 +44,9 @@ def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
 
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
     """`exp(log_ratio)`, the log-ratio clamped first (see `bound`); the gradient is 0 beyond the clamp."""
-    if torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit):  # a compiler derives and fuses the slope by itself
+    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    compiling = torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit)
+    if compiling or not isinstance(log_ratio, Tensor):
         return bound(log_ratio, limit).exp()
     ratio: Tensor = _BoundedExp.apply(log_ratio, limit)  # type: ignore[no-untyped-call]
     return ratio

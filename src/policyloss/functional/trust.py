@@ -51,7 +51,8 @@ class _Clipped(torch.autograd.Function):
 
 
 def _clip(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
-    if torch.compiler.is_compiling():  # a compiler derives and fuses the slope by itself
+    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    if torch.compiler.is_compiling() or not isinstance(r, Tensor):
         return _clip_formula(r, a, low, high, cap, dual)[0]
     loss: Tensor = _Clipped.apply(r, a, low, high, cap, dual)  # type: ignore[no-untyped-call]
     return loss
@@ -83,9 +84,11 @@ def detached_clipped(
     r = ratio.detach()
     weight = r.clamp(min=ratio_min, max=ratio_max)
     if outside == "zero_by_sign":
-        weight = torch.where(((advantages > 0) & (r > ratio_max)) | ((advantages < 0) & (r < ratio_min)), 0, weight)
+        dropped = ((advantages > 0) & (r > ratio_max)) | ((advantages < 0) & (r < ratio_min))
+        weight = torch.where(dropped, 0, weight)
     elif outside == "zero":
-        weight = torch.where((r > ratio_max) | (r < ratio_min), 0, weight)
+        dropped = (r > ratio_max) | (r < ratio_min)
+        weight = torch.where(dropped, 0, weight)
     return -weight * advantages * logp
 
 
@@ -132,8 +135,8 @@ def geometric_clipped(
 
 def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
     """GMPO's c_t: the log-ratio, held within [-eps_low, eps_high] on the side the advantage pushes to. Token-shaped."""
-    sign = advantages.sign()
-    return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
+    side = advantages.sign()
+    return side * torch.minimum(side * log_ratio, side * log_ratio.clamp(-eps_low, eps_high))
 
 
 def gamma_weighted(
@@ -157,6 +160,12 @@ def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max:
     r = ratio.detach()
     weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))  # a NaN shows even where it is not needed
     return -weight * advantages * logp
+
+
+def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
+    """`positive` where A > 0, `negative` elsewhere. A NaN of either shows, also where it is not taken."""
+    take_positive = torch.where(advantages > 0, ~negative.isnan(), positive.isnan())
+    return torch.where(take_positive, positive, negative)
 
 
 def covariance(logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor) -> Tensor:

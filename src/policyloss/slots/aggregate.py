@@ -19,6 +19,7 @@ from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.segments import group_sum
 from policyloss.slots import checks
+from policyloss.slots.wording import number, spoken
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 
@@ -45,6 +46,15 @@ def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
     return part.horizon
 
 
+def _horizon(horizon: float | None) -> str:
+    """The constant as formulas print it: a word until the run sets it."""
+    return "horizon" if horizon is None else number(horizon)
+
+
+def _horizon_in_words(horizon: float | None) -> str:
+    return "a constant that is not set yet" if horizon is None else f"the constant {spoken(horizon)}"
+
+
 @dataclass(frozen=True)
 class TokenMean:
     """Every token counts the same: `1 / N` (DAPO)."""
@@ -54,6 +64,14 @@ class TokenMean:
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.tokens, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of the step counts the same"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / N"
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,14 @@ class SeqMeanTokenMean:
         totals = _totals(t)
         return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / L) / B"
+
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum:
@@ -76,6 +102,14 @@ class SeqMeanTokenSum:
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
         return totals.dp_size * reciprocal(totals.sequences, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as the sum of its tokens, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / B"
 
 
 @dataclass(frozen=True)
@@ -96,6 +130,14 @@ class SeqMeanTokenSumNorm:
         totals = _totals(t)
         return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / (B * {_horizon(self.horizon)})"
+
 
 @dataclass(frozen=True)
 class TokenSum:
@@ -103,6 +145,14 @@ class TokenSum:
 
     def __call__(self, t: Tokens) -> Tensor:
         return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "the plain sum over all tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x})"
 
 
 @dataclass(frozen=True)
@@ -120,6 +170,14 @@ class TokenSumNorm:
     def __call__(self, t: Tokens) -> Tensor:
         scale = _totals(t).dp_size / known_horizon(self)
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over {_horizon_in_words(self.horizon)}, not averaged over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / {_horizon(self.horizon)}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +202,14 @@ class PromptMean:
         each = totals.dp_size * reciprocal(number, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every prompt counts the same, each as the mean over all tokens of its group"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / N_group) / G"
+
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
@@ -162,6 +228,19 @@ class LengthWeighted:
     def __call__(self, t: Tokens) -> Tensor:
         return SeqMeanTokenSum()(t)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as its mean times its length, mean over sequences"
+
+    def note_beside(self, other: object) -> str:
+        """What to know of this and another average, "" if nothing."""
+        same = "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum."
+        return same if isinstance(other, SeqMeanTokenSum) else ""
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum(L * ({x} / L)) / B"
+
 
 @dataclass(frozen=True)
 class LocalTokenMean:
@@ -170,6 +249,14 @@ class LocalTokenMean:
     def __call__(self, t: Tokens) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of this call counts the same, whatever the step holds"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / n"
+
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
@@ -177,6 +264,14 @@ class LocalSeqMeanTokenMean:
 
     def __call__(self, t: Tokens) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence of this call counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / L) / b"
 
 
 VARIANTS = (

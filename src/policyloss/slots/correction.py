@@ -19,10 +19,12 @@ from policyloss.functional.aggregate import check_alignment
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.slots import checks
+from policyloss.slots.wording import bounds, interval, number, spoken
 from policyloss.tokens import Tokens
 
 Level = Literal["token", "geomean", "product"]
-LEVELS = ("token", "geomean", "product")
+# What each level is called in a sentence.
+LEVELS = {"token": "token's", "geomean": "sequence's geometric-mean", "product": "sequence's product"}
 
 
 class Corrected(NamedTuple):
@@ -30,6 +32,10 @@ class Corrected(NamedTuple):
 
     weight: Tensor | None = None
     keep: Tensor | None = None
+
+
+def _weighted(level: str) -> str:
+    return f"the policy term is weighted by the {LEVELS[level]} exp(old_logp - rollout_logp)"
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
@@ -65,6 +71,17 @@ class Truncate:
         w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
         return Corrected(w.clamp(min=self.low, max=self.high))
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        return ("untruncated",) if math.isinf(self.high) else ()
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        if math.isinf(self.high):
+            return f"{_weighted(self.level)}, whatever its size"
+        return f"{_weighted(self.level)}, kept {interval(self.low, self.high)}"
+
 
 @dataclass(frozen=True)
 class Band:
@@ -87,6 +104,10 @@ class Band:
     def __call__(self, t: Tokens) -> Corrected:
         w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
         return Corrected(w, correction.within(w, self.low, self.high))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"{_weighted(self.level)}, and rejected unless that is {interval(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
@@ -118,12 +139,18 @@ class SequenceMask:
         checks.number(self, "log_clamp", above=0, optional=True)
 
     def __call__(self, t: Tokens) -> Corrected:
-        ratio = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
-        keep = correction.within(ratio, self.low, self.high)
+        w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
+        keep = correction.within(w, self.low, self.high)
         if self.weight is None:
-            return Corrected(correction.nan_where_undecided(ratio), keep)
-        weight = correction.importance_weight(t.log_weight(), self.log_clamp) if self.weight == "token" else ratio
+            return Corrected(correction.nan_where_undecided(w), keep)
+        weight = correction.importance_weight(t.log_weight(), self.log_clamp) if self.weight == "token" else w
         return Corrected(weight, keep)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
+        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval(self.low, self.high)}"
+        return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
 @dataclass(frozen=True)
@@ -171,6 +198,16 @@ class DivergenceMask:
             return Corrected(correction.nan_where_undecided(stat), keep)
         return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        measure = "binary KL" if self.divergence == "kl" else "change"
+        measure = f"the {measure} of its probability, rollout to old,"
+        of_token = self.level == "token"
+        what, test = ("a token", measure) if of_token else ("a sequence", f"the mean over its tokens of {measure}")
+        nats = " nats" if self.divergence == "kl" else ""
+        weight = "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
+        return f"{what} is rejected unless {test} is {' and '.join(bounds(self.low, self.high))}{nats}; else {weight}"
+
 
 @dataclass(frozen=True)
 class Reject:
@@ -201,6 +238,17 @@ class Reject:
         stat = _reduced(t, estimate, self.reduce)
         return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
 
+    def sentence(self) -> str:
+        """What it does, in words."""
+        over = {
+            "token": "of the token",
+            "sum": "summed over the sequence",
+            "mean": "averaged over the sequence",
+            "max": "at the sequence's worst token",
+        }[self.reduce]
+        within = " and ".join(bounds(self.low, self.high))
+        return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
+
 
 @dataclass(frozen=True)
 class Veto:
@@ -226,6 +274,17 @@ class Veto:
         keep = ~correction.any_in_sequence(bad & t.mask, t.sequences)
         return Corrected(correction.nan_where_undecided(log_w), keep)
 
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """Which sequences it keeps; the code compares logarithms."""
+        bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
+        bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
+        return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        outside = " or ".join(bounds(self.low, self.high, ("below", "above")))
+        return f"a sequence is rejected if any token's exp(old_logp - rollout_logp) is {outside}"
+
 
 @dataclass(frozen=True)
 class OPSM:
@@ -248,6 +307,11 @@ class OPSM:
         drift = t.sequences.expand(t.sequence_mean(-t.log_ratio_to(self.source).detach()))
         keep = ~((t.advantages < 0) & (drift > self.delta))
         return Corrected(correction.nan_where_undecided(drift), keep)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        drifted = f"in sequences where mean({self.source}_logp - logp) exceeds {spoken(self.delta)}"
+        return f"tokens with negative advantage are rejected {drifted}"
 
 
 @dataclass(frozen=True)
@@ -274,6 +338,15 @@ class SelfNormalise:
             total, n = t.sequence_mean(weight).sum(dtype=wide), (t.counts > 0).sum()
         total, n = all_sum(torch.stack([total, n.to(wide)]), group).unbind()
         return {"weight_mean": total / n.clamp(min=1)}
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"the weights are divided by their mean over the step's {self.over}"
+
+    def normalised(self, weight: str) -> str:
+        """The weight after all corrections, as a formula."""
+        mean = f"token_mean({weight})" if self.over == "tokens" else f"(sum({weight} / L) / B)"
+        return f"where({weight} > 0, {weight} / {mean}, 0)"
 
 
 class Combined(NamedTuple):

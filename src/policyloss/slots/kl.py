@@ -10,6 +10,7 @@ from torch import Tensor
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
 from policyloss.slots import checks
+from policyloss.slots.wording import spoken
 from policyloss.tokens import Tokens
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
@@ -66,6 +67,24 @@ class KL:
         """The ratio that multiplies the penalty, with its gradient; None without one."""
         assert self.weight is None or t.ratio is not None, "the ratio slot runs before the KL slot"
         return None if self.weight is None else t.ratio
+
+    def weight_sentence(self) -> str | None:
+        """What multiplies the penalty, in words; None without a weight."""
+        return None if self.weight is None else "the ratio"
+
+    def sentence(self) -> str:
+        """What it adds, in words."""
+        gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[self.grad]
+        by = self.weight_sentence()
+        weight = "" if by is None else f", times {by}"
+        return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        weight = self.weight or ("other" if self.reads_ratio else None)
+        choices = (self.estimator, f"grad_{self.grad}", f"weight_{weight}", f"anchor_{self.anchor}")
+        return "KL", *(f"kl_{choice}" for choice in choices)
 
 
 VARIANTS = (KL,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,10 +12,18 @@ from policyloss.functional.context_parallel import turns
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
 from policyloss.slots import checks
+from policyloss.slots.wording import ANCHORS as ANCHOR_NAMES
+from policyloss.slots.wording import Condition, number
 from policyloss.tokens import Tokens
 
 Anchor = Literal["old", "rollout", "current"]
 ANCHORS = ("old", "rollout", "current")
+
+ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
+
+
+def _to(anchor: str) -> str:
+    return f"of the probability ratios to {ANCHOR_NAMES[anchor]}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class TokenRatio:
     """
 
     reach: ClassVar[str] = "token"
+    shared_over: ClassVar[str | None] = None
+    traits: ClassVar[tuple[str, ...]] = ("token_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 
@@ -36,6 +47,10 @@ class TokenRatio:
 
     def __call__(self, t: Tokens) -> Tensor:
         return t.log_ratio_to(self.anchor)
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,21 @@ class SequenceRatio:
             return t.sequences.expand(mean)
         return t.sequences.expand(mean.detach()) + t.log_ratio_to("current")
 
+    @property
+    def shared_over(self) -> str | None:
+        """What a token's gradient is shared over: its sequence, or nothing."""
+        return "sequence" if self.grad == "sequence" else None
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        tail = "" if self.grad == "sequence" else ", each token with its own gradient"
+        return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+
 
 @dataclass(frozen=True)
 class SequenceProduct:
@@ -71,6 +101,8 @@ class SequenceProduct:
     """
 
     reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "sequence"
+    traits: ClassVar[tuple[str, ...]] = ("product_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
     token_clamp: float | None = None
@@ -83,6 +115,20 @@ class SequenceProduct:
     def __call__(self, t: Tokens) -> Tensor:
         return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
 
+    def sentence(self) -> str:
+        """What it is, in words."""
+        if self.anchor == "current":
+            return ON_POLICY
+        to = f"to {ANCHOR_NAMES[self.anchor]}"
+        return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
+
+    def no_slope(self) -> tuple[Condition, ...]:
+        """Where a token does not move the ratio, beside the clamp of the ratio itself."""
+        if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
+            return ()
+        beyond = f"abs(logp - {ANCHOR_NAMES[self.anchor]}) > {number(self.token_clamp)}"
+        return (Condition(beyond, "its own log-ratio is beyond token_clamp"),)
+
 
 @dataclass(frozen=True)
 class SegmentRatio:
@@ -92,6 +138,8 @@ class SegmentRatio:
     """
 
     reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "run"
+    traits: ClassVar[tuple[str, ...]] = ("turn_ratio",)
     anchor: Anchor = "old"
     log_clamp: LogClamp = 20.0
 
@@ -102,6 +150,11 @@ class SegmentRatio:
     def __call__(self, t: Tokens) -> Tensor:
         runs = turns(t.sequences, t.mask, t.positions)
         return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
+        return ON_POLICY if self.anchor == "current" else over
 
 
 VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)

@@ -1,321 +1,106 @@
 """The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
 
 reach: whose numbers the slope of a token's loss depends on beside batch-wide ones (see `LossSpec.reach`). follows_advantage:
-whether the loss is the advantage times something, so that it vanishes with it.
+whether the loss is the advantage times something, so that it vanishes with it. `sentence` says what the part does, `slopes` where
+its gradient is zero; its formula is derived from the code, or stated by `formula`. The clips are in `trust_clips`, the smooth
+weights in `trust_weights`; those that choose tokens of the whole step, and the plain ones, are here.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import trust
-from policyloss.functional.collectives import at_least, kth_largest, least_of_largest, outside_level
+from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
 from policyloss.functional.covariances import step_covariance, step_means
 from policyloss.slots import checks
+from policyloss.slots.trust_clips import (
+    Clip,
+    DetachedClip,
+    GeometricClip,
+    ProbabilityBand,
+    Surrogate,
+    TwoSidedClip,
+    bounds_of_clip,
+    check_eps,
+    clipped_surrogate,
+    ratio_of,
+)
+from policyloss.slots.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
+from policyloss.slots.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
 _MEANS = ("advantage_mean", "logp_mean", "advantage_rounding", "logp_rounding")
 
+__all__ = [
+    "VARIANTS",
+    "BySign",
+    "Clip",
+    "CovClip",
+    "CovKL",
+    "DetachedClip",
+    "GammaWeight",
+    "GeometricClip",
+    "ProbabilityBand",
+    "Quadratic",
+    "SoftGate",
+    "Surrogate",
+    "TaperedNegative",
+    "TwoSidedClip",
+    "Unbounded",
+]
 
-class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit binds: `upper`, `lower`, `dual` (at the largest weight), `dropped` (by lot).
-
-    Flags are bool and token-shaped. The parts here flag a token once at most, and no masked one.
-    """
-
-    loss: Tensor
-    upper: Tensor | None = None
-    lower: Tensor | None = None
-    dual: Tensor | None = None
-    dropped: Tensor | None = None
-
-
-# Stands for "as far up as down" until the part is made; no part holds it afterwards.
-_SYMMETRIC = cast("float", None)
-
-
-def _ratio(t: Tokens) -> Tensor:
-    assert t.ratio is not None, "the ratio slot runs before the trust slot"
-    return t.ratio
+_COVARIANCE = ("cov", "(advantages - token_mean(advantages)) * (logp - token_mean(logp))")
 
 
-def _check_eps(owner: Clip | TwoSidedClip | CovClip) -> None:
-    hint = "eps_* are distances from 1; math.inf is no bound."
-    checks.number(owner, "eps_low", least=0, hint=hint)
-    checks.number(owner, "eps_high", least=0, hint=hint)
-    low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
-    if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
-        raise SpecError(
-            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: give a distance from 1 (0.2 for "
-            "20 %), or math.inf for no lower bound."
-        )
-    if 0.5 <= low < 1 < high < 2:
-        warnings.warn(
-            f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* are distances from 1: the ratio is "
-            f"held within [{1 - low:g}, {1 + high:g}]. For the bounds [{low:g}, {high:g}] give eps_low={1 - low:g}, "
-            f"eps_high={high - 1:g}.",
-            stacklevel=outside_level(),
-        )
-
-
-@dataclass(frozen=True)
-class Clip:
-    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
-
-    eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
-    dual: None for off, else > 1 (Ye et al. use 3).
-    """
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    eps_low: float
-    eps_high: float = _SYMMETRIC
-    dual: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.eps_high is _SYMMETRIC:
-            object.__setattr__(self, "eps_high", self.eps_low)
-        _check_eps(self)
-        checks.number(
-            self,
-            "dual",
-            above=1,
-            optional=True,
-            hint="dual is the largest ratio where the advantage is negative; None turns it off.",
-        )
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        return _clipped(t, self.eps_low, self.eps_high, self.dual)
-
-
-def _clipped(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
-    r, a = _ratio(t), t.advantages
-    loss = trust.clipped(r, a, eps_low, eps_high, dual)
-    with torch.no_grad():
-        positive, negative = a > 0, a < 0
-        return Surrogate(
-            loss,
-            upper=positive & (r > 1 + eps_high),
-            lower=negative & (r < 1 - eps_low),
-            dual=None if dual is None else negative & (r > dual),
-        )
-
-
-@dataclass(frozen=True)
-class TwoSidedClip:
-    """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`. delta: the largest ratio, for either sign of A."""
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    delta: float
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        _check_eps(self)
-        checks.number(self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high.")
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        r, a = _ratio(t), t.advantages
-        high = 1 + self.eps_high
-        loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
-        with torch.no_grad():
-            positive, negative = a > 0, a < 0
-            return Surrogate(
-                loss,
-                upper=positive & (r > min(self.delta, high)),
-                lower=negative & (r < 1 - self.eps_low),
-                dual=negative & (r > max(self.delta, high)),
-            )
-
-
-@dataclass(frozen=True)
-class DetachedClip:
-    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
-
-    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient; "zero_by_sign" drops the tokens
-    PPO would clip; "zero" drops every token outside the band.
-    """
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    ratio_min: float
-    ratio_max: float
-    outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
-
-    def __post_init__(self) -> None:
-        hint = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
-        checks.number(self, "ratio_min", least=0, hint=hint)
-        checks.number(self, "ratio_max", above=0, hint=hint)
-        checks.interval(self, "ratio_min", "ratio_max")
-        checks.choice(self, "outside", ("clip", "zero_by_sign", "zero"))
-
-    @classmethod
-    def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
-        """The band [1 − eps_low, 1 + eps_high], for those who give CISPO's bounds as distances (verl, SkyRL)."""
-        return cls(max(1 - eps_low, 0.0), 1 + eps_high)
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        r = _ratio(t)
-        loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
-        with torch.no_grad():
-            return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
-
-
-@dataclass(frozen=True)
-class SoftGate:
-    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        checks.number(self, "tau_positive", above=0, finite=True)
-        checks.number(self, "tau_negative", above=0, finite=True)
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(trust.soft_gated(_ratio(t), t.advantages, self.tau_positive, self.tau_negative))
-
-
-@dataclass(frozen=True)
-class ProbabilityBand:
-    """DPPO: a token counts only while its probability is near the anchor's; the weight is the ratio.
-
-    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest divergence downward and
-    upward. sides="advantage" drops a token only when it left in the direction the advantage pushes, "both" on either side.
-    form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
-    """
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    divergence: Literal["tv", "kl"]
-    low: float
-    high: float
-    sides: Literal["advantage", "both"] = "advantage"
-    form: Literal["score", "ratio"] = "score"
-    cap: float = 20.0
-
-    def __post_init__(self) -> None:
-        checks.choice(self, "divergence", ("tv", "kl"))
-        checks.number(self, "low", least=0)
-        checks.number(self, "high", least=0)
-        checks.choice(self, "sides", ("advantage", "both"))
-        checks.choice(self, "form", ("score", "ratio"))
-        checks.number(self, "cap", above=0, hint="cap is the largest weight of form='score'; math.inf is no cap.")
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        r, a, logp = _ratio(t), t.advantages, t.logp
-        outside = trust.outside_band(
-            logp.detach(), t.anchor_logp(t.anchor), a, self.divergence, self.low, self.high, self.sides == "both"
-        )
-        # The weight is zeroed, not the product, so that a NaN advantage still shows.
-        weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
-        loss = -weight * a if self.form == "ratio" else -weight * a * logp
-        capped = t.mask & ~outside & (r.detach() > self.cap) if self.form == "score" else None
-        return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
-
-
-@dataclass(frozen=True)
-class GeometricClip:
-    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
-
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
-    """
-
-    reach: ClassVar[str] = "sequence"
-    follows_advantage: ClassVar[bool] = True
-    eps_low: float
-    eps_high: float
-
-    def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high"):
-            checks.number(self, name, least=0)
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        d, a = t.log_ratio, t.advantages
-        # As `trust.geometric_clipped`, with sum and count in one all-reduce where they cross ranks.
-        mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
-        loss = -a * t.sequences.expand(mean.exp())
-        with torch.no_grad():
-            return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
-
-
-@dataclass(frozen=True)
-class GammaWeight:
-    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A. Meant for `SequenceProduct`."""
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("k_positive", "k_negative"):
-            checks.number(self, name, least=0, finite=True)
-        for name in ("lambda_positive", "lambda_negative"):
-            checks.number(self, name, above=0, finite=True)
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        positive, negative = (self.k_positive, self.lambda_positive), (self.k_negative, self.lambda_negative)
-        return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
-
-
-@dataclass(frozen=True)
-class Quadratic:
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = False
-    beta: float
-
-    def __post_init__(self) -> None:
-        checks.number(self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy.")
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
-
-
-@dataclass(frozen=True)
-class TaperedNegative:
-    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
-
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
-    ratio_max: float = 1.0
-
-    def __post_init__(self) -> None:
-        checks.number(self, "ratio_max", above=0)
-
-    def __call__(self, t: Tokens) -> Surrogate:
-        r, a = _ratio(t), t.advantages
-        loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
-        return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
+def _count_text(fraction: float) -> str:
+    return f"max(floor({number(fraction)} * N), 1)"
 
 
 @dataclass(frozen=True)
 class Unbounded:
-    """No limit. form="ratio": `-A·r` (importance sampling); form="logp": `-A·logp` (REINFORCE, GPG; reads no ratio)."""
+    """No limit.
+
+    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's gradient:
+    form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to the policy
+    itself, so that the value is `-A` (UP-GRPO).
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    form: Literal["ratio", "logp"] = "ratio"
+    form: Literal["ratio", "logp", "current"] = "ratio"
 
     def __post_init__(self) -> None:
-        checks.choice(self, "form", ("ratio", "logp"))
+        checks.choice(self, "form", ("ratio", "logp", "current"))
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(-t.advantages * (_ratio(t) if self.form == "ratio" else t.logp))
+        if self.form == "current":
+            return Surrogate(-t.advantages * t.log_ratio_to("current").exp())
+        return Surrogate(-t.advantages * (ratio_of(t) if self.form == "ratio" else t.logp))
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether it uses the ratio slot's ratio."""
+        return self.form == "ratio"
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        if self.form == "ratio":
+            return "no limit: the ratio times the advantage"
+        if self.form == "current":
+            return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+        return "no ratio and no limit: logp times the advantage"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        conditions = (NO_ADVANTAGE,)
+        return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
 
 
 @dataclass(frozen=True)
@@ -339,7 +124,7 @@ class CovClip:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_eps(self)
+        check_eps(self)
         _check_fraction(self)
         checks.number(self, "cov_low")
         checks.number(self, "cov_high")
@@ -363,17 +148,43 @@ class CovClip:
 
     def surrogate(self, t: Tokens) -> Surrogate:
         """PPO's clip, before any token is dropped."""
-        return _clipped(t, self.eps_low, self.eps_high)
+        return clipped_surrogate(t, self.eps_low, self.eps_high)
 
     def candidates(self, t: Tokens, cov: Tensor) -> Tensor:
         """The tokens that may be dropped: covariance inside the window, and not clipped already."""
-        r, a = _ratio(t).detach(), t.advantages
+        r, a = ratio_of(t).detach(), t.advantages
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
         return t.mask & unclipped & inside & ~r.isnan()
 
     def _draws(self, t: Tokens) -> Tensor:
         return trust.draw(self.seed, t.anchor_logp(t.anchor), t.advantages)
+
+    def formula(self, anchor: str) -> list[tuple[str, Any]]:
+        """The lines that lead to the surrogate, each a text or a part; `anchor` is the ratio's."""
+        low, high = f"1 - {number(self.eps_low)}", f"1 + {number(self.eps_high)}"
+        free = f"~((advantages > 0) & (ratio > {high}) | (advantages < 0) & (ratio < {low}))"
+        inside = f"(cov > {number(self.cov_low)}) & (cov < {number(self.cov_high)})"
+        return [
+            _COVARIANCE,
+            ("candidate", f"{inside} & {free}"),
+            ("lot", f"where(candidate, draw({self.seed}, {ANCHORS[anchor]}, advantages), -1)"),
+            ("dropped", f"candidate & (lot >= kth_largest(lot, {_count_text(self.fraction)}))"),
+            ("clipped", Clip(self.eps_low, self.eps_high)),
+            ("surrogate", "where(dropped, 0, clipped)"),
+        ]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
+        many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
+        return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        held = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
+        drawn = Condition("dropped", "drawn from the tokens of high covariance")
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *held, drawn)),)
 
 
 @dataclass(frozen=True)
@@ -410,10 +221,29 @@ class CovKL:
     def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
         penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
-        return Surrogate(-t.advantages * _ratio(t) + penalty, upper=chosen)
+        return Surrogate(-t.advantages * ratio_of(t) + penalty, upper=chosen)
 
     def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _covariance(t, stats), trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
+
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """The lines that lead to the surrogate."""
+        penalty = "abs(log_ratio)" if self.coef == 1 else f"{number(self.coef)} * abs(log_ratio)"
+        return [
+            _COVARIANCE,
+            ("chosen", f"cov >= kth_largest(cov, {_count_text(self.fraction)})"),
+            ("surrogate", f"-advantages * ratio + where(chosen, {penalty}, 0)"),
+        ]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        some = f"the {spoken(100 * self.fraction)} % of the tokens with the highest covariance"
+        return f"no clipping; {some} pay {spoken(self.coef)} times their absolute log-ratio"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
+        return (Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),)
 
 
 def _check_fraction(owner: CovClip | CovKL) -> None:
@@ -440,7 +270,86 @@ def _how_many(fraction: float, tokens: Tensor) -> Tensor:
     return (fraction * tokens).to(torch.int64).clamp(min=1)
 
 
+@dataclass(frozen=True)
+class BySign:
+    """Tokens with A > 0 take the loss of `positive`, the others that of `negative`: both are trust regions.
+
+    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among all of them.
+    """
+
+    positive: Any
+    negative: Any
+
+    def __post_init__(self) -> None:
+        for field, part in (("positive", self.positive), ("negative", self.negative)):
+            if isinstance(part, type):
+                raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
+            if not isinstance(part, VARIANTS):
+                raise SpecError(
+                    f"BySign.{field} must be a trust region of the library, got {part!r}; put your own function in the trust slot."
+                )
+        choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
+        if len(choosing) > 1:
+            raise SpecError(f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may.")
+
+    @property
+    def _sides(self) -> tuple[Any, Any]:
+        return self.positive, self.negative
+
+    @property
+    def reach(self) -> str:
+        """That of the side which reaches further."""
+        return "sequence" if "sequence" in {part.reach for part in self._sides} else "token"
+
+    @property
+    def follows_advantage(self) -> bool:
+        """Whether the loss vanishes with the advantage, on both sides."""
+        return all(part.follows_advantage for part in self._sides)
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether a side uses the ratio slot's ratio."""
+        return any(getattr(part, "reads_ratio", True) for part in self._sides)
+
+    @property
+    def statistics_names(self) -> tuple[str, ...]:
+        """The batch-wide numbers that a side reads."""
+        return tuple(name for part in self._sides for name in getattr(part, "statistics_names", ()))
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers that a side reads."""
+        choosing = [part for part in self._sides if getattr(part, "statistics_names", ())]
+        return {name: x for part in choosing for name, x in part.statistics(t, group).items()}
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless `ratio` is one that both sides fit."""
+        for part in self._sides:
+            if hasattr(part, "check_ratio"):
+                part.check_ratio(ratio)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive, negative = self.positive(t), self.negative(t)
+        loss = trust.by_sign(positive.loss, negative.loss, t.advantages)
+        with torch.no_grad():
+            good, never = t.advantages > 0, torch.zeros_like(t.mask)
+            flags = [
+                None if a is None and b is None else torch.where(good, never if a is None else a, never if b is None else b)
+                for a, b in zip(positive[1:], negative[1:], strict=True)
+            ]
+        return Surrogate(loss, *flags)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero: on each side, where that part's is."""
+        sides = (("positive", self.positive), ("negative", self.negative))
+        return tuple(x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side))
+
+
 VARIANTS = (
+    BySign,
     Clip,
     TwoSidedClip,
     DetachedClip,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import SpecError
-from policyloss.explaining.trust_formulas import held, number
 from policyloss.functional import kl
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import bound, fill
@@ -63,17 +62,10 @@ class WrittenKL(KL):
             log_ratio = t.sequences.expand(t.sequence_mean(log_ratio))
         return bounded_exp(log_ratio, self.clamp)
 
-    def weight_formula(self, anchor: str) -> str | None:
-        """The weight as `explain` prints it, with the anchor's name; None for what `KL` prints."""
-        if self.ratio_level is None:
-            return None
-        log_ratio = f"logp - {anchor}" if self.ratio_level == "token" else f"seq_mean(logp - {anchor})"
-        return f"exp({log_ratio if self.clamp is None else held(log_ratio, -self.clamp, self.clamp)})"
-
     def weight_sentence(self) -> str | None:
         """What the penalty is multiplied by, in words; None for what `KL` says."""
         words = {"token": "the token's own ratio", "sequence": "the geometric mean of the sequence's ratios"}
-        return None if self.ratio_level is None else words[self.ratio_level]
+        return super().weight_sentence() if self.ratio_level is None else words[self.ratio_level]
 
 
 @framework_part("ratio", "trl")
@@ -111,17 +103,6 @@ class RolloutProduct(SequenceProduct):
         else:
             weight = torch.where(within(weight, self.low, self.high), weight, 0)
         return fill(bound(weight.log(), ROLLOUT_LOG_BOUNDS), t.mask)
-
-    def formula(self) -> str:
-        """The log-ratio as `explain` prints it."""
-        clamp, weight = self.token_clamp, "exp(old_logp - rollout_logp)"
-        tokens = "logp - old_logp" if clamp is None else held("logp - old_logp", -clamp, clamp)
-        if self.outside == "truncate":
-            bounded = held(weight, self.low or None, self.high)
-        else:
-            inside = f"({weight} >= {number(self.low)}) & ({weight} <= {number(self.high)})"
-            bounded = f"where({inside}, {weight}, 0)"
-        return f"seq_sum({tokens} + {held(f'log({bounded})', *ROLLOUT_LOG_BOUNDS)})"
 
     def sentence(self) -> str:
         """What the ratio is, in words."""

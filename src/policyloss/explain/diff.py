@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from policyloss.explaining.formulas import formula
-from policyloss.explaining.provenance import is_part, part_name
-from policyloss.explaining.trust_formulas import number
-from policyloss.explaining.words import SLOTS, describe_slot
+from policyloss import notebook
+from policyloss.explain.formula import formula
+from policyloss.explain.sentences import SLOTS, describe_slot
+from policyloss.explain.sources import is_part, part_name
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.slots import aggregate, trust
+from policyloss.slots.wording import number
 from policyloss.spec import LossSpec
 
 
@@ -63,6 +64,17 @@ class Difference:
         blocks = [f"a: {self.a}\nb: {self.b}", *(_block(c) for c in self.changes)]
         return "\n\n".join([*blocks, *self.notes])
 
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        if self.equal:
+            return notebook.paragraphs(str(self))
+        rows = []
+        for c in self.changes:
+            rows.append((c.slot, c.a, c.b))
+            rows += [(f"{c.slot}.{f.field}", str(shown(f.a)), str(shown(f.b))) for f in c.fields]
+        meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
+        return notebook.table(("", self.a, self.b), rows) + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
+
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
     """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
@@ -102,12 +114,22 @@ def _change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
     pair = (mine, theirs)
     if slot == "correction" and len(mine) == len(theirs) == 1:
         pair = (mine[0], theirs[0])
-    fields: tuple[FieldChange, ...] = ()
-    if all(is_part(p) for p in pair) and type(pair[0]) is type(pair[1]):
-        names = [f.name for f in dataclasses.fields(pair[0])]
-        values = [(n, getattr(pair[0], n), getattr(pair[1], n)) for n in names]
-        fields = tuple(FieldChange(*v) for v in values if v[1] != v[2])
+    fields = tuple(_field_changes(*pair)) if _alike(*pair) else ()
     return SlotChange(slot, _name(mine), _name(theirs), fields, _meaning(slot, a, b))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return is_part(a) and type(a) is type(b)
+
+
+def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
+    """The fields of two parts of one kind that differ; those of a part inside a part as "field.field"."""
+    for field in dataclasses.fields(a):
+        name, first, second = prefix + field.name, getattr(a, field.name), getattr(b, field.name)
+        if _alike(first, second):
+            yield from _field_changes(first, second, f"{name}.")
+        elif first != second:
+            yield FieldChange(name, *(_name(x) if is_part(x) else x for x in (first, second)))
 
 
 def _name(value: Any) -> str:
@@ -122,6 +144,8 @@ def _name(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
+    if is_part(value):
+        return _name(value)
     return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
 
 
@@ -141,16 +165,10 @@ def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 
 def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
-    notes = []
-    if {type(a.aggregate), type(b.aggregate)} == {aggregate.LengthWeighted, aggregate.SeqMeanTokenSum}:
-        notes.append("LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum.")
-    first, second = a.trust, b.trust
-    if isinstance(first, trust.TwoSidedClip):
-        first, second = second, first
-    if isinstance(first, trust.Clip) and isinstance(second, trust.TwoSidedClip):
-        same = (first.eps_low, first.eps_high, first.dual) == (second.eps_low, second.eps_high, second.delta)
-        if same and second.delta >= 1 + second.eps_high:
-            notes.append("Dual clip and two-sided clip with these numbers are the same surrogate.")
+    pairs = [(getattr(a, slot), getattr(b, slot)) for slot in ("trust", "aggregate")]
+    both_ways = [*pairs, *((second, first) for first, second in pairs)]
+    notes = [part.note_beside(other) for part, other in both_ways if hasattr(part, "note_beside")]
+    notes = [note for note in notes if note]
     lines = (formula(a), formula(b))
     if all(f.exact for f in lines) and lines[0].lines == lines[1].lines:
         notes.append("The formulas are the same: the difference has no effect.")

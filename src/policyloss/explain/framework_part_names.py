@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policyloss.explaining.elsewhere import Elsewhere
+from policyloss.explain.framework_names import Elsewhere
 
 PARTS = (
     Elsewhere(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policyloss.explaining.names import fits, traits
+from policyloss.explain.traits import fits, traits
 from policyloss.spec import LossSpec
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from policyloss.explaining.formulas import callable_name
+from policyloss.explain.formula import callable_name
 from policyloss.presets import PRESETS, Preset
 from policyloss.spec import LossSpec, kind
 
@@ -74,30 +74,37 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
         return [Sourced(label, name, "your own function")]
     if base is not None and other is not None:
         rows = [Sourced(label, name, base.sources.get(slot, DEFAULT))]
-        return rows + [_field(slot, label, part, other, f, base) for f in _shown(part, base, slot)]
+        for f in _shown(part, base, slot):
+            rows += _field(slot, label, part, other, f, base)
+        return rows
     if base is not None:
         had = " and ".join(part_name(t) for t in theirs) or "none"
         rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
     else:
-        rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot) == part else "set by you")]
+        rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you")]
     for f in _shown(part, None, slot):
         value = getattr(part, f.name)
-        rows.append(Sourced(f"{label}.{f.name}", value, DEFAULT if value == f.default else "set by you"))
+        where = f"{label}.{f.name}"
+        if is_part(value):
+            rows += _of_part(f"{slot}.{f.name}", where, value, None, (), None)
+        else:
+            rows.append(Sourced(where, value, DEFAULT if value == f.default else "set by you"))
     return rows
 
 
-def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> Sourced:
+def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> list[Sourced]:
     value, theirs = getattr(part, field.name), getattr(other, field.name, field.default)
-    where = f"{label}.{field.name}"
+    where, key = f"{label}.{field.name}", f"{slot}.{field.name}"
+    if is_part(value):
+        alike = theirs if type(theirs) is type(value) else None
+        return _of_part(key, where, value, alike, (theirs,), base)
     if value != theirs:
         had = "leaves it to your run" if field.name == "horizon" and theirs is None else f"has {theirs!r}"
-        return Sourced(where, value, f"set by you (preset {base.name} {had})")
-    own = base.sources.get(f"{slot}.{field.name}")
-    if own is not None:
-        return Sourced(where, value, own)
-    if value == field.default and (field.name in _GUARDS or isinstance(value, str)):
-        return Sourced(where, value, DEFAULT)
-    return Sourced(where, value, base.sources.get(slot, DEFAULT))
+        return [Sourced(where, value, f"set by you (preset {base.name} {had})")]
+    stated = base.sources.get(key)
+    if stated is None and value == field.default and (field.name in _GUARDS or isinstance(value, str)):
+        stated = DEFAULT
+    return [Sourced(where, value, stated or base.sources.get(slot, DEFAULT))]
 
 
 def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
@@ -105,7 +112,7 @@ def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
 
     def worth(field: Any) -> bool:
         value = getattr(part, field.name)
-        if field.name == "cap" and getattr(part, "form", "") == "ratio":
+        if field.name in getattr(part, "idle_fields", ()):
             return False
         sourced = base is not None and f"{slot}.{field.name}" in base.sources
         return sourced or value != field.default or isinstance(value, (int, float, tuple))

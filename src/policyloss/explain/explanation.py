@@ -1,4 +1,4 @@
-"""`explain`: what a loss is, in words a person can check. `diff` (in `explaining/difference.py`) says how two differ."""
+"""`explain`: what a loss is, in words a person can check, and the page it is printed as."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explaining.difference import diff, plain, shown
-from policyloss.explaining.formulas import Formula, formula
-from policyloss.explaining.names import Elsewhere, elsewhere
-from policyloss.explaining.provenance import Sourced, nearest, sources
-from policyloss.explaining.traps import Trap, traps
-from policyloss.explaining.words import describe
-from policyloss.explaining.zero_gradient import Condition, ZeroGradient, zero_gradient
+from policyloss.explain.diff import plain, shown
+from policyloss.explain.formula import Formula, formula
+from policyloss.explain.sentences import describe
+from policyloss.explain.sources import Sourced, nearest, sources
+from policyloss.explain.traits import Elsewhere, elsewhere
+from policyloss.explain.traps import Trap, traps
+from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
+from policyloss.notebook import heading, listed, paragraphs, preformatted, table
 from policyloss.presets import Preset, as_spec, find_preset, presets_equal_to
 from policyloss.spec import LossSpec
 
-__all__ = ["Explanation", "diff", "explain"]
 _WIDTH = 100
 
 
@@ -105,6 +105,22 @@ class Explanation:
             ("Traps", [f"- {t.text}" for t in self.traps]),
         ]
         return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        title, *rest = _heading(self)
+        formula, remarks = preformatted(str(self.formula)), [line for line in _formula(self) if not line.startswith("  ")]
+        numbers = [(n.where, shown(n.value), source) for n, source in zip(self.numbers, shortened(self.numbers), strict=True)]
+        sections = {
+            "Formula": formula + paragraphs(*remarks),
+            "In words": listed(f"{slot}: {text}." for slot, text in self.words.items()),
+            "Reads": paragraphs(", ".join(self.reads)),
+            "Numbers": table(("", "value", "source"), numbers),
+            "No gradient": preformatted("\n".join(_zero_lines(self))),
+            "Elsewhere": listed(f"{e.part}, {who}: {called}" for e in self.elsewhere for who, called in e.names.items()),
+            "Traps": listed(trap.text for trap in self.traps),
+        }
+        return heading(title) + paragraphs(*rest) + "".join(heading(name) + html for name, html in sections.items() if html)
 
 
 def explain(spec: LossSpec | str) -> Explanation:

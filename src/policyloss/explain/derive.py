@@ -1,0 +1,228 @@
+"""From a part to the lines of its formula: run it on symbols, and give names to what is used more than once.
+
+The names are those of the part's own local variables: where `tau = …` stands in the code and τ is
+used twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or
+that symbols cannot follow, states its own in a method `formula`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from policyloss.explain.algebra import TRUE, unstopped
+from policyloss.explain.expression import Expression, name, parse
+from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
+from policyloss.slots.correction import Corrected
+from policyloss.slots.trust import Surrogate
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
+
+Lines = list[tuple[str, Expression]]
+# Replaced wherever they stand: every formula has lines for these.
+_KNOWN = {
+    parse("exp(log_ratio)"): name("ratio"),
+    parse("old_logp - rollout_logp"): name("log_weight"),
+}
+
+
+@torch.enable_grad()
+def symbolic_tokens(anchor: str) -> Tokens:
+    """`Tokens` made of symbols. The mask is True: a formula speaks of valid tokens only."""
+    arguments = ("logp", "entropy", *LOGP_ARGUMENTS.values())
+    tokens: Any = {
+        "mask": Symbol(TRUE),
+        "sequences": SymbolicSequences(),
+        "advantages": Symbol(name("advantages")),
+        "dtype": torch.float64,
+        "raw": {argument: Symbol(name(argument)) for argument in arguments},
+        "anchor": anchor,
+        "raw_log_ratio": Symbol(name("log_ratio")),
+        "ratio": Symbol(name("ratio")),
+    }
+    return Tokens(**tokens)
+
+
+class _Recorder:
+    """What the local variables of the functions that run are called, by what they hold."""
+
+    def __init__(self) -> None:
+        self.labels: dict[Expression, str] = {}
+        self.every_label: dict[str, Expression] = {}
+        self.stated: set[Expression] = set()
+        self.suffix = ""
+
+    def record(self, expression: Expression, label: str) -> None:
+        self.labels.setdefault(unstopped(expression), label + self.suffix)
+        self.every_label[label + self.suffix] = unstopped(expression)
+
+    def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
+        """What a part states, each line of which keeps its name; a line may also be another part."""
+        whole: dict[str, Expression] = {}
+        label = ""
+        for label, line in part.formula(t.anchor):
+            if isinstance(line, str):
+                whole[label] = parse(line).replaced(lambda x: whole.get(str(x.value)) if x.operator == "name" else None)
+            else:
+                whole[label] = expression_of(_runnable(line, self)(t).loss)
+            self.labels[unstopped(whole[label])] = label + self.suffix
+            self.record(whole[label], label)
+            self.stated.add(unstopped(whole[label]))
+        last: Any = Symbol(whole[label])
+        self.stated.discard(unstopped(whole[label]))
+        return Corrected(keep=last) if label == "keep" else Surrogate(last)
+
+    @contextmanager
+    def inside(self, field: str) -> Iterator[None]:
+        """While the part in `field` of another part runs, its names end in that."""
+        before, self.suffix = self.suffix, f"_{field}{self.suffix}"
+        yield
+        self.suffix = before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the local variables of every function that returns."""
+
+        def look(frame: FrameType, event: str, argument: Any) -> None:
+            code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+            if event == "return" and not module.startswith(__package__):
+                first = code.co_argcount + code.co_kwonlyargcount
+                for label in code.co_varnames[first:]:
+                    value = frame.f_locals.get(label)
+                    if isinstance(value, Symbol):
+                        self.record(value.expression, label)
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+class Derived(NamedTuple):
+    """What was derived of a part.
+
+    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the last
+    line of an entry is called by its key. other_names: of lines that two parts inside a part share.
+    """
+
+    lines: dict[str, Lines]
+    other_names: dict[str, str]
+
+
+def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | None:
+    """The formula of what `part` returns for `t`; None if symbols cannot follow it.
+
+    taken: whether a name already means something.
+    """
+    recorder = _Recorder()
+    try:
+        with torch.enable_grad(), recorder.watching():
+            result = _runnable(part, recorder)(t)
+        if isinstance(result, Surrogate):
+            result = result.loss
+        fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
+        roots = {key: _known(expression_of(x)) for key, x in fields.items() if x is not None}
+    except Exception:  # a user's function may do anything; then it is printed as its name
+        return None
+    labels = {_known(expression): label for expression, label in recorder.labels.items()}
+    stated = {_known(expression) for expression in recorder.stated}
+    usable = {x: label for x, label in labels.items() if label.isidentifier() and not taken(label)}
+    chosen = _chosen(roots, usable, stated)
+    every = {label: chosen.get(_known(x), label) for label, x in recorder.every_label.items()}
+    return Derived(_in_order(roots, chosen), {label: line for label, line in every.items() if label != line})
+
+
+def _known(x: Expression) -> Expression:
+    return x.replaced(_KNOWN.get)
+
+
+def _runnable(part: Any, recorder: _Recorder) -> Any:
+    """`part` with numbers that remember how they are written; one that states its formula returns that."""
+    if hasattr(part, "formula"):
+        return partial(recorder.state, part)
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return part
+    written = copy.copy(part)
+    for field in dataclasses.fields(part):
+        object.__setattr__(written, field.name, _written(field.name, getattr(part, field.name), recorder))
+    return written
+
+
+def _written(field: str, value: Any, recorder: _Recorder) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_written(field, v, recorder) for v in value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Written(value)
+    if callable(value) and dataclasses.is_dataclass(value):
+        inner = _runnable(value, recorder)
+
+        def run(t: Tokens) -> Surrogate:
+            with recorder.inside(field):
+                result = inner(t)
+            return result if isinstance(result, Surrogate) else Surrogate(result)
+
+        return run
+    return value
+
+
+def _chosen(roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]) -> dict[Expression, str]:
+    """The subexpressions that get a line of their own, and its name.
+
+    Of those that have a label: the ones that were stated, are used twice, or join several tests.
+    """
+    uses: Counter[Expression] = Counter()
+
+    def count(x: Expression) -> None:
+        uses[x] += 1
+        if uses[x] == 1 or unstopped(x) not in labels:
+            for argument in x.arguments:
+                count(argument)
+
+    for root in roots.values():
+        count(root)
+    chosen: dict[Expression, str] = {}
+    for x in uses:
+        label = labels.get(unstopped(x))
+        if label is None or label in chosen.values() or x.is_leaf or x.operator == "negative" or x.calls("sg"):
+            continue
+        joins_tests = _joins_tests(x) and x not in roots.values()
+        if uses[x] > 1 or joins_tests or unstopped(x) in stated:
+            chosen[x] = label
+    return chosen
+
+
+def _joins_tests(x: Expression) -> bool:
+    return (x.calls("where") and x.is_boolean) or x.operator in ("&", "|")
+
+
+def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> dict[str, Lines]:
+    """The chosen subexpressions and the roots as lines, each after those it uses."""
+    written: set[str] = set()
+
+    def short(x: Expression, lines: Lines) -> Expression:
+        if x in chosen:
+            if chosen[x] not in written:
+                written.add(chosen[x])
+                lines.append((chosen[x], body(x, lines)))
+            return name(chosen[x])
+        return body(x, lines)
+
+    def body(x: Expression, lines: Lines) -> Expression:
+        return Expression(x.operator, tuple(short(argument, lines) for argument in x.arguments), x.value)
+
+    result: dict[str, Lines] = {}
+    for key, root in roots.items():
+        result[key] = []
+        last = short(root, result[key])
+        result[key].append((key, last))
+    return result

@@ -1,0 +1,285 @@
+"""The printed formula of a loss: lines `name = expression` in the argument names of `policy_loss`, numbers filled in.
+
+Each expression is Python over the small vocabulary below, so a formula can be read and can be run: a test evaluates the printed
+lines and compares loss and gradient with `policy_loss`. The lines of a part are derived from its code (see `derive`), also
+those of a user's own function, unless the part states them. Every name means a number per valid token; masked tokens do not
+exist here.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from policyloss.explain.algebra import bounded
+from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens
+from policyloss.explain.expression import Expression, name, parse
+from policyloss.explain.expression import number as number_tree
+from policyloss.slots.kl import KL
+from policyloss.slots.wording import COMMON_NAMES, number
+from policyloss.spec import LossSpec, is_part
+
+VOCABULARY = {
+    "sg": "sg(x): x with its gradient stopped",
+    "clip": "clip(x, low, high): x held between low and high",
+    "max": "max(a, b): the larger of the two, token by token",
+    "min": "min(a, b): the smaller of the two, token by token",
+    "where": "where(c, a, b): a where c holds, else b",
+    "sigmoid": "sigmoid(x): 1 / (1 + exp(-x))",
+    "sign": "sign(x): 1, 0 or -1",
+    "seq_mean": "seq_mean(x): the mean of x over the token's sequence",
+    "seq_sum": "seq_sum(x): the sum of x over the token's sequence",
+    "seq_max": "seq_max(x): the largest x of the token's sequence",
+    "seq_any": "seq_any(c): c holds for some token of the sequence",
+    "seq_all": "seq_all(c): c holds for every token of the sequence",
+    "run_mean": "run_mean(x): the mean of x over the token's unbroken run of the mask (a turn)",
+    "run_all": "run_all(c): c holds for every token of the run",
+    "token_mean": "token_mean(x): the mean of x over all tokens of the step",
+    "sum": "sum(x): the sum of x over all tokens",
+    "kth_largest": "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)",
+    "floor": "floor(x): x rounded down",
+    "draw": "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given",
+    "inf": "inf: no bound",
+    "N": "N: tokens of the whole step (1 if there are none)",
+    "B": "B: sequences of the whole step that have a token (1 if there are none)",
+    "L": "L: tokens of the token's sequence",
+    "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
+    "N_group": "N_group: tokens of the token's prompt group in the whole step",
+    "horizon": "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)",
+    "n": "n: tokens of this call alone (1 if there are none)",
+    "b": "b: sequences of this call alone that have a token (1 if there are none)",
+}
+# Names that a local variable of a part may not give to a line: they mean something in every formula.
+_RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss", "loss", "exp", "log", "tokens"}
+
+
+class Line(NamedTuple):
+    """One line of a formula."""
+
+    name: str
+    expression: str
+
+    @property
+    def tree(self) -> Expression:
+        """The expression as a tree, to print it in another notation or to walk it."""
+        return parse(self.expression)
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.expression}"
+
+
+class CallableInSlot(NamedTuple):
+    """A user's own function in a slot whose formula cannot be derived: its name and the first line of its docstring."""
+
+    slot: str
+    name: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The lines of a loss in the order they are computed; the last one is `loss`. callables: those that could not be derived."""
+
+    lines: tuple[Line, ...]
+    callables: tuple[CallableInSlot, ...] = ()
+    other_names: dict[str, str] = field(default_factory=dict)  # of lines that two parts inside a part share
+
+    @property
+    def exact(self) -> bool:
+        """Whether every line can be evaluated."""
+        return not self.callables
+
+    @property
+    def vocabulary(self) -> dict[str, str]:
+        """The words of `VOCABULARY` that the lines use."""
+        used = names_in(" ".join(line.expression for line in self.lines))
+        return {word: meaning for word, meaning in VOCABULARY.items() if word in used}
+
+    def __str__(self) -> str:
+        return "\n".join(str(line) for line in self.lines)
+
+
+def names_in(expression: str) -> set[str]:
+    """The identifiers of an expression."""
+    return set(re.findall(r"[A-Za-z_]\w*", expression))
+
+
+def formula(spec: LossSpec) -> Formula:
+    """The formula of `spec`, with only the lines that lead to the loss."""
+    parts = [_corrections(spec), _ratio(spec), _trust(spec), _kl(spec), _loss(spec)]
+    lines = [line for slot_lines, _ in parts for line in slot_lines]
+    callables = tuple(c for _, unknown in parts for c in unknown)
+    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
+
+
+# The lines of one slot, and the callables in it that could not be derived.
+_Slot = tuple[list[Line], list[CallableInSlot]]
+
+
+def callable_name(part: Any) -> str:
+    """A name to print for a user's own function."""
+    called = getattr(part, "__name__", type(part).__name__)
+    return called if called.isidentifier() else "your_function"
+
+
+def _unknown(slot: str, part: Any) -> CallableInSlot:
+    doc = (getattr(part, "__doc__", None) or "").strip().split("\n")[0]
+    return CallableInSlot(slot, callable_name(part), doc)
+
+
+def _live(lines: list[Line]) -> tuple[Line, ...]:
+    """The lines that `loss` depends on: read from the end, a line stays if a later one needs its name."""
+    needed, kept = {"loss"}, []
+    for line in reversed(lines):
+        # The mask is in every sum and count without being written there.
+        if line.name in needed or line.name == "mask":
+            needed.discard(line.name)
+            needed |= names_in(line.expression)
+            kept.append(line)
+    return tuple(reversed(kept))
+
+
+def _taken(label: str) -> bool:
+    return label in _RESERVED or label in VOCABULARY or keyword.iskeyword(label)
+
+
+def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
+    """The formula of a part by what it returns; None if symbols cannot follow it."""
+    # A part of the library is a value, so its lines never change; a user's function may read anything.
+    return _derived_once(part, anchor) if is_part(slot, part) else derived(part, symbolic_tokens(anchor), _taken)
+
+
+@lru_cache(maxsize=1024)
+def _derived_once(part: Any, anchor: str) -> Derived | None:
+    return derived(part, symbolic_tokens(anchor), _taken)
+
+
+def _renamed(lines: Lines, last: str) -> list[Line]:
+    *before, (_, expression) = lines
+    return [*(Line(label, str(x)) for label, x in before), Line(last, str(expression))]
+
+
+def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
+    """The lines of a part that returns one number per token, the last of which is called `last`."""
+    of_part = _derived(slot, part, anchor)
+    if of_part is None or "loss" not in of_part.lines:
+        return [Line(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
+    return _renamed(of_part.lines["loss"], last), []
+
+
+def raw_log_ratio(part: Any) -> Expression | None:
+    """The ratio slot's log-ratio before its clamp, as one expression; None if it cannot be derived."""
+    of_part = _derived("ratio", part)
+    if of_part is None:
+        return None
+    *before, (_, expression) = of_part.lines["loss"]
+    known = dict(before)
+    return expression.replaced(lambda x: known.get(str(x.value)) if x.operator == "name" else None)
+
+
+def _ratio(spec: LossSpec) -> _Slot:
+    limit = clamp_bounds(getattr(spec.ratio, "log_clamp", 20.0))
+    low, high = (None if bound is None else number_tree(bound) for bound in limit)
+    lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
+    clamped = bounded(lines[-1].tree, low, high)
+    return [*lines[:-1], Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")], callables
+
+
+def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
+    """The two bounds of a `log_clamp`: a number means ±number, a pair is (low, high), None is no bound."""
+    if limit is None:
+        return None, None
+    return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
+
+
+def _trust(spec: LossSpec) -> _Slot:
+    return _of_slot("trust", spec.trust, getattr(spec.ratio, "anchor", "old"), "surrogate")
+
+
+def _kl(spec: LossSpec) -> _Slot:
+    if spec.kl is None:
+        return [], []
+    return _of_slot("kl", spec.kl, getattr(spec.ratio, "anchor", "old"), "kl")
+
+
+class _Verdict(NamedTuple):
+    """The lines of a correction's weight and of its test of which tokens to keep; empty if it has none."""
+
+    weight: list[Line]
+    keep: list[Line]
+    derived: bool = True
+
+
+def _verdict(part: Any) -> _Verdict:
+    of_part = _derived("correction", part)
+    if of_part is None:
+        before = Line("verdict", f"{callable_name(part)}(tokens)")
+        return _Verdict([before, Line("weight", "verdict.weight")], [before, Line("keep", "verdict.keep")], derived=False)
+    lines = of_part.lines
+    weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
+    if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
+        weight = []
+    if keep and keep[-1].expression == "True":
+        keep = []
+    return _Verdict(weight, keep)
+
+
+def normalises(part: Any) -> bool:
+    """Whether a correction divides the weights of the others, after all of them."""
+    return hasattr(part, "normalised")
+
+
+def _corrections(spec: LossSpec) -> _Slot:
+    lines, callables = [Line("log_weight", "old_logp - rollout_logp")], []
+    seen: set[str] = set()
+    for part in spec.correction:
+        if normalises(part):
+            continue
+        verdict = _verdict(part)
+        callables += [] if verdict.derived else [_unknown("correction", part)]
+        for (key, operator), stated in zip((("weight", "*"), ("keep", "&")), verdict[:2], strict=True):
+            if not stated:
+                continue
+            joined = Expression(operator, (name(key), stated[-1].tree)) if key in seen else stated[-1].tree
+            lines += [*(line for line in stated[:-1] if line not in lines[-4:]), Line(key, str(joined))]
+            seen.add(key)
+    if spec.rejected != "keep" and "keep" in seen:
+        if spec.rejected == "drop_sequence":
+            lines.append(Line("keep", "~seq_any(~keep)"))
+        lines.append(Line("mask", "mask & keep"))
+    for part in spec.correction:
+        if normalises(part):
+            if "keep" in seen:
+                lines.append(Line("weight", "where(keep, weight, 0)"))
+            lines.append(Line("weight", part.normalised("weight")))
+    return lines, callables
+
+
+def weighs(spec: LossSpec) -> bool:
+    """Whether a correction multiplies the policy term by a weight."""
+    return any(_verdict(c).weight for c in spec.correction if not normalises(c))
+
+
+def rejects(spec: LossSpec) -> bool:
+    """Whether a correction can reject a token."""
+    return any(_verdict(c).keep for c in spec.correction if not normalises(c))
+
+
+def _loss(spec: LossSpec) -> _Slot:
+    policy = "weight * surrogate" if weighs(spec) else "surrogate"
+    if rejects(spec) and spec.rejected == "keep":
+        policy = f"where(keep, {policy}, 0)"
+    if spec.kl is not None:
+        policy += f" + {number(spec.kl.coef if isinstance(spec.kl, KL) else 1.0)} * kl"
+    if spec.entropy_coef:
+        policy += f" - {number(spec.entropy_coef)} * entropy"
+    averaged = "surrogate" if policy == "surrogate" else "token_loss"
+    lines = [] if policy == "surrogate" else [Line("token_loss", policy)]
+    if hasattr(spec.aggregate, "averaged"):
+        return [*lines, Line("loss", spec.aggregate.averaged(averaged))], []
+    unknown = _unknown("aggregate", spec.aggregate)
+    return [*lines, Line("loss", f"sum({unknown.name}(tokens) * {averaged})")], [unknown]

@@ -1,0 +1,49 @@
+"""What a spec is made of, in short words (`traits`), and so what each framework calls its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from policyloss.explain.formula import rejects
+from policyloss.explain.framework_names import LOSSES, Elsewhere
+from policyloss.explain.framework_part_names import PARTS
+from policyloss.spec import LossSpec, is_part
+
+__all__ = ["ELSEWHERE", "Elsewhere", "elsewhere", "fits", "traits"]
+
+ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
+
+
+def traits(spec: LossSpec) -> frozenset[str]:
+    """Short words for what a spec is made of, to hang names and traps on."""
+    words = {f"anchor_{getattr(spec.ratio, 'anchor', 'old')}", *getattr(spec.ratio, "traits", ("other_ratio",))}
+    words |= _trust_traits(spec.trust) | {type(spec.aggregate).__name__, *getattr(spec.kl, "traits", ())}
+    for part in spec.correction:
+        words |= {type(part).__name__, *getattr(part, "traits", ())}
+        if hasattr(part, "level"):
+            words.add(f"{type(part).__name__}_{part.level}")
+    if spec.correction:
+        words |= {"correction", spec.rejected}
+    holds = {"rejects": rejects(spec), "entropy": bool(spec.entropy_coef), "reads_ratio": spec.reads_ratio}
+    return frozenset(words | {word for word, true in holds.items() if true})
+
+
+def _trust_traits(part: Any) -> set[str]:
+    """The name of the part, its choices as `field_choice`, and what it says of itself."""
+    if not is_part("trust", part):
+        return {"own_trust"}
+    choices = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    words = {f"{field}_{choice}" for field, choice in choices.items() if isinstance(choice, str)}
+    return {type(part).__name__, *words, *getattr(part, "traits", ())}
+
+
+def fits(needs: str, found: frozenset[str]) -> bool:
+    """Whether every trait in `needs` holds (those with a leading "-": does not hold)."""
+    return all((word[1:] not in found) if word.startswith("-") else (word in found) for word in needs.split())
+
+
+def elsewhere(spec: LossSpec) -> tuple[Elsewhere, ...]:
+    """The entries of `ELSEWHERE` that apply to `spec`."""
+    found = traits(spec)
+    return tuple(entry for entry in ELSEWHERE if fits(entry.needs, found))
