@@ -241,7 +241,7 @@ def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:
 
 def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     """For each element, the sum of `x` over the elements with the same id. `[S]`, `[S]` → `[S]`."""
-    check_tensor("x", x, "float")
+    check_tensor("x", x)
     check_like("group_ids", group_ids, ("x", x), "integer")
     if x.dim() != 1:
         raise InputError(f"x must be one number per element, [S], got {seen(x)}.")
