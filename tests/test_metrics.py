@@ -11,7 +11,7 @@ import torch
 
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
-from policyloss.functional import ranks
+from policyloss.functional import collectives
 from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Layout, Max, Min, Sum
 from policyloss.policy_metrics import FORMULAS
 
@@ -345,6 +345,6 @@ def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -
         theirs = torch.stack([other.nan_to_num(torch.inf), other.isnan().float()])
         pair.copy_(torch.maximum(pair, theirs))
 
-    monkeypatch.setattr(ranks.dist, "all_reduce", reduce_with_the_other_rank)
-    got = ranks.all_max(torch.tensor([1.0, torch.nan, -torch.inf, 5.0]), group="two ranks")
+    monkeypatch.setattr(collectives.dist, "all_reduce", reduce_with_the_other_rank)
+    got = collectives.all_max(torch.tensor([1.0, torch.nan, -torch.inf, 5.0]), group="two ranks")
     torch.testing.assert_close(got, torch.tensor([torch.nan, torch.nan, 3.0, 5.0]), equal_nan=True)

@@ -12,7 +12,7 @@ import torch
 from conformance.inputs import Batch
 from conformance.suite import Function, Inputs, Options, Outputs
 from policyloss.compat import colossalai as ours
-from policyloss.functional.known import with_known_gradient
+from policyloss.functional.precomputed import with_known_gradient
 
 RECORDED = Path(__file__).resolve().parents[2] / "tests" / "golden" / "coati.json"
 CLASSES: dict[str, Any] = {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.functional.ranks import all_gather
+from policyloss.functional.collectives import all_gather
 from policyloss.functional.segments import Sequences
 from policyloss.loss import check_spec, measure, policy_loss
 from policyloss.metrics import Metrics

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.functional.ranks import several_ranks
+from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
 from policyloss.presets import preset
 from policyloss.spec import LossSpec

@@ -11,8 +11,8 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.known import with_known_gradient
 from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
 from policyloss.policy_metrics import policy_metrics

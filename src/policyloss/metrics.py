@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import unknown_name
+from policyloss.functional.collectives import all_max, collective_device
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import all_max, collective_device
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, compute_dtype, difference, fill
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
-from policyloss.functional.shards import checked_positions
 
 if TYPE_CHECKING:
     from policyloss.totals import Totals

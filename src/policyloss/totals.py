@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import several_ranks
 from policyloss.functional.segments import Sequences, group_index, group_sum
 from policyloss.functional.stats import count
 from policyloss.tokens import Tokens, as_mask, check_group_ids

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
+from policyloss.functional.collectives import Gathered, all_sum, gather_rows, statistics_group
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
-from policyloss.functional.ranks import Gathered, all_sum, gather_rows, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from policyloss.advantages.baselines import RankedGroups, check_numbers, check_rewards, rows_by_size
 from policyloss.advantages.returns import reward_to_go, token_rewards, whole_sequences
 from policyloss.errors import InputError
+from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype, fill
-from policyloss.functional.ranks import gather_rows, statistics_group
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 

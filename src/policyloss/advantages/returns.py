@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.accelerators import kernels
+from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import Sequences, check_cu_seqlens
-from policyloss.functional.shards import WholeSequences, checked_positions
+from policyloss.functional.triton_modules import kernels
 from policyloss.tokens import as_mask
 
 KERNEL = "policyloss.functional.gae_kernel"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.ranks import all_max
+from policyloss.functional.collectives import all_max
 
 
 class _SegmentSum(torch.autograd.Function):

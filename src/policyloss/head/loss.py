@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.known import with_known_gradients
+from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
 from policyloss.head.batch import Batch, Window, batch_of, sequence_windows, token_windows
 from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.functional.accelerators import kernels
 from policyloss.functional.masking import compute_dtype
+from policyloss.functional.triton_modules import kernels
 
 # Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a cache, and it needs little memory.
 BLOCK = 192 << 10

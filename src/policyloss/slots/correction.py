@@ -15,8 +15,8 @@ from torch import Tensor
 
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction, kl
+from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import fill
-from policyloss.functional.ranks import all_sum
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from policyloss.functional.context_parallel import turns
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
-from policyloss.functional.shards import turns
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import trust
+from policyloss.functional.collectives import all_sum, at_least, kth_largest
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.ranks import all_sum, at_least, kth_largest
 from policyloss.slots import checks
 from policyloss.tokens import Tokens
 

@@ -1,4 +1,4 @@
-"""A number whose gradient is known already."""
+"""Values whose gradients were computed beforehand: autograd is given those gradients and derives none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.accelerators import kernels
+from policyloss.functional.triton_modules import kernels
 
 
 class _KnownGradient(torch.autograd.Function):

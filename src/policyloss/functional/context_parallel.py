@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.ranks import gather_rows
+from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
 
 
