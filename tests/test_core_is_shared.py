@@ -24,6 +24,11 @@ def modules_of(folder: Path) -> dict[str, str]:
     return {".".join(parts).removesuffix("__init__").removesuffix("."): path.read_text() for path, parts in paths.items()}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def defined_by(statement: ast.stmt) -> list[str]:
     """The names that a statement defines: of a function, of a class, or of constants."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -35,13 +40,13 @@ def defined_by(statement: ast.stmt) -> list[str]:
 @cache
 def definitions(source: str) -> frozenset[str]:
     """Functions, classes and constants at the top level of a module."""
-    return frozenset(name for statement in ast.parse(source).body for name in defined_by(statement))
+    return frozenset(name for statement in parsed(source).body for name in defined_by(statement))
 
 
 @cache
 def imported_names(source: str) -> tuple[tuple[str, str, str], ...]:
     """What a module imports of the package: (module, name, what the importing module calls it)."""
-    statements = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    statements = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
     of_package = [node for node in statements if (node.module or "").split(".")[0] == "policyloss"]
     return tuple(
         ((node.module or "").removeprefix("policyloss").removeprefix("."), alias.name, alias.asname or alias.name)
@@ -70,7 +75,7 @@ def users(modules: dict[str, str]) -> dict[Name, set[Name]]:
     uses: dict[Name, set[Name]] = defaultdict(set)
     for module, source in modules.items():
         as_module, as_name = imported(source, modules)
-        for statement in ast.parse(source).body:
+        for statement in parsed(source).body:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 continue
             owners = defined_by(statement) or [""]

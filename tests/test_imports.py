@@ -64,10 +64,15 @@ def _runtime_statements(tree: ast.AST) -> list[ast.stmt]:
 
 
 @cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
 def imports_of(module: str) -> set[str]:
     """The full names of the modules that `module` imports."""
     names: set[str] = set()
-    for node in _runtime_statements(ast.parse(FILES[module].read_text())):
+    for node in _runtime_statements(parsed(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,7 +109,7 @@ def test_every_part_of_the_rule_exists() -> None:
 
 def named_modules(source: str, files: Collection[str]) -> set[str]:
     """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
-    strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    strings = {node.value for node in ast.walk(parsed(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {s if s in files else f"{s}.__init__" for s in strings if s in files or f"{s}.__init__" in files}
 
 
