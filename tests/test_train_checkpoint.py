@@ -6,7 +6,6 @@ import errno
 import math
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import warnings
@@ -27,9 +26,7 @@ from policyloss.train.checkpoint import (
     latest,
     load,
     load_optimizer_state,
-    load_rng_state,
     optimizer_state,
-    rng_state,
     save,
     step_of,
     subtree,
@@ -307,7 +304,7 @@ def test_an_older_one_does_not_delete_itself(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000020", "step_000030"]
 
 
-# ------------------------------------------------------------------------------------------------ optimizers, generators
+# ------------------------------------------------------------------------------------------------------------ optimizers
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
@@ -386,27 +383,6 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     lbfgs.state[next(model.parameters())]["old_dirs"] = [torch.zeros(1)]
     with pytest.raises(InputError, match=r"LBFGS keeps a list as 'old_dirs' of 0.weight"):
         optimizer_state(model, lbfgs)
-
-
-@pytest.mark.parametrize("gauss", [False, True], ids=["plain", "half a pair of gauss drawn"])
-def test_generators_go_on(tmp_path: Path, gauss: bool) -> None:
-    def draw() -> list[Any]:
-        return [random.random(), random.gauss(), torch.rand(3).tolist(), torch.randperm(5).tolist(), torch.randn(20).tolist()]
-
-    before = random.getstate(), torch.get_rng_state()
-    try:
-        random.seed(3)
-        torch.manual_seed(4)
-        if gauss:
-            random.gauss()
-        path = save(tmp_path, 0, {"rng": rng_state()}, {}, keep=1)
-        expected = draw()
-        draw()
-        load_rng_state(subtree(load(path)[0], "rng"))
-        assert draw() == expected
-    finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks

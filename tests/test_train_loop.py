@@ -127,7 +127,7 @@ def test_kill_9_in_the_middle_of_a_line(whole: Path, tmp_path: Path, model: str)
     here = str(Path(__file__).parent)
     done = subprocess.run(
         [sys.executable, str(Path(here) / "train_loop_ranks.py"), "5", *command],
-        env={**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
         timeout=120,
         capture_output=True,
         check=False,

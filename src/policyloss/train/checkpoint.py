@@ -28,7 +28,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.train.files import StorageError, from_json, make_folder, sync, to_json, write_error, write_synced
 from policyloss.train.plain_files import read_plain, require_plain
-from policyloss.train.states import load_optimizer_state, load_rng_state, optimizer_state, rng_state
+from policyloss.train.states import load_optimizer_state, optimizer_state
 
 __all__ = [
     "StorageError",
@@ -36,9 +36,7 @@ __all__ = [
     "latest",
     "load",
     "load_optimizer_state",
-    "load_rng_state",
     "optimizer_state",
-    "rng_state",
     "save",
     "step_of",
     "subtree",

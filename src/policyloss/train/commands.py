@@ -1,4 +1,6 @@
-"""`policyloss train`, `eval`, `sample`: each reads its options by tyro, does one thing, and returns an exit code."""
+"""`policyloss train`, `eval`, `sample`: each reads its options by tyro, does one thing, and
+returns an exit code.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ def train_command(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class FromRun:
-    """What both commands take: a run, one of its checkpoints, and what the user names instead of what its config.json names."""
+    """What both commands take: a run, one of its checkpoints, and what the user names instead of
+    what its config.json names.
+    """
 
     run: tyro.conf.Positional[Path]
-    """The run directory. It is only data: code that it names is not run, and nothing is downloaded, unless you name it here."""
+    """The run directory. It is only data: code that it names is not run, and nothing is
+    downloaded, unless you name it here."""
     checkpoint: Path | None = None
     """One of its checkpoints; the last one if not given."""
     model: str | None = None
-    """The model that the run started from: a folder, or a name on the hub, which may then be downloaded."""
+    """The model that the run started from: a folder, or a name on the hub, which may then be
+    downloaded."""
     task: str | None = None
     """Another task than that of the run, or where its file is now."""
     trust_remote_code: bool = False
@@ -61,9 +67,11 @@ class EvalOptions(FromRun):
     prompts: int = 1024
     """How many held-out prompts."""
     reward: str | None = None
-    """How answers are scored: exact, math, or module:function. A function that the run names is used only if you name it here."""
+    """How answers are scored: exact, math, or module:function. A function that the run names is
+    used only if you name it here."""
     success: float | None = None
-    """The reward from which on an answer counts as right; that of the run if not given, which is 1 unless it was set."""
+    """The reward from which on an answer counts as right; that of the run if not given, which is 1
+    unless it was set."""
     reward_timeout: float = 60.0
     """Seconds that one call of the reward may take; 0 is no limit."""
     show: int = 5
@@ -156,7 +164,9 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Models, int]:
-    """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of that checkpoint."""
+    """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of
+    that checkpoint.
+    """
     path = options.run
     chosen = options.checkpoint or latest(path / "checkpoints", refuse_nonfinite_weights)
     if chosen is None:

@@ -33,14 +33,15 @@ class TrainConfig:
     reward: str | None = None
     """How a .jsonl task is scored: exact, math, or module:function."""
     success: float | None = None
-    """The reward from which on a completion counts as right: accuracy is the share of completions that reach it. By default what
-    the task says, which is 1 for all tasks of its own kinds."""
+    """The reward from which on a completion counts as right: accuracy is the share of completions
+    that reach it. By default what the task says, which is 1."""
     reward_timeout: float = 60.0
-    """Seconds that one call of the reward may take; what takes longer counts as failed. 0 is no limit."""
+    """Seconds that one call of the reward may take; what takes longer has failed. 0 is no limit."""
     model: str = "tiny"
     """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a causal language model."""
     trust_remote_code: bool = False
-    """Run the Python files that come with the model. Never read from a run directory: name it again to resume or evaluate."""
+    """Run the Python files that come with the model. Never read from a run directory: name it again
+    to resume or evaluate."""
     unusable: Literal["refuse", "skip"] = "refuse"
     """What to do about prompts that the model cannot continue, such as too long ones: refuse to start
     and name them, or leave them out and name them."""
@@ -109,7 +110,8 @@ class TrainConfig:
     grad_clip: float = 1.0
     """Largest norm of a gradient; 0 is off."""
     nonfinite_limit: int = 3
-    """An update whose loss or gradient is not finite is skipped; after this many in a row the run stops."""
+    """An update whose loss or gradient is not finite is skipped; after this many in a row the run
+    stops."""
     head: Literal["fused", "logits"] = "fused"
     """How the loss gets from hidden states to log-probabilities: window by window without keeping logits, or by all logits."""
 
@@ -130,9 +132,9 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: every rank holds the model, or a part of it."""
     rank_timeout: float = 600.0
-    """Under torchrun: seconds after which a rank that waits for another gives up, and says for which."""
+    """Under torchrun: seconds after which a rank that waits for another gives up and names it."""
     heartbeat: float = 60.0
-    """Seconds in one place after which the run says where it is and what it waits for; 0 says nothing."""
+    """Seconds in one place after which the run says where it is and what it waits for; 0 is never."""
 
     eval_every: int = 20
     """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""

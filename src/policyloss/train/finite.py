@@ -1,4 +1,6 @@
-"""Which numbers of an update are not finite, in words, and the error of a run that meets too many of them."""
+"""Which numbers of an update are not finite, in words, and the error of a run that meets too many
+of them.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ class NotFiniteError(PolicyLossError):
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinity; of a sharded one, this rank's part is looked at."""
+    """The names of the tensors that hold a NaN or an infinity; of a sharded one, this rank's part
+    is looked at.
+    """
     local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
     return [name for name, x in local.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
 
 
 def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tensor]) -> str:
-    """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if all are finite.
+    """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
+    all are finite.
 
     seen: the log-probabilities of the policy, by sequence, where they are known.
     """

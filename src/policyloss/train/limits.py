@@ -1,10 +1,11 @@
 """A time limit for somebody's function, which may hang in Python or in a system call.
 
-The function runs in this very thread, with the state, the devices and the signals it expects: in a thread of its own it could not
-use signals (math-verify does), and a forked process would lose what it remembers and could not use a GPU. The system's alarm
-interrupts it, in Python code as in a call that waits. What ignores the alarm, native code that never returns to the interpreter,
-cannot be taken back: after a longer time the process ends with the stack of where it hangs, and the run resumes from its last
-checkpoint.
+The function runs in this very thread, with the state, the devices and the signals it expects: in a
+thread of its own it could not use signals (math-verify does), and a forked process would lose what
+it remembers and could not use a GPU. The system's alarm interrupts it, in Python code as in a call
+that waits. What ignores the alarm, native code that never returns to the interpreter, cannot be
+taken back: after a longer time the process ends with the stack of where it hangs, and the run
+resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ HARD_S = 20.0
 
 
 class TimeIsUp(BaseException):
-    """Raised in a function that took too long. No `Exception`, so that `except Exception` in the function does not swallow it."""
+    """Raised in a function that took too long. No `Exception`, so that `except Exception` in the
+    function does not swallow it.
+    """
 
 
 def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
@@ -65,7 +68,9 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
 
 
 def _end_process_after(seconds: float) -> bool:
-    """Have a thread without Python end the process after so long. → whether there is a place to print the stack to."""
+    """Have a thread without Python end the process after so long. → whether there is a place to
+    print the stack to.
+    """
     try:
         handle = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
         os.fstat(handle)

@@ -87,7 +87,7 @@ def _stored(
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
     if not model or (looks_local and not os.path.isdir(path)):  # `Path.is_dir` raises where a name is too long
-        raise InputError(f"there is no folder {model!r}; give that of a model, a name on the hub, or 'tiny'.")
+        raise InputError(f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, or 'tiny'.")
     where = str(path) if os.path.isdir(path) else model
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:

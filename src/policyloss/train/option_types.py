@@ -13,7 +13,9 @@ LARGEST = 2**63 - 1  # what a tensor, and most files, hold as a whole number
 
 
 def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` by name, each as the dataclass `options` declares it: a path from a string, a tuple from a list."""
+    """`values` by name, each as the dataclass `options` declares it: a path from a string, a tuple
+    from a list.
+    """
     hints = get_type_hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}
 

@@ -1,4 +1,6 @@
-"""The files of a run directory as data: plain files and folders. A link or a pipe among them is refused, never followed."""
+"""The files of a run directory as data: plain files and folders. A link or a pipe among them is
+refused, never followed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def read_plain(path: Path) -> bytes:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a name that is no text.
+    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
+    name that is no text.
 
     `run` itself may be a link: the user named it.
     """

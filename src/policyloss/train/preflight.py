@@ -24,7 +24,9 @@ SPARE = 1 << 20  # bytes for everything that is no checkpoint
 
 
 def preflight(training: Training) -> None:
-    """Raise, on every rank, for what would end the run; or leave out the prompts that cannot be used, if the options say so."""
+    """Raise, on every rank, for what would end the run; or leave out the prompts that cannot be
+    used, if the options say so.
+    """
     config, models, ranks = training.config, training.models, training.ranks
     problems: list[str] = []
     for split, examples in (("train", models.task.train), ("held_out", models.task.held_out[: config.eval_prompts])):
@@ -61,7 +63,9 @@ def unusable(model: Any, tokenizer: Any, examples: Sequence[Example], max_new_to
 
 
 def checkpoint_bytes(training: Training) -> int:
-    """About what a checkpoint takes: weights and two moments of what learns, and the weights of the reference."""
+    """About what a checkpoint takes: weights and two moments of what learns, and the weights of
+    the reference.
+    """
     learner = training.models.learner
     trained = [learner.policy, *([learner.critic] if learner.critic is not None else [])]
     return sum(3 * _bytes(module) for module in trained) + (_bytes(learner.reference) if learner.reference is not None else 0)
@@ -86,7 +90,9 @@ def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:
-    """A reward that fails on each of several examples, with their own answers, will not work on completions either."""
+    """A reward that fails on each of several examples, with their own answers, will not work on
+    completions either.
+    """
     failures: list[RewardError] = []
     for example in task.train[:TRIED]:
         try:
@@ -99,7 +105,9 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
 
 
 def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
-    """All checkpoints that are kept, and a new one beside them, must fit; those that are there already do."""
+    """All checkpoints that are kept, and a new one beside them, must fit; those that are there
+    already do.
+    """
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
     needed, free = max((keep + 1) * size - there, size) + SPARE, shutil.disk_usage(_existing(out)).free
     if free >= needed:

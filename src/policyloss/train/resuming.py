@@ -1,7 +1,9 @@
-"""Which options a run that goes on may have: those it was started with. And which of them the user named.
+"""Which options a run that goes on may have: those it was started with. And which of them the user
+named.
 
-A run directory is data, perhaps somebody else's. What could run code or fetch something, a reward of module:function, a model on
-the hub, code that comes with a model, is used only if it is named on the command line, not because config.json names it.
+A run directory is data, perhaps somebody else's. What could run code or fetch something, a reward
+of module:function, a model on the hub, code that comes with a model, is used only if it is named
+on the command line, not because config.json names it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _OF_THE_CALL = ("out", "resume", "extend")
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options that stand on a command line, by the name of their field: `--no-resume` and `--resume` are both "resume"."""
+    """The options that stand on a command line, by the name of their field: `--no-resume` and
+    `--resume` are both "resume".
+    """
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     names = {argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
     return frozenset(fields & {*names, *(name.removeprefix("no_") for name in names)})
@@ -51,7 +55,9 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec]:
 
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """`policyloss train --resume …`: the options of the run, after a look whether those on the command line agree with them."""
+    """`policyloss train --resume …`: the options of the run, after a look whether those on the
+    command line agree with them.
+    """
     rest, changes = split_loss_options(arguments)
     where, _ = tyro.cli(_Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False)
     stored, stored_spec = stored_options(where.out)
@@ -69,14 +75,18 @@ class _Where:
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
-    """`config` with the steps that the run in `config.out` is to have; an error if it was started with other options."""
+    """`config` with the steps that the run in `config.out` is to have; an error if it was started
+    with other options.
+    """
     stored, stored_spec = stored_options(config.out)
     refuse_changes(stored, config, stored_spec, spec)
     return replace(config, steps=max(stored.steps, config.extend or 0))
 
 
 def refuse_changes(stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec, spec: LossSpec) -> None:
-    """Raise if an option or a number of the loss is another one than the run was started with; all of them are listed."""
+    """Raise if an option or a number of the loss is another one than the run was started with; all
+    of them are listed.
+    """
     rows = [
         (flag(field.name), getattr(stored, field.name), getattr(now, field.name))
         for field in dataclasses.fields(TrainConfig)

@@ -1,12 +1,10 @@
-"""What a checkpoint holds beside weights: the state of an optimizer by parameter name, and of the random number generators."""
+"""What a checkpoint holds beside weights: the state of an optimizer, by parameter name."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,30 +80,6 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mappin
                 group[key].fill_(value)  # a captured step reads this very tensor
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def rng_state() -> dict[str, Tensor]:
-    """The state of torch's generator, of each CUDA device's, and of Python's `random`, as tensors."""
-    version, numbers, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        state |= {f"cuda{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
-    return state
-
-
-def load_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Bring the generators back to `rng_state()`. State of a CUDA device that is not there is left out."""
-    version, *numbers = state["python"].tolist()
-    gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
-    torch.set_rng_state(state["torch"].cpu())
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda{i}" in state:
-            torch.cuda.set_rng_state(state[f"cuda{i}"].cpu(), i)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:

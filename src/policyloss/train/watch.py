@@ -18,10 +18,12 @@ _LOST = ("timed out", "timeout", "connection closed by peer", "connection reset"
 
 
 class Watch:
-    """A context manager. `at(where)` says what begins now; all ranks go through the same places in the same order.
+    """A context manager. `at(where)` says what begins now; all ranks go through the same places in
+    the same order.
 
-    After `every` seconds in one place (0: never) the first rank says where it is and which ranks are behind. Each rank puts its
-    own place into the store that the group of processes met by, which needs no collective.
+    After `every` seconds in one place (0: never) the first rank says where it is and which ranks
+    are behind. Each rank puts its own place into the store that the group of processes met by,
+    which needs no collective.
     """
 
     def __init__(self, ranks: Ranks, say: Callable[[str], None], every: float) -> None:
