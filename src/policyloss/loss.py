@@ -59,8 +59,9 @@ def policy_loss(
       logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`) carry the gradient; `old_logp` is
       the trainer's own policy when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
       reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
-      advantages: token-shaped, or one per sequence. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which
-      prompt a sequence belongs to.
+      advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where a pack has as many tokens as
+      sequences, `[N]` and `[S]` are one shape: write one of the longer ones. mask: bool or 0/1, True = train on this token.
+      group_ids: `[S]` integers, which prompt a sequence belongs to.
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
     cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
     `Totals.count(mask, cp_group=…)`).

@@ -281,8 +281,8 @@ class Metrics(Mapping[str, Record]):
     def compute(self) -> dict[str, float]:
         """All values as Python floats, with one host sync for all of them together.
 
-        Raises an `InputError` if a count of certainly wrong values (`invalid_…`) is not 0, and warns of likely mistakes
-        (`positive_logp_tokens`, `beyond_totals`).
+        A count of certainly wrong values (`invalid_…`) is left out if it is 0, and an `InputError` if
+        it is not. Likely mistakes (`positive_logp_tokens`, `beyond_totals`) are a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
@@ -292,7 +292,8 @@ class Metrics(Mapping[str, Record]):
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
         numbers = dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
-        refuse_invalid({name: numbers[name] for name, record in self._records.items() if isinstance(record, Invalid)})
+        invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
+        refuse_invalid({name: numbers.pop(name) for name in invalid})
         if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
             warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
         if numbers.get("beyond_totals", 0) > 0:

@@ -44,9 +44,9 @@ FORMULAS = {
     "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond the given totals of the whole step; "
     "`compute` warns",
     "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a mask that is "
-    "not bool, on a GPU or under torch.compile); `compute` raises an InputError",
+    "not bool, on a GPU or under torch.compile); `compute` raises unless it is 0",
     "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could not be checked at once; `compute` "
-    "raises an InputError",
+    "raises unless it is 0",
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
     "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
