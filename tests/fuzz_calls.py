@@ -1,4 +1,6 @@
-"""A right call of every public function, and what to put in the place of each of its arguments (see test_arguments.py)."""
+"""A right call of every public function, and what to put in the place of each of its arguments (see
+test_arguments.py).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def loss_arguments(**more: Any) -> dict[str, Any]:
 
 
 def packed_arguments() -> dict[str, Any]:
-    same = {name: PACK for name in ("logp", "old_logp", "rollout_logp", "ref_logp")}
+    same = dict.fromkeys(("logp", "old_logp", "rollout_logp", "ref_logp"), PACK)
     return {"spec": TRUST_WITH_ALL, **same, "advantages": PER_SEQUENCE, "mask": PACK < 0, "cu_seqlens": CU}
 
 
@@ -46,18 +48,18 @@ def _compiled_call(**arguments: Any) -> Any:
     before = compiled._compile
 
     def stop(*_: Any) -> Any:
-        raise _Compiles
+        raise _CompilesError
 
     compiled._compile = stop
     try:
         return pl.compiled_loss(pl.preset("ppo"))(**arguments)
-    except _Compiles:
+    except _CompilesError:
         return None
     finally:
         compiled._compile = before
 
 
-class _Compiles(Exception):
+class _CompilesError(Exception):
     pass
 
 

@@ -61,7 +61,8 @@ class Totals:
             _check_count(f"Totals.{name}", value, "a count")
         if self.groups is not None and not isinstance(self.groups, GroupTokens):
             _check_count("Totals.groups", self.groups, "a number of groups, a GroupTokens or None")
-        if not isinstance(self.dp_size, Tensor) and (not isinstance(self.dp_size, int) or self.dp_size < 1):
+        ranks: Any = self.dp_size
+        if not isinstance(ranks, Tensor) and (not isinstance(ranks, int) or ranks < 1):
             raise InputError(f"Totals.dp_size must be a number of ranks, got {seen(self.dp_size)}.")
         numbers = self.statistics
         if numbers is not None and not (isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())):

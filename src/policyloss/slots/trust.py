@@ -47,14 +47,14 @@ def _check_eps(owner: Clip | TwoSidedClip | CovClip) -> None:
     low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
     if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
         raise SpecError(
-            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: give a distance from 1 (0.2 for "
-            "20 %), or math.inf for no lower bound."
+            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: "
+            "give a distance from 1 (0.2 for 20 %), or math.inf for no lower bound."
         )
     if 0.5 <= low < 1 < high < 2:
         warnings.warn(
-            f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* are distances from 1: the ratio is "
-            f"held within [{1 - low:g}, {1 + high:g}]. For the bounds [{low:g}, {high:g}] give eps_low={1 - low:g}, "
-            f"eps_high={high - 1:g}.",
+            f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* "
+            f"are distances from 1: the ratio is held within [{1 - low:g}, {1 + high:g}]. For the "
+            f"bounds [{low:g}, {high:g}] give eps_low={1 - low:g}, eps_high={high - 1:g}.",
             stacklevel=outside_level(),
         )
 
