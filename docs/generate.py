@@ -35,6 +35,8 @@ VALUE_FORMULAS = {
     "clip_fraction": "share of valid tokens whose clipped error is the larger of the two; only with clip",
     "explained_variance": "1 − Var(returns − values) / Var(returns) over the valid tokens",
     "nonfinite_tokens": "valid tokens whose loss is NaN or infinite",
+    "invalid_mask_values": FORMULAS["invalid_mask_values"],
+    "invalid_cu_seqlens": FORMULAS["invalid_cu_seqlens"],
 }
 
 
@@ -73,7 +75,9 @@ def metrics_page() -> str:
         "`out.metrics` holds records that add up: `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, and nothing is "
         "divided before `.compute()`. A metric is there only if the tensors and the part it reads are there. With `rejected` other "
         "than `keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` and `effective_sample_size`, "
-        "which count the batch before rejection. Keep policy and value metrics apart: they share names."
+        "which count the batch before rejection. Keep policy and value metrics apart: they share "
+        "names. The `invalid_*` counts are records like the others, but `.compute()` leaves them "
+        "out if they are 0, and raises an InputError if they are not."
     )
     legend = (
         "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any clamp; r is the ratio slot's ratio "

@@ -1,4 +1,6 @@
-"""A right call of every public function, and what to put in the place of each of its arguments (see test_arguments.py)."""
+"""A right call of every public function, and what to put in the place of each of its arguments (see
+test_arguments.py).
+"""
 
 from __future__ import annotations
 

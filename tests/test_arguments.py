@@ -1,4 +1,6 @@
-"""Every public function, with every argument spoiled in every way: a result, or an error of ours that names the argument."""
+"""Every public function, with every argument spoiled in every way: a result, or an error of ours
+that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from fuzz_calls import BY_MEANING, CASES, DISAGREES, NEVER_A_TENSOR, NEVER_RIGHT
 
 
 def outcome(function: Any, arguments: dict[str, Any], names: Iterable[str] = ()) -> str:
-    """What a call gives: a result, an error of ours that names one of `names`, one that does not, or another error."""
+    """What a call gives: a result, an error of ours that names one of `names`, one that does not,
+    or another error.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

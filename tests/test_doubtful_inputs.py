@@ -71,7 +71,8 @@ def test_rewards_that_may_be_of_tokens_or_of_sequences_are_an_error(scan):
     with pytest.raises(pl.InputError, match=r"rewards has shape \(2,\).*\(2, 1\).*\(1, 2\)"):
         run(rewards)
     if scan != "reinforce_pp":
-        # One per sequence: 5 on the last token, so that both tokens have 5 to go. One per token: 5 − 7 = −2, then −7.
+        # One per sequence: 5 on the last token, so that both tokens have 5 to go. One per token: 5
+        # − 7 = −2, then −7.
         assert run(rewards.unsqueeze(1)).tolist() == [5.0, 5.0]
         assert run(rewards.unsqueeze(0)).tolist() == [-2.0, -7.0]
 
@@ -87,7 +88,9 @@ def test_a_graph_does_not_outlive_the_lengths_it_was_made_for():
 
 
 def test_other_functions_of_a_pack_know_what_they_pass_on():
-    """Sums and measurements over a pack of as many tokens as sequences: no advantage of theirs is ambiguous."""
+    """Sums and measurements over a pack of as many tokens as sequences: no advantage of theirs is
+    ambiguous.
+    """
     mask = torch.ones(2, dtype=torch.bool)
     assert pl.aggregate_tokens(torch.tensor([1.0, 2.0]), mask, pl.TokenSum(), cu_seqlens=TWO_AND_NONE) == 3
     spec = pl.LossSpec(correction=pl.Band(0.5, 2.0), rejected="renormalise")
@@ -101,7 +104,8 @@ def test_other_functions_of_a_pack_know_what_they_pass_on():
     assert pl.accumulate(spec, [micro], logp=lambda _: X).totals.tokens == 2
 
 
-# --- Values that could not be checked at once ------------------------------------------------------
+# --- Values that could not be checked at once
+# ------------------------------------------------------
 
 
 def compiled(function):
@@ -177,7 +181,8 @@ def test_one_rank_reduces_what_it_knows_to_be_wrong():
         step.reduce_metrics().compute()
 
 
-# --- Numbers that cannot be what they are called ------------------------------------------------------
+# --- Numbers that cannot be what they are called
+# ------------------------------------------------------
 
 BATCH = make_batch(seed=3)
 
@@ -249,7 +254,8 @@ def test_totals_below_what_a_call_holds_are_told(aggregate, totals, beyond):
         metrics.compute()
 
 
-# --- Micro-batches ---------------------------------------------------------------------------------
+# --- Micro-batches
+# ---------------------------------------------------------------------------------
 
 
 def step_of(number):
@@ -291,7 +297,8 @@ def test_arguments_for_another_loss_are_a_use():
     assert step.reduce_metrics().compute()["tokens"] == 4
 
 
-# --- Groups and bounds -------------------------------------------------------------------------------
+# --- Groups and bounds
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "gpg"])
@@ -342,11 +349,14 @@ def test_bounds_that_are_meant_stay_silent():
             pl.preset(name)
 
 
-# --- Sequences ------------------------------------------------------------------------------------------
+# --- Sequences
+# ------------------------------------------------------------------------------------------
 
 
 def test_wrong_offsets_put_all_tokens_into_the_first_sequence():
-    """As on a device: the layout that stands in for a wrong one sums 1 + 2 + 4 = 7 into the first of three."""
+    """As on a device: the layout that stands in for a wrong one sums 1 + 2 + 4 = 7 into the first
+    of three.
+    """
 
     @compiled
     def sums(x, cu_seqlens):

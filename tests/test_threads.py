@@ -74,7 +74,9 @@ def test_one_thread_compiles_at_a_time(monkeypatch):
 
 
 def test_a_trace_is_none_in_other_threads():
-    """torch has one flag for all threads; a loss that another thread takes meanwhile still checks what it is given."""
+    """torch has one flag for all threads; a loss that another thread takes meanwhile still checks
+    what it is given.
+    """
     mask = torch.full((2, 3), -100)
     x = torch.zeros(2, 3)
 

@@ -128,9 +128,11 @@ class Accumulation:
         self.metrics = self.metrics + metrics
 
     def reduce_metrics(self) -> Metrics:
-        """The metrics of all ranks of `group` and `cp_group` together: `step.reduce_metrics().compute()`. A collective.
+        """The metrics of all ranks of `group` and `cp_group` together:
+        `step.reduce_metrics().compute()`. A collective.
 
-        An error if a micro-batch of some rank was never used, or held values that are certainly wrong (see `Metrics.compute`).
+        An error if a micro-batch of some rank was never used, or held values that are certainly
+        wrong (see `Metrics.compute`).
         """
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
@@ -149,8 +151,8 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether it is the step's last on this rank, when gradients are to be averaged over ranks. is_used: whether its loss was
-    taken, or its `arguments` for another loss function.
+    is_last: whether it is the step's last on this rank, when gradients are to be averaged over
+    ranks. is_used: whether its loss was taken, or its `arguments` for another loss function.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
@@ -202,8 +204,9 @@ class MicroBatch(Mapping[str, Any]):
         """
         if self._has_loss:
             raise InputError(
-                "the loss of this micro-batch was taken already, and a second one would add its gradient and metrics again; keep "
-                "the first, or call policyloss.policy_loss(spec, logp, **micro.arguments()) to look at it."
+                "the loss of this micro-batch was taken already, and a second one would add its "
+                "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
+                "logp, **micro.arguments()) to look at it."
             )
         out = policy_loss(self._step.spec, logp, **self.arguments(**tensors))
         self._has_loss = True
@@ -295,8 +298,9 @@ def _check_numbers(numbers: list[int]) -> None:
     """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the forward of a sharded model."""
     if 0 in numbers:
         raise InputError(
-            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs one "
-            "in micro_batches, to run its forward on: give it one with an all-False mask, which adds nothing."
+            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
+            "one in micro_batches, to run its forward on: give it one with an all-False mask, "
+            "which adds nothing."
         )
 
 

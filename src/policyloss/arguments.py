@@ -1,6 +1,8 @@
-"""The checks of arguments, in one place: each error names the argument, what was seen, and what would fit.
+"""The checks of arguments, in one place: each error names the argument, what was seen, and what
+would fit.
 
-Checks here look at types, dtypes, shapes and devices, which the host knows; none reads a tensor's values.
+Checks here look at types, dtypes, shapes and devices, which the host knows; none reads a tensor's
+values.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ _WANTED: dict[str, str] = {
 
 
 def seen(x: Any) -> str:
-    """What an error says of a value that does not fit: the type of a tensor's numbers and its shape, or the value itself."""
+    """What an error says of a value that does not fit: the type of a tensor's numbers and its
+    shape, or the value itself.
+    """
     if isinstance(x, Tensor):
         return f"dtype {x.dtype} and shape {tuple(x.shape)}"
     return f"{type(x).__name__} {safe_repr(x)}"
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
-    """Whether a tensor's dtype is of this kind. Flags (bool) are numbers, but neither integers nor floating-point."""
+    """Whether a tensor's dtype is of this kind. Flags (bool) are numbers, but neither integers nor
+    floating-point.
+    """
     if kind == "float":
         return x.is_floating_point()
     if kind == "integer":
@@ -45,7 +51,9 @@ def fits_kind(x: Tensor, kind: Kind) -> bool:
 
 
 def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None) -> None:
-    """Raise unless `x` is a dense tensor of this kind, on the device of `like`: another argument, with its name."""
+    """Raise unless `x` is a dense tensor of this kind, on the device of `like`: another argument,
+    with its name.
+    """
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
         raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
     if x.layout != torch.strided:
@@ -61,7 +69,9 @@ def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], meaning
 
 
 def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
-    """Raise unless `x` is a tensor of the shape and on the device of another argument, given with its name."""
+    """Raise unless `x` is a tensor of the shape and on the device of another argument, given with
+    its name.
+    """
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal.")
@@ -123,7 +133,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Raise unless `group` is None or a process group, of a `torch.distributed` that is initialised."""
+    """Raise unless `group` is None or a process group, of a `torch.distributed` that is
+    initialised.
+    """
     if group is None or torch.compiler.is_compiling():
         return
     if not (dist.is_available() and dist.is_initialized()):
@@ -144,11 +156,12 @@ def by_annotation(
 ) -> Callable[[F], F]:
     """A decorator that checks every argument by what its annotation says, before the function runs.
 
-    `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of Python or of an array library.
-    `bool`: True or False. A union allows any of its types. What has another annotation (`str`, `Any`, a class) is the function's
-    own matter. A compiler traces the function without the checks.
-    alike: names of arguments that, where given, have one shape. floating: names of those that must be floating-point. also: called
-    with the arguments by name, for what else there is to check.
+    `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of
+    Python or of an array library. `bool`: True or False. A union allows any of its types. What has
+    another annotation (`str`, `Any`, a class) is the function's own matter. A compiler traces the
+    function without the checks. alike: names of arguments that, where given, have one shape.
+    floating: names of those that must be floating-point. also: called with the arguments by name,
+    for what else there is to check.
     """
 
     def decorate(function: F) -> F:
@@ -188,9 +201,11 @@ def _check_call(
 
 
 def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
-    """The types that each annotated argument may have; an argument that may have any other type as well is left out.
+    """The types that each annotated argument may have; an argument that may have any other type as
+    well is left out.
 
-    So is one that may be a word: which words are valid is the function's own matter, and so is what it says of others.
+    So is one that may be a word: which words are valid is the function's own matter, and so is what
+    it says of others.
     """
     plain = {Tensor, float, int, bool, type(None)}
     hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
@@ -227,7 +242,9 @@ def check_scalar(name: str, value: Any) -> None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether `value` is one number: Python's, or one number of an array library, such as a tensor of one element."""
+    """Whether `value` is one number: Python's, or one number of an array library, such as a tensor
+    of one element.
+    """
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     return is_number(value) or (hasattr(value, "item") and is_number(value.item()))

@@ -27,7 +27,8 @@ from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 
-# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is wide on that side.
+# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is
+# wide on that side.
 AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
 ALONG = (*AGAINST, 3.0)
 
@@ -173,11 +174,12 @@ def check_loss(
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
     callables in any slot, or a preset's name. Checked, in float64 on small ragged batches: it runs and gives one finite number per
-    token; autograd agrees with finite differences (stop-gradients held constant); at ratio 1 the surrogate alone makes good tokens
-    more likely and bad ones less; it has no limit that binds only where a token moved against its advantage; garbage at masked
-    positions, row order, packing, any split into micro-batches and an empty batch change nothing; half precision is upcast first;
-    the same inputs give the same bits.
-    Returns a report: print it, or assert it. It runs in one process.
+    token; autograd agrees with finite differences (stop-gradients held constant); at ratio 1 the
+    surrogate alone makes good tokens more likely and bad ones less; it has no limit that binds only
+    where a token moved against its advantage; garbage at masked positions, row order, packing, any
+    split into micro-batches and an empty batch change nothing; half precision is upcast first; the
+    same inputs give the same bits. Returns a report: print it, or assert it. It runs in one
+    process.
     """
     if several_ranks():
         raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
@@ -264,9 +266,11 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
 
 
 def _pulls(spec: LossSpec, shift: float) -> Tensor:
-    """How hard the surrogate alone pulls each token: `−A·∂loss/∂logp`, positive towards its advantage. `[2, n]`, row 0 with A > 0.
+    """How hard the surrogate alone pulls each token: `−A·∂loss/∂logp`, positive towards its
+    advantage. `[2, n]`, row 0 with A > 0.
 
-    Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the direction of its advantage.
+    Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the
+    direction of its advantage.
     """
     surrogate = spec.replace(correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum())
     advantages = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5], dtype=torch.float64)
@@ -288,13 +292,16 @@ def _direction(spec: LossSpec, batch: Batch) -> str:
 
 
 def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage: nothing would bring it back."""
+    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
+    it back.
+    """
     against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
     along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
     if (against == 0).any(0).all() and (along != 0).all():
         return (
-            "tokens that moved against their advantage get no gradient, and those that moved along it always do: a clip must take "
-            "the worse of the two losses (torch.maximum), not the better"
+            "tokens that moved against their advantage get no gradient, and those that moved "
+            "along it always do: a clip must take the worse of the two losses (torch.maximum), "
+            "not the better"
         )
     return ""
 

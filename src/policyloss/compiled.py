@@ -29,7 +29,8 @@ from policyloss.two_stages import in_two_stages
 # Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
 MOST_SHAPES = 4096
 MOST_RECORDED = 64  # where each holds GPU memory
-# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever loss it compiles.
+# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
+# loss it compiles.
 _ONE_AT_A_TIME = threading.Lock()
 # The tensors of a call, in the order in which they are taken.
 _NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
@@ -163,7 +164,8 @@ class CompiledLoss:
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, logp, "logp")
             tensors["cu_seqlens"] = cu_seqlens.to(logp.device)
-            # A graph serves every pack of its shape, so that a shape must mean the same in all of them.
+            # A graph serves every pack of its shape, so that a shape must mean the same in all of
+            # them.
             sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
             tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
         given = resolve(totals)

@@ -43,7 +43,9 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
 
 
 def safe_repr(value: object) -> str:
-    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an integer of many digits)."""
+    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an
+    integer of many digits).
+    """
     try:
         text = repr(value)
     except Exception:  # a user's object may do anything here

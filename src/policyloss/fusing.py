@@ -78,7 +78,9 @@ def fused(
 
 
 class _InThisThread:
-    """True in the thread that made it. torch's flag is one for all threads, and a loss that runs in another one is not traced."""
+    """True in the thread that made it. torch's flag is one for all threads, and a loss that runs in
+    another one is not traced.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()

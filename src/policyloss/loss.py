@@ -60,8 +60,10 @@ def policy_loss(
       logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`) carry the gradient; `old_logp` is
       the trainer's own policy when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
       reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
-      advantages: token-shaped, or one per sequence. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which
-      prompt a sequence belongs to.
+      advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where
+      a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the longer
+      ones. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a
+      sequence belongs to.
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
     cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
     `Totals.count(mask, cp_group=…)`).
@@ -100,15 +102,18 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, logp: Any, entropy: Any) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy that is weighted does not."""
+    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
+    that is weighted does not.
+    """
     check_tensor("logp", logp, "float")
     if not spec.entropy_coef or entropy is None or not (torch.is_grad_enabled() and logp.requires_grad):
         return
     check_tensor("entropy", entropy)
     if not entropy.requires_grad:
         raise InputError(
-            f"entropy carries no gradient, but logp does, so entropy_coef={spec.entropy_coef:g} would train nothing: pass the "
-            "entropy of the same forward (policyloss.logprobs(…, entropy=True)), or spec.replace(entropy_coef=0.0) to measure it."
+            f"entropy carries no gradient, but logp does, so entropy_coef={spec.entropy_coef:g} "
+            "would train nothing: pass the entropy of the same forward (policyloss.logprobs(…, "
+            "entropy=True)), or spec.replace(entropy_coef=0.0) to measure it."
         )
 
 

@@ -102,31 +102,38 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of what is certainly wrong, found out without waiting for the device; `Metrics.compute` raises unless it is 0."""
+    """A count of what is certainly wrong, found out without waiting for the device;
+    `Metrics.compute` raises unless it is 0.
+    """
 
 
 # What `Metrics.compute` says of each count that is not 0, where n stands for the count.
 REFUSED = {
     "invalid_mask_values": (
-        "mask held {n} values that are neither 0 nor 1 (1 = train on this token), and each of them was trained on. Give a bool mask "
-        "(labels != -100, attention_mask == 1); to weight tokens, scale the advantages."
+        "mask held {n} values that are neither 0 nor 1 (1 = train on this token), and each of "
+        "them was trained on. Give a bool mask (labels != -100, attention_mask == 1); to weight "
+        "tokens, scale the advantages."
     ),
     "invalid_cu_seqlens": (
-        "cu_seqlens of {n} calls did not rise from 0 to the number of packed tokens, and their losses took all tokens for one "
-        "sequence. For lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
+        "cu_seqlens of {n} calls did not rise from 0 to the number of packed tokens, and their "
+        "losses took all tokens for one sequence. For lengths L use "
+        "torch.nn.functional.pad(L.cumsum(0), (1, 0))."
     ),
     "unused_micro_batches": (
-        "{n} micro-batches of this step were never used: the step was counted with them, so the gradient is too small. Take "
-        "micro.loss(logp) of each, or pass micro.arguments() to another loss function and add its metrics by step.add."
+        "{n} micro-batches of this step were never used: the step was counted with them, so the "
+        "gradient is too small. Take micro.loss(logp) of each, or pass micro.arguments() to "
+        "another loss function and add its metrics by step.add."
     ),
 }
 POSITIVE_LOGP = (
-    "more than half of the valid tokens have a positive log-probability, which no token can have: were probabilities, entropies or "
-    "negative log-likelihoods passed as logp, old_logp, rollout_logp or ref_logp? See the metric positive_logp_tokens."
+    "more than half of the valid tokens have a positive log-probability, which no token can have: "
+    "were probabilities, entropies or negative log-likelihoods passed as logp, old_logp, "
+    "rollout_logp or ref_logp? See the metric positive_logp_tokens."
 )
 BEYOND_TOTALS = (
-    "a call held more than its totals say the whole step has (metric beyond_totals): the average divided by too small a count. "
-    "Count all micro-batches of the step, policyloss.Totals.count(mask_of_the_whole_step); for a plain sum use TokenSum."
+    "a call held more than its totals say the whole step has (metric beyond_totals): the average "
+    "divided by too small a count. Count all micro-batches of the step, "
+    "policyloss.Totals.count(mask_of_the_whole_step); for a plain sum use TokenSum."
 )
 
 
@@ -274,8 +281,8 @@ class Metrics(Mapping[str, Record]):
     def compute(self) -> dict[str, float]:
         """All values as Python floats, with one host sync for all of them together.
 
-        Raises an `InputError` if a count of certainly wrong values (`invalid_…`) is not 0, and warns of likely mistakes
-        (`positive_logp_tokens`, `beyond_totals`).
+        A count of certainly wrong values (`invalid_…`) is left out if it is 0, and an `InputError`
+        if it is not. Likely mistakes (`positive_logp_tokens`, `beyond_totals`) are a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
@@ -285,7 +292,8 @@ class Metrics(Mapping[str, Record]):
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
         numbers = dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
-        refuse_invalid({name: numbers[name] for name, record in self._records.items() if isinstance(record, Invalid)})
+        invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
+        refuse_invalid({name: numbers.pop(name) for name in invalid})
         if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
             warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
         if numbers.get("beyond_totals", 0) > 0:
@@ -293,7 +301,9 @@ class Metrics(Mapping[str, Record]):
         return numbers
 
     def refuse_invalid(self) -> None:
-        """Raise if a count of certainly wrong values (`Invalid`) is not 0. Reads them back to the host."""
+        """Raise if a count of certainly wrong values (`Invalid`) is not 0. Reads them back to the
+        host.
+        """
         refuse_invalid({name: record.value for name, record in self._records.items() if isinstance(record, Invalid)})
 
     def all_reduce(self, group: Any = None) -> Metrics:

@@ -39,14 +39,15 @@ FORMULAS = {
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
     "nonfinite_tokens": "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite",
-    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token can have: `compute` warns if they "
-    "are more than half",
-    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond the given totals of the whole step; "
-    "`compute` warns",
-    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a mask that is "
-    "not bool, on a GPU or under torch.compile); `compute` raises an InputError",
-    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could not be checked at once; `compute` "
-    "raises an InputError",
+    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token "
+    "can have: `compute` warns if they are more than half",
+    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond "
+    "the given totals of the whole step; `compute` warns",
+    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be "
+    "checked at once (a mask that is not bool, on a GPU or under torch.compile); `compute` raises "
+    "unless it is 0",
+    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could "
+    "not be checked at once; `compute` raises unless it is 0",
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
     "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
@@ -75,7 +76,8 @@ def policy_metrics(
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
-    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the mask). given: the caller's totals.
+    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
+    mask). given: the caller's totals.
     """
     n = count(t.mask)
     assert t.totals is not None
@@ -102,16 +104,21 @@ def policy_metrics(
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide either from the loss."""
+    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
+    either from the loss.
+    """
     given = {name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None}
-    # A sum is finite if and only if its terms are, for numbers of this size. An engine may report −inf for a token that top-p cut.
+    # A sum is finite if and only if its terms are, for numbers of this size. An engine may report
+    # −inf for a token that top-p cut.
     finite = reduce(torch.add, [x for name, x in given.items() if name != "rollout_logp"], token_loss)
     positive = reduce(torch.bitwise_or, [x > POSITIVE for x in given.values()]) & t.mask
     return {"nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))), "positive_logp_tokens": Sum(count(positive))}
 
 
 def _beyond_totals(t: Tokens, n: Tensor, divisor: str, given: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is the step, or one rank's share."""
+    """What this call has beyond the step's count that the average divides by; 0 where the call is
+    the step, or one rank's share.
+    """
     if given is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)

@@ -34,12 +34,16 @@ class NeedsStatistics(Protocol):
 
 
 def as_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> Tensor:
-    """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only on a CPU)."""
+    """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only
+    on a CPU).
+    """
     return checked_mask(mask, like, called, like_called)[0]
 
 
 def checked_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> tuple[Tensor, Tensor | None]:
-    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they were, or need not be."""
+    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they
+    were, or need not be.
+    """
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
         raise InputError(f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token.")
@@ -63,7 +67,9 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
 
 
 def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "advantages") -> Tensor:
-    """Advantages as one number per token: accepts token-shaped (packed also `[1, N]`), or one per sequence (`[S]`, `[S, 1]`)."""
+    """Advantages as one number per token: accepts token-shaped (packed also `[1, N]`), or one per
+    sequence (`[S]`, `[S, 1]`).
+    """
     check_tensor(called, advantages)
     advantages = sequences.with_clear_shape(advantages, called)
     shape = sequences.shape
@@ -86,8 +92,10 @@ class Tokens:
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
     `logp`. `ratio`, `log_ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
     the aggregation. `known` holds batch-wide numbers measured beforehand, or None. `positions`: each token's place in its whole
-    sequence, for parts that depend on the order of tokens where those lie on several ranks. `invalid`: counts, by the name of the
-    metric that shows them, of values that are certainly wrong but could not be checked without waiting for the device.
+    sequence, for parts that depend on the order of tokens where those lie on several ranks.
+    `invalid`: counts, by the name of the
+    metric that shows them, of values that are certainly wrong but could not be checked without
+    waiting for the device.
     """
 
     mask: Tensor

@@ -61,7 +61,8 @@ def value_loss(
     half-precision values meet the ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
     the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|), `clip_fraction` (share of tokens where the
-    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in `policy_loss`.
+    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`,
+    `invalid_…` as in `policy_loss`.
     """
     check_choice("kind", kind, ("mse", "huber"))
     if clip is not None:

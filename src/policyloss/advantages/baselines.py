@@ -166,7 +166,8 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
     """Warn if no sequence has another one to be compared with, so that every advantage is 0."""
     if g.size.numel() > 1 and can_be_read(g.size) and holds(g.size.max() == 1):
         warnings.warn(
-            f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence and every advantage is 0. Give "
+            f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence "
+            "and every advantage is 0. Give "
             'the samples of one prompt the same id, or pass single="raw" for the rewards themselves.',
             stacklevel=outside_level(),
         )

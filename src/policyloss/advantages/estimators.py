@@ -300,6 +300,7 @@ def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     if isinstance(weights, Sequence) and not isinstance(weights, str):
         weights = torch.tensor([float(check_number("weights", w)) for w in weights], dtype=torch.float64)
     check_tensor("weights", weights)
+    assert isinstance(weights, Tensor)
     if tuple(weights.shape) != (k,) or weights.is_meta:
         raise InputError(f"weights must hold one number per reward ({k},), got {seen(weights)}.")
     moved: Tensor = weights.to(device)

@@ -55,5 +55,7 @@ def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def drop_in(function: F) -> F:
-    """Check the arguments of a framework's function under the framework's own names, before they get those of this library."""
+    """Check the arguments of a framework's function under the framework's own names, before they
+    get those of this library.
+    """
     return drop_in_with()(function)

@@ -41,7 +41,9 @@ def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | 
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether a look at the values of `x` keeps nobody waiting: on a CPU, and not while a compiler traces."""
+    """Whether a look at the values of `x` keeps nobody waiting: on a CPU, and not while a compiler
+    traces.
+    """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

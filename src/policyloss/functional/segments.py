@@ -82,7 +82,8 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
-    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` is `[S+1]` integers that rise from 0 to N.
+    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` is `[S+1]` integers that rise from 0
+    to N.
 
     Values are read only on a CPU (no sync). called: what the caller calls the tokens.
     """
@@ -101,8 +102,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
         )
     if can_be_read(cu_seqlens) and not holds(_rises(cu_seqlens, n)):
         raise InputError(
-            f"cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens ({n}), got "
-            f"{cu_seqlens.tolist()[:8]}{'…' if cu_seqlens.numel() > 8 else ''}."
+            "cu_seqlens must be S+1 offsets that rise from 0 to the number of packed tokens "
+            f"({n}), got {cu_seqlens.tolist()[:8]}{'…' if cu_seqlens.numel() > 8 else ''}."
         )
 
 
@@ -116,8 +117,9 @@ class Sequences:
     """Sums over sequences and the way back to tokens, for padded rows and for packs.
 
     `offsets` and `ids` are None for padded rows. Make one with `Sequences.of(tokens, cu_seqlens, cp_group)`.
-    `invalid`: 1 if the offsets are wrong, else 0, where that could not be checked without waiting for the device; None where it
-    was. Wrong offsets are replaced, so that nothing reads beyond the tokens: the first sequence then holds all of them.
+    `invalid`: 1 if the offsets are wrong, else 0, where that could not be checked without waiting
+    for the device; None where it was. Wrong offsets are replaced, so that nothing reads beyond the
+    tokens: the first sequence then holds all of them.
     """
 
     shape: tuple[int, ...]
@@ -128,14 +130,16 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None, called: str = "tokens") -> Sequences:
-        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`. called: what the caller calls them."""
+        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`. called: what the
+        caller calls them.
+        """
         check_group("cp_group", cp_group)
         check_tensor(called, tokens)
         if cu_seqlens is None:
             if tokens.dim() != 2:
                 raise InputError(
-                    f"expected padded tokens [B, T] in {called}, got shape {tuple(tokens.shape)}; for packed tokens [N] pass "
-                    "cu_seqlens=."
+                    f"expected padded tokens [B, T] in {called}, got shape {tuple(tokens.shape)}; "
+                    "for packed tokens [N] pass cu_seqlens=."
                 )
             return cls(tuple(tokens.shape), cp_group=cp_group)
         check_cu_seqlens(cu_seqlens, tokens, called)
@@ -153,19 +157,21 @@ class Sequences:
         return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
-        """`x`, of one number per token or per sequence, in a shape that says which of the two it is.
+        """`x`, of one number per token or per sequence, in a shape that says which of the two it
+        is.
 
-        Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if every sequence has one token.
-        Then `x` becomes `[1, N]`; otherwise, and where lengths cannot be read without waiting for the device, it is an error.
+        Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
+        every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot
+        be read without waiting for the device, it is an error.
         """
         n = self.shape[0]
         if self.offsets is None or x.dim() != 1 or x.shape[0] != n or self.count != n:
             return x
         if n and not (can_be_read(self.offsets) and holds((self.offsets.diff() == 1).all())):
             raise InputError(
-                f"{called} has shape ({n},), which may mean one per token or one per sequence: this pack has {n} of both. Say "
-                f"which: {called}.unsqueeze(1), shape ({n}, 1), is one per sequence; {called}.unsqueeze(0), shape (1, {n}), is one "
-                "per token."
+                f"{called} has shape ({n},), which may mean one per token or one per sequence: "
+                f"this pack has {n} of both. Say which: {called}.unsqueeze(1), shape ({n}, 1), is "
+                f"one per sequence; {called}.unsqueeze(0), shape (1, {n}), is one per token."
             )
         return x.unsqueeze(0)
 

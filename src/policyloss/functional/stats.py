@@ -18,7 +18,9 @@ def count(flags: Tensor) -> Tensor:
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries of a mask are something else, 0-dim: there and only there `m·(1 − m)` is not 0, whatever the dtype."""
+    """How many entries of a mask are something else, 0-dim: there and only there `m·(1 − m)` is not
+    0, whatever the dtype.
+    """
     return count(mask * (1 - mask) != 0)
 
 

@@ -191,7 +191,9 @@ def later(x: Tensor) -> Callable[[], list[int]]:
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`mask` as bool, flat; None if there is none. Waits for the device if the mask is not bool, as the head does anyway."""
+    """`mask` as bool, flat; None if there is none. Waits for the device if the mask is not bool, as
+    the head does anyway.
+    """
     if mask is None:
         return None
     valid, invalid = checked_mask(mask, tokens)

@@ -2,7 +2,8 @@
 
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
 any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
-divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and `Totals.sequences`.
+divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
+`Totals.sequences`.
 
 Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence i.
 """

@@ -56,6 +56,6 @@ def log_clamp(owner: Any) -> None:
         return
     if value is not None and not (is_number(value) and value > 0):
         raise SpecError(
-            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a pair (low, high), got "
-            f"{seen(value)}."
+            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a "
+            f"pair (low, high), got {seen(value)}."
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from policyloss.arguments import check_like, check_tensor
 from policyloss.compat.trl.counts import where_scored
 from policyloss.loss import LossOutput, policy_loss, ready_spec
+from policyloss.metrics import Metrics
 from policyloss.slots.correction import OPSM, Corrected
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens, as_mask
@@ -50,7 +51,7 @@ def batch_loss(
     parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
     if keep is not None:
         parts.append(_keep_only(keep))
-    return policy_loss(
+    out = policy_loss(
         spec.replace(correction=parts),
         logp,
         old,
@@ -61,6 +62,8 @@ def batch_loss(
         entropy=None if entropy is None else entropy.detach(),
         totals=totals,
     )
+    # TRL divides by an average over its windows, which one of them may well exceed.
+    return LossOutput(out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"}))
 
 
 def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:

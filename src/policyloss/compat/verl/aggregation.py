@@ -28,7 +28,9 @@ OLDEST = "0.4.1"
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """A word of verl's that means nothing here. verl raises a NotImplementedError; every error of this library is a ValueError."""
+    """A word of verl's that means nothing here. verl raises a NotImplementedError; every error of
+    this library is a ValueError.
+    """
 
 
 class Aggregation(NamedTuple):
