@@ -1,4 +1,4 @@
-"""`BySign`: tokens with a positive advantage take one trust region, the others another; UP-GRPO is one of its losses.
+"""`BySign`: a trust region for each sign of the advantage; UP-GRPO is one of its losses.
 
 Hand-computed numbers first, then what must hold of any pair: it is the parts it is made of.
 """
@@ -13,7 +13,17 @@ import pytest
 import torch
 
 import policyloss as pl
-from cases import RATIOS, TRUSTS, assert_same, assert_same_result, label, make_batch, run, step_totals, swapped
+from cases import (
+    RATIOS,
+    TRUSTS,
+    assert_same,
+    assert_same_result,
+    label,
+    make_batch,
+    run,
+    step_totals,
+    swapped,
+)
 from test_explain import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
 
 UP = pl.preset("up_grpo")
@@ -64,7 +74,7 @@ def test_up_grpo_by_hand(ratio: float, advantage: float, loss: float, gradient: 
 
 
 def test_up_grpo_is_a_sequence_mean() -> None:
-    """Two sequences, A = 1 with 1 token and A = −1 with 3 at ratio 1: (−1 + 1) / 2 = 0; gradients −1/2 and 1/6 each."""
+    """A = 1 with 1 token and A = −1 with 3, at ratio 1: (−1 + 1) / 2 = 0; gradients −1/2 and 1/6."""
     logp = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     out = pl.policy_loss(UP, logp, logp.detach(), torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
@@ -91,7 +101,11 @@ def test_the_same_part_on_both_sides_is_that_part(part: Any) -> None:
         if spec is not None:
             both = spec.replace(trust=pl.BySign(part, part))
             assert_same_result(run(both, make_batch(seed=2)), run(spec, make_batch(seed=2)))
-            assert (both.reach, both.follows_advantage, both.reads) == (spec.reach, spec.follows_advantage, spec.reads)
+            assert (both.reach, both.follows_advantage, both.reads) == (
+                spec.reach,
+                spec.follows_advantage,
+                spec.reads,
+            )
 
 
 @pytest.mark.parametrize("trust", PAIRS, ids=label)
@@ -189,9 +203,18 @@ def test_a_pair_as_data_is_read_strictly() -> None:
     ("make", "words"),
     [
         (lambda: pl.BySign(pl.Clip, CLIP), ["BySign.positive", "Clip is a class", "Clip(…)"]),
-        (lambda: pl.BySign(CLIP, lambda t: t.logp), ["BySign.negative", "trust region of the library", "put your own function"]),
-        (lambda: pl.BySign(CLIP, pl.KL("k3", 0.1)), ["BySign.negative", "KL(", "trust region of the library"]),
-        (lambda: pl.BySign(pl.CovClip(), pl.CovKL()), ["CovClip and CovKL", "whole step", "one side"]),
+        (
+            lambda: pl.BySign(CLIP, lambda t: t.logp),
+            ["BySign.negative", "trust region of the library", "put your own function"],
+        ),
+        (
+            lambda: pl.BySign(CLIP, pl.KL("k3", 0.1)),
+            ["BySign.negative", "KL(", "trust region of the library"],
+        ),
+        (
+            lambda: pl.BySign(pl.CovClip(), pl.CovKL()),
+            ["CovClip and CovKL", "whole step", "one side"],
+        ),
         (
             lambda: pl.LossSpec(ratio=pl.SequenceRatio(), trust=pl.BySign(CLIP, pl.GeometricClip(0.4, 0.4))),
             ["GeometricClip", "TokenRatio", "SequenceRatio"],
@@ -205,12 +228,12 @@ def test_what_does_not_fit_is_refused(make: Any, words: list[str]) -> None:
         assert word in str(error.value), str(error.value)
 
 
-# explain and diff -----------------------------------------------------------------------------------------------------------------
+# explain and diff ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trust", PAIRS, ids=label)
 def test_a_pair_explains_itself(trust: Any) -> None:
-    """Formula and zero gradients hold under every ratio, where both sides have lines of the same names too."""
+    """Formula and zero gradients hold under every ratio, also where both sides have equal lines."""
     for ratio in (*RATIOS, pl.SequenceProduct(token_clamp=0.2)):
         spec = pl.LossSpec(ratio=ratio, trust=trust)
         assert_formula_holds(spec, make_batch(seed=8, rows=6, width=6))

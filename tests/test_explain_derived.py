@@ -1,4 +1,4 @@
-"""A formula is derived from the code that computes it, a user's function included; and `explain` knows no part by name."""
+"""A formula is derived from the code that computes it, and `explain` knows no part by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines(**slots: Any) -> list[str]:
     return [str(line) for line in printed if line.name not in ("log_ratio", "ratio", "loss")]
 
 
-# Expressions --------------------------------------------------------------------------------------------------------------------
+# Expressions --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_every_line_of_every_part_is_a_tree() -> None:
             assert parse(str(line.tree)) == line.tree, line
 
 
-# A user's own functions -----------------------------------------------------------------------------------------------------
+# A user's own functions ---------------------------------------------------------------------------
 
 
 def half_clip(t: pl.Tokens) -> Any:
@@ -236,7 +236,7 @@ def test_a_name_of_the_vocabulary_is_not_given_to_a_line() -> None:
     assert_formula_holds(pl.LossSpec(trust=shadowing), make_batch(seed=6, rows=5, width=5))
 
 
-# A formula exists once ----------------------------------------------------------------------------------------------------------
+# A formula exists once ----------------------------------------------------------------------------
 
 
 def test_a_change_of_the_code_changes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,11 @@ def test_a_change_of_the_code_changes_the_formula(monkeypatch: pytest.MonkeyPatc
         return str(made.lines["loss"][-1][1])
 
     assert surrogate() == "max(-advantages * ratio, -advantages * clip(ratio, 1 - 0.2, 1 + 0.28))"
-    monkeypatch.setattr(functional_trust, "_clip_formula", lambda r, a, low, high, cap, dual: (-a * r.clamp(low, 2 * high), r))
+    monkeypatch.setattr(
+        functional_trust,
+        "_clip_formula",
+        lambda r, a, low, high, cap, dual: (-a * r.clamp(low, 2 * high), r),
+    )
     assert surrogate() == "-advantages * clip(ratio, 1 - 0.2, 2 * (1 + 0.28))"
 
 
@@ -255,7 +259,10 @@ PARTS = {v.__name__ for module in (ratio, trust, correction, kl, aggregate) for 
 
 @pytest.mark.parametrize("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
 def test_explain_knows_no_part_by_name(file: Path) -> None:
-    """What is said of a part stands on the part. (Texts of `framework_names` and `traps` are data, optional for a new one.)"""
+    """What is said of a part stands on the part.
+
+    (Texts of `framework_names` and `traps` are data, optional for a new one.)
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | {
         n.id for n in ast.walk(tree) if isinstance(n, ast.Name)
@@ -307,7 +314,7 @@ def test_a_new_part_is_explained_by_itself() -> None:
 
 
 def test_the_name_of_the_package_stays_a_function() -> None:
-    """`policyloss.explain` is a package and a function: the attribute is the function, whatever is imported later."""
+    """`policyloss.explain` is a package and a function; the attribute stays the function."""
     for module in ("diff", "formula", "explanation", "derive"):
         importlib.import_module(f"policyloss.explain.{module}")
     import policyloss.explain.diff

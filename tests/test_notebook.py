@@ -49,25 +49,46 @@ evil_surrogate.__doc__ = EVIL
 
 
 def partition_report(diagnosis: list[str]) -> PartitionReport:
-    cuts = [CutResult(EVIL, 3, 0.25, 1.5, moved=True), CutResult("in order", 2, 0.0, 1.0, moved=False)]
+    cuts = [
+        CutResult(EVIL, 3, 0.25, 1.5, moved=True),
+        CutResult("in order", 2, 0.0, 1.0, moved=False),
+    ]
     return PartitionReport(cuts, diagnosis, [EVIL], 1e-9, 4, 17, torch.zeros(1))
 
 
 EXPLAINED = pl.explain(pl.LossSpec(trust=evil_surrogate, kl=pl.KL("k3", 0.1)))
 SHOWN = {
-    "explain": (EXPLAINED, [EVIL, "kl = exp(d) - 1 - d", "kl.coef", "0.1", "evil_surrogate(tokens)"]),
+    "explain": (
+        EXPLAINED,
+        [EVIL, "kl = exp(d) - 1 - d", "kl.coef", "0.1", "evil_surrogate(tokens)"],
+    ),
     "preset": (
         pl.explain("dapo"),
-        ["DAPO: clip-higher and token mean", "trust.eps_high", "0.28", "held from above", "ratio > 1 + 0.28"],
+        [
+            "DAPO: clip-higher and token mean",
+            "trust.eps_high",
+            "0.28",
+            "held from above",
+            "ratio > 1 + 0.28",
+        ],
     ),
-    "diff": (pl.diff("ppo", "dapo"), ["ppo", "dapo", "eps_high", "0.2", "0.28", "out of [0.8, 1.28]"]),
+    "diff": (
+        pl.diff("ppo", "dapo"),
+        ["ppo", "dapo", "eps_high", "0.2", "0.28", "out of [0.8, 1.28]"],
+    ),
     "same": (pl.diff("ppo", "bnpo"), ["ppo and bnpo are the same loss."]),
     "check": (
         CheckReport((Result("good", True), Result("bad", False, EVIL))),
         ["good", "ok", "bad", "FAIL", EVIL, "1 of 2 properties hold."],
     ),
-    "partition": (partition_report([EVIL]), [EVIL, "25.0%", "1.500", "none", "moved in 1 of 2 cuts", "17 valid tokens"]),
-    "metrics": (run(pl.preset("ppo"), make_batch()).records, ["clip_fraction", "ratio_mean", "tokens"]),
+    "partition": (
+        partition_report([EVIL]),
+        [EVIL, "25.0%", "1.500", "none", "moved in 1 of 2 cuts", "17 valid tokens"],
+    ),
+    "metrics": (
+        run(pl.preset("ppo"), make_batch()).records,
+        ["clip_fraction", "ratio_mean", "tokens"],
+    ),
 }
 
 

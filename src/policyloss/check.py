@@ -63,8 +63,8 @@ class CheckReport:
 
     @property
     def _summary(self) -> str:
-        held = sum(r.passed for r in self.results)
-        return f"{held} of {len(self.results)} properties hold."
+        passed = sum(r.passed for r in self.results)
+        return f"{passed} of {len(self.results)} properties hold."
 
 
 class FrozenStopGradients(TorchFunctionMode):

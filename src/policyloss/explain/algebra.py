@@ -1,7 +1,7 @@
-"""How expressions are put together: each function builds one node, or something simpler that is equal.
+"""How expressions are put together: each function builds one node, or something simpler.
 
-Nothing here rounds differently or moves a gradient. What is left out is what a reader does not need: a bound that cannot bind, a
-guard against NaN, a stopped gradient of a constant.
+What it builds is equal to the node in value and gradient. What is left out is what a reader does
+not need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from policyloss.explain.expression import (
 TRUE, FALSE, ZERO, ONE = boolean(True), boolean(False), number(0), number(1)
 # How many tokens a sequence and a run of the mask have; both are at least 1 where a token is.
 LENGTHS = {"seq": name("L"), "run": name("run_length")}
+# What changes nothing on the right of each operator.
+_NEUTRAL = {"+": ZERO, "-": ZERO, "*": ONE, "/": ONE, "**": ONE}
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 
 
@@ -119,7 +121,7 @@ def binary(operator: str, a: Expression, b: Expression) -> Expression:
         if TRUE in (a, b) or FALSE in (a, b):
             rest = b if a.operator == "boolean" else a
             return rest if neutral in (a, b) else invert(neutral)
-    elif (operator in "+-" and b == ZERO) or (operator in ("*", "/") and b == ONE) or (operator == "**" and b == ONE):
+    elif b == _NEUTRAL[operator]:
         return a
     elif (operator, a) in (("+", ZERO), ("*", ONE)):
         return b
@@ -136,7 +138,14 @@ def _compared(operator: str, a: Expression, b: Expression) -> Expression:
     if b.operator == "number":
         if a.operator == "number":
             x, y = _value(a), _value(b)
-            results = {"<": x < y, "<=": x <= y, ">": x > y, ">=": x >= y, "==": x == y, "!=": x != y}
+            results = {
+                "<": x < y,
+                "<=": x <= y,
+                ">": x > y,
+                ">=": x >= y,
+                "==": x == y,
+                "!=": x != y,
+            }
             return boolean(results[operator])
         if math.isinf(_value(b)):  # infinite values are guarded against, and not printed
             below = operator in ("<", "<=", "!=")

@@ -1,4 +1,4 @@
-"""From a part to the lines of its formula: run it on symbols, and give names to what is used more than once.
+"""From a part to the lines of its formula: run it on symbols, and name what is used twice.
 
 The names are those of the part's own local variables: where `tau = …` stands in the code and τ is
 used twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or
@@ -70,7 +70,7 @@ class _Recorder:
         label = ""
         for label, line in part.formula(t.anchor):
             if isinstance(line, str):
-                whole[label] = parse(line).replaced(lambda x: whole.get(str(x.value)) if x.operator == "name" else None)
+                whole[label] = with_names(parse(line), whole)
             else:
                 whole[label] = expression_of(_runnable(line, self)(t).loss)
             self.labels[unstopped(whole[label])] = label + self.suffix
@@ -111,8 +111,9 @@ class _Recorder:
 class Derived(NamedTuple):
     """What was derived of a part.
 
-    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the last
-    line of an entry is called by its key. other_names: of lines that two parts inside a part share.
+    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the
+    last line of an entry is called by its key. other_names: of lines that two parts inside a part
+    share.
     """
 
     lines: dict[str, Lines]
@@ -142,12 +143,17 @@ def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | Non
     return Derived(_in_order(roots, chosen), {label: line for label, line in every.items() if label != line})
 
 
+def with_names(x: Expression, meanings: dict[str, Expression]) -> Expression:
+    """`x` with each name that has a meaning replaced by it."""
+    return x.replaced(lambda y: meanings.get(str(y.value)) if y.operator == "name" else None)
+
+
 def _known(x: Expression) -> Expression:
     return x.replaced(_KNOWN.get)
 
 
 def _runnable(part: Any, recorder: _Recorder) -> Any:
-    """`part` with numbers that remember how they are written; one that states its formula returns that."""
+    """`part` with numbers that remember how they are written, or what it states as its formula."""
     if hasattr(part, "formula"):
         return partial(recorder.state, part)
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
@@ -193,7 +199,8 @@ def _chosen(roots: dict[str, Expression], labels: dict[Expression, str], stated:
     chosen: dict[Expression, str] = {}
     for x in uses:
         label = labels.get(unstopped(x))
-        if label is None or label in chosen.values() or x.is_leaf or x.operator == "negative" or x.calls("sg"):
+        trivial = x.is_leaf or x.operator == "negative" or x.calls("sg")
+        if label is None or label in chosen.values() or trivial:
             continue
         joins_tests = _joins_tests(x) and x not in roots.values()
         if uses[x] > 1 or joins_tests or unstopped(x) in stated:

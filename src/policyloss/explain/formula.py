@@ -1,9 +1,9 @@
-"""The printed formula of a loss: lines `name = expression` in the argument names of `policy_loss`, numbers filled in.
+"""The printed formula of a loss: lines `name = expression` in the argument names of `policy_loss`.
 
-Each expression is Python over the small vocabulary below, so a formula can be read and can be run: a test evaluates the printed
-lines and compares loss and gradient with `policy_loss`. The lines of a part are derived from its code (see `derive`), also
-those of a user's own function, unless the part states them. Every name means a number per valid token; masked tokens do not
-exist here.
+Each expression is Python over the small vocabulary below, so a formula can be read and can be run:
+a test evaluates the printed lines and compares loss and gradient with `policy_loss`. The lines of a
+part are derived from its code (see `derive`), also those of a user's function, unless the part
+states them. Every name means a number per valid token; masked tokens do not exist here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from policyloss.explain.algebra import bounded
-from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens
+from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
 from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.expression import number as number_tree
 from policyloss.slots.kl import KL
@@ -53,7 +53,18 @@ VOCABULARY = {
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
 # Names that a local variable of a part may not give to a line: they mean something in every formula.
-_RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss", "loss", "exp", "log", "tokens"}
+_RESERVED = COMMON_NAMES | {
+    "entropy",
+    "log_weight",
+    "weight",
+    "surrogate",
+    "kl",
+    "token_loss",
+    "loss",
+    "exp",
+    "log",
+    "tokens",
+}
 
 
 class Line(NamedTuple):
@@ -72,7 +83,7 @@ class Line(NamedTuple):
 
 
 class CallableInSlot(NamedTuple):
-    """A user's own function in a slot whose formula cannot be derived: its name and the first line of its docstring."""
+    """A user's function whose formula cannot be derived: its name, and how its docstring begins."""
 
     slot: str
     name: str
@@ -81,7 +92,10 @@ class CallableInSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """The lines of a loss in the order they are computed; the last one is `loss`. callables: those that could not be derived."""
+    """The lines of a loss in the order they are computed; the last one is `loss`.
+
+    callables: those that could not be derived.
+    """
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
@@ -150,12 +164,14 @@ def _taken(label: str) -> bool:
 def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
     """The formula of a part by what it returns; None if symbols cannot follow it."""
     # A part of the library is a value, so its lines never change; a user's function may read anything.
-    return _derived_once(part, anchor) if is_part(slot, part) else derived(part, symbolic_tokens(anchor), _taken)
+    return (_derived_once if is_part(slot, part) else _derived_anew)(part, anchor)
 
 
-@lru_cache(maxsize=1024)
-def _derived_once(part: Any, anchor: str) -> Derived | None:
+def _derived_anew(part: Any, anchor: str) -> Derived | None:
     return derived(part, symbolic_tokens(anchor), _taken)
+
+
+_derived_once = lru_cache(maxsize=1024)(_derived_anew)
 
 
 def _renamed(lines: Lines, last: str) -> list[Line]:
@@ -177,8 +193,7 @@ def raw_log_ratio(part: Any) -> Expression | None:
     if of_part is None:
         return None
     *before, (_, expression) = of_part.lines["loss"]
-    known = dict(before)
-    return expression.replaced(lambda x: known.get(str(x.value)) if x.operator == "name" else None)
+    return with_names(expression, dict(before))
 
 
 def _ratio(spec: LossSpec) -> _Slot:
@@ -186,7 +201,11 @@ def _ratio(spec: LossSpec) -> _Slot:
     low, high = (None if bound is None else number_tree(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
     clamped = bounded(lines[-1].tree, low, high)
-    return [*lines[:-1], Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")], callables
+    return [
+        *lines[:-1],
+        Line("log_ratio", str(clamped)),
+        Line("ratio", "exp(log_ratio)"),
+    ], callables
 
 
 def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
@@ -218,7 +237,11 @@ def _verdict(part: Any) -> _Verdict:
     of_part = _derived("correction", part)
     if of_part is None:
         before = Line("verdict", f"{callable_name(part)}(tokens)")
-        return _Verdict([before, Line("weight", "verdict.weight")], [before, Line("keep", "verdict.keep")], derived=False)
+        return _Verdict(
+            [before, Line("weight", "verdict.weight")],
+            [before, Line("keep", "verdict.keep")],
+            derived=False,
+        )
     lines = of_part.lines
     weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
     if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
@@ -245,7 +268,10 @@ def _corrections(spec: LossSpec) -> _Slot:
             if not stated:
                 continue
             joined = Expression(operator, (name(key), stated[-1].tree)) if key in seen else stated[-1].tree
-            lines += [*(line for line in stated[:-1] if line not in lines[-4:]), Line(key, str(joined))]
+            lines += [
+                *(line for line in stated[:-1] if line not in lines[-4:]),
+                Line(key, str(joined)),
+            ]
             seen.add(key)
     if spec.rejected != "keep" and "keep" in seen:
         if spec.rejected == "drop_sequence":

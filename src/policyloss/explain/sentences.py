@@ -1,4 +1,7 @@
-"""One plain sentence for every slot of a loss, with its numbers. The parts say theirs; this puts them together."""
+"""One plain sentence for every slot of a loss, with its numbers.
+
+The parts say theirs; this puts them together.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Symbols that stand for tensors, so that a part can be run to see what it computes.
 
-`Symbol` takes part in arithmetic and in torch's functions (through `__torch_function__`) and records
-an `Expression`. `Written` is a number that remembers how it was computed, so that `1 - eps_low` is
-printed as `1 - 0.2`. Whatever they do not know raises an error; then the formula is not derived.
+`Symbol` takes part in arithmetic and in torch's functions (through `__torch_function__`) and
+records an `Expression`. `Written` is a number that remembers how it was computed, so that `1 -
+eps_low` is printed as `1 - 0.2`. Whatever they do not know raises an error; then the formula is not
+derived.
 """
 
 from __future__ import annotations

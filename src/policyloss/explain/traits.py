@@ -17,15 +17,25 @@ ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
 
 def traits(spec: LossSpec) -> frozenset[str]:
     """Short words for what a spec is made of, to hang names and traps on."""
-    words = {f"anchor_{getattr(spec.ratio, 'anchor', 'old')}", *getattr(spec.ratio, "traits", ("other_ratio",))}
-    words |= _trust_traits(spec.trust) | {type(spec.aggregate).__name__, *getattr(spec.kl, "traits", ())}
+    words = {
+        f"anchor_{getattr(spec.ratio, 'anchor', 'old')}",
+        *getattr(spec.ratio, "traits", ("other_ratio",)),
+    }
+    words |= _trust_traits(spec.trust) | {
+        type(spec.aggregate).__name__,
+        *getattr(spec.kl, "traits", ()),
+    }
     for part in spec.correction:
         words |= {type(part).__name__, *getattr(part, "traits", ())}
         if hasattr(part, "level"):
             words.add(f"{type(part).__name__}_{part.level}")
     if spec.correction:
         words |= {"correction", spec.rejected}
-    holds = {"rejects": rejects(spec), "entropy": bool(spec.entropy_coef), "reads_ratio": spec.reads_ratio}
+    holds = {
+        "rejects": rejects(spec),
+        "entropy": bool(spec.entropy_coef),
+        "reads_ratio": spec.reads_ratio,
+    }
     return frozenset(words | {word for word, true in holds.items() if true})
 
 
@@ -38,12 +48,13 @@ def _trust_traits(part: Any) -> set[str]:
     return {type(part).__name__, *words, *getattr(part, "traits", ())}
 
 
-def fits(needs: str, found: frozenset[str]) -> bool:
+def fits(needs: str, words: frozenset[str]) -> bool:
     """Whether every trait in `needs` holds (those with a leading "-": does not hold)."""
-    return all((word[1:] not in found) if word.startswith("-") else (word in found) for word in needs.split())
+    needed = [(word.removeprefix("-"), not word.startswith("-")) for word in needs.split()]
+    return all((word in words) is wanted for word, wanted in needed)
 
 
 def elsewhere(spec: LossSpec) -> tuple[Elsewhere, ...]:
     """The entries of `ELSEWHERE` that apply to `spec`."""
-    found = traits(spec)
-    return tuple(entry for entry in ELSEWHERE if fits(entry.needs, found))
+    words = traits(spec)
+    return tuple(entry for entry in ELSEWHERE if fits(entry.needs, words))

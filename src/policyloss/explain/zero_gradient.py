@@ -1,8 +1,9 @@
-"""Which tokens get exactly no gradient from the policy term, as conditions in the words of the formula.
+"""Which tokens get exactly no gradient from the policy term, as conditions in a formula's words.
 
-A condition is an expression over the same names as the printed formula, so a test can evaluate it: the gradient is zero where it
-holds, and nowhere else (save for numbers that cancel by chance, or a weight so small that it underflows). The trust part says where
-its own slopes are zero; what the ratio and the corrections do to them is put together here.
+A condition is an expression over the names of the printed formula, so a test can evaluate it: the
+gradient is zero where it holds, and nowhere else (save for numbers that cancel by chance, or a
+weight so small that it underflows). The trust part says where its own slopes are zero; what the
+ratio and the corrections do to them is put together here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from policyloss.spec import LossSpec
 
 __all__ = ["Condition", "ZeroGradient", "zero_gradient"]
 _EVERY = {"sequence": "seq_all", "run": "run_all"}
-_WHICH = ("through_logp", "through_ratio")
 Conditions = tuple[Condition, ...]
 
 
@@ -26,8 +26,9 @@ Conditions = tuple[Condition, ...]
 class ZeroGradient:
     """When the policy term gives a token no gradient.
 
-    alone: any one of these is enough. together: a token's gradient runs through its whole group (`group` is "sequence" or "run"),
-    so it is zero only if every token of the group meets one of these. known: False if a callable decides.
+    alone: any one of these is enough. together: a token's gradient runs through its whole group
+    (`group` is "sequence" or "run"), so it is zero only if every token of the group meets one of
+    these. known: False if a callable decides.
     """
 
     alone: Conditions = ()
@@ -45,12 +46,14 @@ class ZeroGradient:
 
 
 def zero_gradient(spec: LossSpec) -> ZeroGradient:
-    """The conditions for `spec`. KL and entropy terms are left out: they move a token whatever these say."""
+    """The conditions for `spec`.
+
+    KL and entropy terms are left out: they move a token whatever these say.
+    """
     if not hasattr(spec.trust, "slopes") or not hasattr(spec.ratio, "shared_over"):
         return ZeroGradient(known=False)
     slopes = spec.trust.slopes()
-    other_names = formula(spec).other_names
-    slopes = tuple(s._replace(**{which: _renamed(getattr(s, which), other_names) for which in _WHICH}) for s in slopes)
+    slopes = tuple(_in_names_of_lines(s, formula(spec).other_names) for s in slopes)
     if len(slopes) > 1 and any(s.within_sequence for s in slopes):
         return ZeroGradient(known=False)
     rejected: Conditions = ()
@@ -64,23 +67,32 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
         together = (NO_ADVANTAGE, *rejected) if rejected else ()
         return ZeroGradient((*gone, *(slopes[0].through_ratio or ()), *clamp), together)
     if group is None:
-        own = tuple(c for s in slopes for c in _of_token(s, clamp))
-        return ZeroGradient((*gone, *rejected, *_once(own)))
+        of_token = tuple(c for s in slopes for c in _of_token(s, clamp))
+        return ZeroGradient((*gone, *rejected, *_once(of_token)))
     token_clamp: Conditions = spec.ratio.no_slope() if hasattr(spec.ratio, "no_slope") else ()
     if all(s.through_ratio is None for s in slopes):
         return ZeroGradient((*gone, *rejected, *_once(_through(slopes, "through_logp"))))
     through_ratio = _once((*_through(slopes, "through_ratio"), *clamp))
     if all(s.through_logp is None for s in slopes):
         return ZeroGradient((*gone, *token_clamp), (*rejected, *through_ratio), group)
-    own = (*_through(slopes, "through_logp"), *rejected)
+    through_logp = (*_through(slopes, "through_logp"), *rejected)
     shared = f"{_EVERY[group]}({_any_of((*through_ratio, *rejected))})"
     moved = " | ".join([shared, *(f"({c.expression})" for c in token_clamp)])
-    return ZeroGradient((*gone, Condition(f"({_any_of(own)}) & ({moved})", slopes[0].idle)))
+    return ZeroGradient((*gone, Condition(f"({_any_of(through_logp)}) & ({moved})", slopes[0].idle)))
 
 
-def _renamed(conditions: Conditions | None, other_names: dict[str, str]) -> Conditions | None:
-    """The conditions in the names of the formula's lines."""
-    return None if conditions is None else tuple(c.renamed(lambda line: other_names.get(line, line)) for c in conditions)
+def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
+    """The same slopes, in the names that the formula's lines have."""
+
+    def renamed(conditions: Conditions | None) -> Conditions | None:
+        if conditions is None:
+            return None
+        return tuple(c.renamed(lambda line: other_names.get(line, line)) for c in conditions)
+
+    return s._replace(
+        through_logp=renamed(s.through_logp),
+        through_ratio=renamed(s.through_ratio),
+    )
 
 
 def _any_of(conditions: Conditions) -> str:
@@ -107,7 +119,7 @@ def _of_token(s: Slopes, clamp: Conditions) -> Conditions:
 
 
 def _through(slopes: tuple[Slopes, ...], which: str) -> Conditions:
-    """Where the slope in `logp` or in the ratio is zero: also wherever a token's loss does not read it at all."""
+    """Where the slope in `logp` or in the ratio is zero, also because the loss does not read it."""
     conditions: Conditions = ()
     for s in slopes:
         stated = getattr(s, which)

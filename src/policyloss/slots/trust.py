@@ -182,9 +182,9 @@ class CovClip:
 
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero."""
-        held = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
+        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
         drawn = Condition("dropped", "drawn from the tokens of high covariance")
-        return (Slopes(through_ratio=(NO_ADVANTAGE, *held, drawn)),)
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped, drawn)),)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ class Clip:
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero."""
         dual = math.inf if self.dual is None else self.dual
-        held = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", number(dual))
-        return (Slopes(through_ratio=(NO_ADVANTAGE, *held)),)
+        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", number(dual))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -159,7 +159,10 @@ def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...
 
 @dataclass(frozen=True)
 class TwoSidedClip:
-    """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`. delta: the largest ratio, for either sign of A."""
+    """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
+
+    delta: the largest ratio, for either sign of A.
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
@@ -197,16 +200,16 @@ class TwoSidedClip:
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero."""
         first, last = sorted((self.delta, 1 + self.eps_high))
-        held = bounds_of_clip(self.eps_low, number(first), number(last))
-        return (Slopes(through_ratio=(NO_ADVANTAGE, *held)),)
+        clipped = bounds_of_clip(self.eps_low, number(first), number(last))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
 
 
 @dataclass(frozen=True)
 class DetachedClip:
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
 
-    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient; "zero_by_sign" drops the tokens
-    PPO would clip; "zero" drops every token outside the band.
+    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient;
+    "zero_by_sign" drops the tokens PPO would clip; "zero" drops every token outside the band.
     """
 
     reach: ClassVar[str] = "token"
@@ -248,7 +251,10 @@ class DetachedClip:
         up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
         if self.outside == "zero_by_sign":
             up, down = f"(advantages > 0) & ({up})", f"(advantages < 0) & ({down})"
-        dropped = (Condition(up, "dropped above the band"), Condition(down, "dropped below the band"))
+        dropped = (
+            Condition(up, "dropped above the band"),
+            Condition(down, "dropped below the band"),
+        )
         return (Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),)
 
 
@@ -276,7 +282,12 @@ class ProbabilityBand:
         checks.number(self, "high", least=0)
         checks.choice(self, "sides", ("advantage", "both"))
         checks.choice(self, "form", ("score", "ratio"))
-        checks.number(self, "cap", above=0, hint="cap is the largest weight of form='score'; math.inf is no cap.")
+        checks.number(
+            self,
+            "cap",
+            above=0,
+            hint="cap is the largest weight of form='score'; math.inf is no cap.",
+        )
 
     @property
     def idle_fields(self) -> tuple[str, ...]:
@@ -286,7 +297,13 @@ class ProbabilityBand:
     def __call__(self, t: Tokens) -> Surrogate:
         r, a, logp = ratio_of(t), t.advantages, t.logp
         outside = trust.outside_band(
-            logp.detach(), t.anchor_logp(t.anchor), a, self.divergence, self.low, self.high, self.sides == "both"
+            logp.detach(),
+            t.anchor_logp(t.anchor),
+            a,
+            self.divergence,
+            self.low,
+            self.high,
+            self.sides == "both",
         )
         # The weight is zeroed, not the product, so that a NaN advantage still shows.
         weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
@@ -342,8 +359,8 @@ class GeometricClip:
     def sentence(self) -> str:
         """What it does, in words."""
         band = f"[{spoken(-self.eps_low)}, {spoken(self.eps_high)}]"
-        held = f"each log-ratio is held within {band} on the side the advantage pushes to"
-        return f"{held}, then the ratios are averaged geometrically over the sequence"
+        clipped = f"each log-ratio is held within {band} on the side the advantage pushes to"
+        return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero."""

@@ -41,7 +41,10 @@ class SoftGate:
 
 @dataclass(frozen=True)
 class GammaWeight:
-    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A. Meant for `SequenceProduct`."""
+    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
+
+    Meant for `SequenceProduct`.
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
@@ -57,7 +60,10 @@ class GammaWeight:
             checks.number(self, name, above=0, finite=True)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        positive, negative = (self.k_positive, self.lambda_positive), (self.k_negative, self.lambda_negative)
+        positive, negative = (
+            (self.k_positive, self.lambda_positive),
+            (self.k_negative, self.lambda_negative),
+        )
         return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
 
     def sentence(self) -> str:

@@ -1,4 +1,4 @@
-"""What the parts say about themselves in text: numbers, intervals, bounds, and conditions without gradient."""
+"""What the parts say of themselves: numbers and bounds in words, and where a gradient is zero."""
 
 from __future__ import annotations
 
