@@ -1,6 +1,7 @@
 """Damaged run directories and options that make no sense: the outcome is success, or one clear message and exit code 2.
 
-Every fault goes through the command line in this process, so that whatever is raised and not meant for the user is seen.
+Faults go through the command line in this process, so that whatever is raised and not meant for the
+user is seen; only the test of every value in config.json reads the file without a command around it.
 """
 
 from __future__ import annotations
