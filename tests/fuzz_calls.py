@@ -15,6 +15,7 @@ from torch import Tensor
 import policyloss as pl
 from policyloss import compiled
 from policyloss.compat import colossalai, openrlhf, trl, verl
+from policyloss.compat.trl.parts import RolloutProduct
 from policyloss.functional.segments import Sequences, group_sum
 
 B, T, S = 3, 4, 3
@@ -241,7 +242,7 @@ ADVANTAGES: dict[str, Case] = {
 PARTS: dict[str, Case] = {
     type(part).__name__: (type(part), {f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
     for part in (
-        *(pl.TokenRatio(), pl.SequenceRatio(), pl.SequenceProduct(rollout="truncate"), pl.SegmentRatio()),
+        *(pl.TokenRatio(), pl.SequenceRatio(), RolloutProduct(), pl.SegmentRatio()),
         *(pl.Clip(0.2, 0.28, 3.0), pl.TwoSidedClip(4.0), pl.DetachedClip(0.8, 1.2), pl.SoftGate(), pl.GammaWeight()),
         *(pl.ProbabilityBand("tv", 0.1, 0.2), pl.GeometricClip(0.4, 0.4), pl.Quadratic(0.1), pl.TaperedNegative(), pl.Unbounded()),
         *(pl.CovClip(), pl.CovKL(), pl.Truncate(2.0), pl.Band(0.5, 2.0), pl.SequenceMask(0.5, 2.0), pl.Reject("k1", "token", 0.1)),

@@ -69,7 +69,7 @@ def test_what_explain_trl_writes_can_be_explained(tmp_path: Path, capsys: pytest
     spec.write_text(printed(capsys, "explain-trl", str(config), "--json"))
     assert json.loads(spec.read_text())["kl"]["type"] == "trl.WrittenKL"
     text = printed(capsys, "explain", str(spec))
-    assert "kl = kl * exp(logp - old_logp)" in text
+    assert "kl = (exp(raw) - raw - 1) * exp(logp - old_logp)" in text
     assert "times the token's own ratio" in text
 
 
@@ -98,8 +98,8 @@ def test_a_wrong_name_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixtur
     ("text", "words"),
     [
         ("{", "is not JSON"),
-        ("[1]", "a LossSpec is made from a mapping, got list"),
-        ('{"trust": {"type": "Clip", "eps_low": 0.2}}', "Clip needs eps_high"),
+        ("[1]", "data must be a mapping, as LossSpec.to_dict makes it, got list"),
+        ('{"trust": {"type": "Clip", "eps_high": 0.2}}', "Clip needs eps_low"),
         ('{"trusts": {}}', "unknown slot 'trusts'"),
         ('{"trust": {"type": "Clip", "eps_low": -1, "eps_high": 1}}', "eps_low must be >= 0"),
     ],

@@ -9,6 +9,7 @@ import torch
 
 import policyloss as pl
 from cases import PRESETS, make_batch, run, step_totals
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 BATCH = make_batch(seed=1)
 PACKED = BATCH.packed()
@@ -90,7 +91,7 @@ def test_bad_tensors(name):
     assert not missing, f"the message does not say {missing}: {error.value}"
 
 
-ENGINE = pl.SequenceProduct(rollout="truncate")
+ENGINE = RolloutProduct()
 FULL = pl.LossSpec(correction=pl.Veto(), kl=pl.KL("k3", 0.1), entropy_coef=0.1, aggregate=pl.PromptMean())
 SPECS = {
     **PRESETS,
@@ -101,7 +102,7 @@ SPECS = {
     "proximal": pl.LossSpec(trust=pl.Unbounded("logp"), kl=pl.KL("k2", 0.1, anchor="old")),
     "an engine in a ratio that nothing uses": pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp")),
     "an engine in a ratio that the KL does not use": pl.LossSpec(
-        ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="token_ratio")
+        ratio=ENGINE, trust=pl.Unbounded("logp"), kl=WrittenKL("k3", 0.1, ratio_level="token")
     ),
     "an engine in a ratio that the KL uses": pl.LossSpec(
         ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="ratio")

@@ -121,7 +121,9 @@ def test_a_local_mean_is_the_mean_of_its_own_call(aggregate: Any) -> None:
     same = {pl.LocalTokenMean: pl.TokenMean, pl.LocalSeqMeanTokenMean: pl.SeqMeanTokenMean}[aggregate]
     part = BATCH.rows([4, 5, 6])
     result = run(BASE.replace(aggregate=aggregate()), part, step_totals(BASE, BATCH))
-    assert_same_result(result, run(BASE.replace(aggregate=same()), part))
+    expected = run(BASE.replace(aggregate=same()), part)
+    del expected.metrics["beyond_totals"]  # a local mean divides by no count of the step
+    assert_same_result(result, expected)
 
 
 STATISTICAL = {

@@ -12,6 +12,7 @@ import torch
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, label
+from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 SPECS = {
     **{name: pl.preset(name) for name in pl.presets()},
@@ -83,7 +84,7 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
 
 # --- What is read --------------------------------------------------------------------------------------------------------------
 
-ENGINE = pl.SequenceProduct(rollout="truncate")
+ENGINE = RolloutProduct()
 READS = [
     (pl.LossSpec(), ("old_logp",)),
     (pl.LossSpec(trust=pl.Unbounded("logp")), ()),
@@ -92,7 +93,7 @@ READS = [
     (pl.LossSpec(ratio=ENGINE), ("old_logp", "rollout_logp")),
     (pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp")), ()),  # nothing uses the ratio
     (
-        pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="token_ratio")),
+        pl.LossSpec(ratio=ENGINE, trust=pl.Unbounded("logp"), kl=WrittenKL("k3", 0.1, ratio_level="token")),
         ("old_logp", "ref_logp"),  # the KL weighs by the token's own ratio, without the engine
     ),
     (

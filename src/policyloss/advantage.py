@@ -36,7 +36,7 @@ def estimator(name: str) -> Callable[..., Any]:
     """The estimator called `name`, or an error that lists the names."""
     known = match_name(name, ESTIMATORS)
     if known is None:
-        raise InputError(unknown_name("advantage estimator", name, ESTIMATORS))
+        raise InputError(unknown_name("estimator name", name, ESTIMATORS))
     return ESTIMATORS[known]
 
 

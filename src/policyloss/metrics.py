@@ -32,7 +32,8 @@ class Record:
 
     def __post_init__(self) -> None:
         device = None
-        for name, part in self.__dict__.items():
+        for name in self.__dataclass_fields__:
+            part = getattr(self, name)
             dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
             device = part.device if dense and device is None else device
             if not dense or part.dim() or part.device != device:

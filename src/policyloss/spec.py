@@ -99,12 +99,12 @@ class LossSpec:
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        return self.reads_ratio_value or getattr(self.kl, "weight", None) is not None
+        return self.reads_ratio_value or getattr(self.kl, "reads_ratio", False)
 
     @property
     def reads_ratio_value(self) -> bool:
-        """Whether anything uses the ratio as the `ratio` slot makes it, not only its anchor (a KL may weigh by the token's own)."""
-        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "reads_ratio", False)
+        """Whether anything uses the ratio as its slot makes it (a KL may weigh by the token's own)."""
+        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -113,7 +113,8 @@ class LossSpec:
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
             names.add(f"{anchor}_logp")
-        names.update(getattr(self.ratio, "reads", ()))
+        if self.reads_ratio_value:
+            names.update(getattr(self.ratio, "reads", ()))
         for part in self.correction:
             if isinstance(part, correction.OPSM):
                 names.add(f"{part.source}_logp")

@@ -163,7 +163,7 @@ def _change(field: Any, mine: Any, theirs: Any) -> float:
         return 0.05
     if theirs is None:
         return 0.5
-    if field.default is None and mine is not None:
+    if "None" in str(field.type) and mine is not None:
         return 0.3  # the number of something that may be off is not what makes the loss
     if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and max(abs(mine), abs(theirs)) < math.inf:
         return 0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
