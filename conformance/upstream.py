@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -150,13 +151,14 @@ def run_tests(chosen: list[str], reached: Reached, place: Callable[[], None]) ->
     plugin = Plugin(reached, place)
     torch.manual_seed(0)
     root = tests_folder().parent
-    # No configuration of ours, no cache in the environment, and no warning turned into an error.
+    # No configuration and no plugins of ours, no cache in the environment, and no warning turned into an error.
     options = ["-q", "-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider", "-W", "ignore"]
     options.append("--continue-on-collection-errors")
     here = Path.cwd()
     os.chdir(root)  # the ids of tests are paths from here
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
+        alone = mock.patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        with alone, contextlib.redirect_stdout(io.StringIO()) as output:
             status = pytest.main([*options, *chosen], plugins=[plugin])
     finally:
         os.chdir(here)
