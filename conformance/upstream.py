@@ -14,12 +14,14 @@ import inspect
 import io
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -110,7 +112,7 @@ def watch_all(peer: Peer, reached: Reached) -> None:
     """Have every call of a drop-in noted down, before they are put in place."""
     for name, ours in drop_ins(peer).items():
         if inspect.isclass(ours):
-            ours.forward = reached.watch(name, ours.forward)
+            ours.forward = reached.watch(name, ours.forward)  # type: ignore[attr-defined]
         else:
             swap(f"policyloss.compat.{peer.name}", [(ours, reached.watch(name, ours))])
 
@@ -149,19 +151,25 @@ def run_tests(chosen: list[str], reached: Reached, place: Callable[[], None]) ->
     plugin = Plugin(reached, place)
     torch.manual_seed(0)
     root = tests_folder().parent
-    # No configuration of ours, no cache in the environment, and no warning turned into an error.
+    # No configuration and no plugins of ours, no cache in the environment, and no warning turned into an error.
     options = ["-q", "-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider", "-W", "ignore"]
     options.append("--continue-on-collection-errors")
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.chdir(root):
-        status = pytest.main([*options, *chosen], plugins=[plugin])
+    here = Path.cwd()
+    os.chdir(root)  # the ids of tests are paths from here
+    try:
+        alone = mock.patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        with alone, contextlib.redirect_stdout(io.StringIO()) as output:
+            status = pytest.main([*options, *chosen], plugins=[plugin])
+    finally:
+        os.chdir(here)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise SystemExit(f"pytest ended with {status!r}:\n{said.getvalue()[-3000:]}")
+        raise SystemExit(f"pytest ended with {status!r}:\n{output.getvalue()[-3000:]}")
     return plugin
 
 
 def tests_folder() -> Path:
     """Where the wheel's tests lie."""
-    return Path(import_module("torch").__file__).parent.parent / "tests"
+    return Path(sysconfig.get_paths()["purelib"]) / "tests"
 
 
 def report(peer: Peer) -> tuple[list[str], bool]:

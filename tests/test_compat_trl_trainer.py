@@ -110,6 +110,7 @@ def test_the_config_s_loss_with_our_gradient() -> None:
     assert model[1].grad is None
 
 
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")  # whose advantages TRL does not make
 @pytest.mark.parametrize("given", [False, True])
 def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
     """Whether the loss is the config's or given, the total is the policy loss minus the bonus, each with its own gradient."""
@@ -168,6 +169,7 @@ def test_metrics_of_a_loss_that_does_not_run_are_dropped() -> None:
     assert ours._metrics["train"]["entropy"] == [pytest.approx(0.55)]
 
 
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")  # whose advantages TRL does not make
 def test_a_given_loss_is_averaged_over_the_whole_step() -> None:
     """Sequence mean over 2 rows × 2 micro-batches; token mean over 12 generated tokens · 2 of 3 micro-batches = 8."""
     for aggregate, slope in ((pl.SeqMeanTokenSum(), -1 / 4), (pl.TokenMean(), -1 / 8)):

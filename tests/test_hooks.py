@@ -147,7 +147,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
         ("gspo", "none", ["advantage.grpo", "set scale_rewards='group'"]),
         ("gspo", "batch", ["scale_rewards='batch'", "others", "set scale_rewards='group'"]),
         ("rloo_loss", "group", ["advantage.rloo", "cannot make them"]),
-        (pl.preset("dr_grpo"), "group", ["advantage.dr_grpo", "set scale_rewards='none'"]),
+        (pl.preset("dr_grpo"), "group", ["policy_loss, the preset 'dr_grpo',", "advantage.dr_grpo", "set scale_rewards='none'"]),
     ],
 )
 def test_trl_says_that_the_advantages_are_others(loss: Any, scale_rewards: Any, words: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 
-from policyloss.presets import PRESETS, defined_with
+from policyloss.presets import PRESETS, defined_with, presets_equal_to
 from policyloss.spec import LossSpec
 
 
@@ -24,8 +24,9 @@ def check_advantages(name: str, loss: LossSpec | str, made: str | None, setting:
     wanted = defined_with(loss)
     if wanted is None or wanted == made:
         return
-    source = PRESETS[loss].sources["advantage"] if isinstance(loss, str) else ""
-    because = f" ({source})" if source else ""
+    preset = PRESETS[loss] if isinstance(loss, str) else presets_equal_to(loss)[0]
+    called = name if isinstance(loss, str) else f"{name}, the preset {preset.name!r},"
     are = f"those of advantage.{made}" if made else "others"
     advice = f"; {fix}" if fix else ""
-    warn_once(f"{name} is defined with the advantages of advantage.{wanted}{because}, and {setting} makes {are}{advice}.")
+    source = preset.sources["advantage"]
+    warn_once(f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} makes {are}{advice}.")
