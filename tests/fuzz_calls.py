@@ -175,7 +175,7 @@ LIBRARY: dict[str, Case] = {
         {"mask": MASK, "cu_seqlens": None, "group_ids": IDS, "group": None, "cp_group": None, "dp_size": None},
     ),
     "Totals.count packed": (pl.Totals.count, {"mask": PACK < 0, "cu_seqlens": CU, "group_ids": IDS}),
-    "Totals.of_call": (pl.Totals.of_call, {"mask": MASK, "dp_size": 1, "epsilon": 1e-8}),
+    "Totals.of_call": (pl.Totals.of_call, {"mask": MASK, "dp_size": 1}),
     "GroupTokens": (pl.GroupTokens, {"ids": torch.arange(2), "tokens": torch.ones(2)}),
     "Metrics": (pl.Metrics, {"records": {"a": pl.Stat(torch.ones(()), torch.ones(()))}}),
     "Stat": (pl.Stat, {"sum": torch.ones(()), "count": torch.ones(())}),

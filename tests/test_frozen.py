@@ -38,7 +38,8 @@ def test_only_logp_and_entropy_get_a_gradient(layout: str, per_sequence: bool) -
     for name, spec in LOSSES.items():
         frozen = leaves_of(batch, per_sequence)
         logp = batch.logp.clone().requires_grad_()
-        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, "logp": logp})
+        entropy = batch.entropy.clone().requires_grad_()
+        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, "logp": logp, "entropy": entropy})
         moved, *others = torch.autograd.grad(out.loss, [logp, *frozen.values()], allow_unused=True)
         assert moved is not None, name
         assert {n for n, g in zip(frozen, others, strict=True) if g is not None} == set(), name
