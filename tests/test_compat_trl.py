@@ -472,7 +472,7 @@ def test_the_page_on_a_config_says_what_decides_what_not_and_what_surprises() ->
         "a correction is on by default",
         "top_entropy_quantile=0.2: only this share",
         "surrogate = -sg(min(ratio, 0.2)) * advantages * logp",
-        "kl = kl * ratio",
+        "kl = (exp(d) - d - 1) * ratio",
     ):
         assert part in flat, part
 

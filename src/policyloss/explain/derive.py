@@ -95,7 +95,7 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                for label in code.co_varnames[first:]:
+                for label in reversed(code.co_varnames[first:]):  # the last name is the most telling
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
                         self.record(value.expression, label)
