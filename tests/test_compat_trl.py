@@ -487,7 +487,7 @@ def test_a_config_is_explained_here_and_not_by_the_core() -> None:
     """`explain` knows specs and presets; what a config means is TRL's business."""
     made = grpo_config(loss_type="grpo", importance_sampling_level="sequence")
     assert str(pl.explain(spec_from_config(made))) in explain_config(made)
-    with pytest.raises(pl.SpecError, match="LossSpec or the name of a preset, got GRPOConfig"):
+    with pytest.raises(pl.InputError, match="LossSpec or the name of a preset, got GRPOConfig"):
         pl.explain(made)
 
 

@@ -189,7 +189,7 @@ def test_what_policy_loss_refuses_is_refused() -> None:
     said(lambda: loss(totals=7), "totals")
     flat = {name: BATCH.kwargs[name].reshape(-1) for name in ("old_logp", "rollout_logp", "ref_logp", "advantages", "mask")}
     said(lambda: loss(hidden=BATCH.hidden.reshape(-1, 8), ids=BATCH.ids.reshape(-1), group_ids=None, **flat), "cu_seqlens")
-    said(lambda: loss("ppo"), "spec", "str")
+    said(lambda: loss(pl.Clip(0.2)), "spec", "Clip")
     cov = PRESETS["clip_cov"]
     counted = pl.Totals.count(BATCH.kwargs["mask"])
     said(lambda: loss(cov, totals=counted), "measure")

@@ -82,7 +82,7 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "upper clip, a distance from 1",
-            (Argument("Clip", "eps_high"),),
+            (Argument("Clip", "eps_high", None),),
             (Option("actor.clip_ratio_high", 0.2), Argument("compute_policy_loss", "cliprange_high", None)),
             (Option("--actor.eps_clip_low_high", None), Argument("PolicyLoss", "clip_eps_high", 0.2)),
             trl("None: `epsilon`; with `cispo` a ratio, not a distance", epsilon_high=None),

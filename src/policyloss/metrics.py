@@ -32,7 +32,7 @@ class Record:
 
     def __post_init__(self) -> None:
         device = None
-        for name in self.__dataclass_fields__:
+        for name in (f.name for f in fields(self)):
             part = getattr(self, name)
             dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
             device = part.device if dense and device is None else device
