@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from docs.names.homonyms_beside import BESIDE
 from docs.names.meanings import Homonym, Meaning, Same
-from policyloss.slots.aggregate import (
+from policyloss.parts.aggregate import (
     LengthWeighted,
     PromptMean,
     SeqMeanTokenMean,
@@ -16,9 +16,9 @@ from policyloss.slots.aggregate import (
     SeqMeanTokenSumNorm,
     TokenSumNorm,
 )
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SequenceRatio, TokenRatio
-from policyloss.slots.trust import Clip, DetachedClip, GeometricClip, ProbabilityBand, Quadratic, TwoSidedClip
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SequenceRatio, TokenRatio
+from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, ProbabilityBand, Quadratic, TwoSidedClip
 from policyloss.spec import LossSpec
 
 _RATIO = "(batch['logp'] - batch['old_logp']).exp()"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from docs.names.meanings import Homonym, Meaning
-from policyloss.slots.aggregate import SeqMeanTokenMean
-from policyloss.slots.correction import OPSM, Band, Reject, SequenceMask, Truncate
-from policyloss.slots.ratio import SequenceProduct
-from policyloss.slots.trust import Clip, DetachedClip
+from policyloss.parts.aggregate import SeqMeanTokenMean
+from policyloss.parts.correction import OPSM, Band, Reject, SequenceMask, Truncate
+from policyloss.parts.ratio import SequenceProduct
+from policyloss.parts.trust import Clip, DetachedClip
 from policyloss.spec import LossSpec
 
 _CLIP = Clip(0.2, 0.2)

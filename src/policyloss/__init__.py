@@ -9,20 +9,19 @@ out.loss.backward()
 from policyloss import advantage, compat, functional
 from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
-from policyloss.check import check_loss
+from policyloss.check.loss import check_loss
+from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
-from policyloss.head.inputs import LogProbs
+from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs
 from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
 from policyloss.head.plans import Plan
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics, Stat
-from policyloss.partition_check import PartitionReport, partition_check
-from policyloss.presets import preset, presets
-from policyloss.slots.aggregate import (
+from policyloss.parts.aggregate import (
     LengthWeighted,
     LocalSeqMeanTokenMean,
     LocalTokenMean,
@@ -34,7 +33,7 @@ from policyloss.slots.aggregate import (
     TokenSum,
     TokenSumNorm,
 )
-from policyloss.slots.correction import (
+from policyloss.parts.correction import (
     OPSM,
     Band,
     Corrected,
@@ -45,9 +44,9 @@ from policyloss.slots.correction import (
     Truncate,
     Veto,
 )
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
-from policyloss.slots.trust import (
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.parts.trust import (
     BySign,
     Clip,
     CovClip,
@@ -63,6 +62,7 @@ from policyloss.slots.trust import (
     TwoSidedClip,
     Unbounded,
 )
+from policyloss.presets import preset, presets
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals

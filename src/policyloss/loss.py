@@ -16,13 +16,13 @@ from policyloss.functional.masking import compute_dtype, fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.metrics import Metrics
+from policyloss.parts.aggregate import known_horizon
+from policyloss.parts.correction import Combined, combine, self_normalised
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SegmentRatio
+from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
-from policyloss.slots.aggregate import known_horizon
-from policyloss.slots.correction import Combined, combine, self_normalised
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SegmentRatio
-from policyloss.slots.trust import Surrogate
 from policyloss.spec import LossSpec, check_part
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from policyloss.arguments import seen
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
-from policyloss.slots.aggregate import (
+from policyloss.parts.aggregate import (
     LengthWeighted,
     SeqMeanTokenMean,
     SeqMeanTokenSum,
@@ -22,10 +22,10 @@ from policyloss.slots.aggregate import (
     TokenMean,
     TokenSum,
 )
-from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
-from policyloss.slots.trust import (
+from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.parts.trust import (
     BySign,
     Clip,
     CovClip,

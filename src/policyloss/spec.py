@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policyloss.arguments import seen
 from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.slots import aggregate, checks, correction, kl, ratio, trust
+from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
 from policyloss.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class LossSpec:
             check_part("correction", part)
         if self.kl is not None:
             check_part("kl", self.kl)
-        checks.choice(self, "rejected", REJECTED)
-        checks.number(self, "entropy_coef", finite=True)
+        validate.choice(self, "rejected", REJECTED)
+        validate.number(self, "entropy_coef", finite=True)
         self._check_fit()
 
     def _check_fit(self) -> None:

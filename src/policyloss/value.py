@@ -14,7 +14,7 @@ from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
-from policyloss.slots.aggregate import TokenMean
+from policyloss.parts.aggregate import TokenMean
 from policyloss.spec import check_part
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, local_totals, resolve

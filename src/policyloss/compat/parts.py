@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from policyloss.slots import checks
-from policyloss.slots.aggregate import SeqMeanTokenMean
-from policyloss.slots.wording import number
+from policyloss.parts import validate
+from policyloss.parts.aggregate import SeqMeanTokenMean
+from policyloss.parts.wording import number
 from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 
@@ -21,7 +21,7 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
     epsilon: float
 
     def __post_init__(self) -> None:
-        checks.number(self, "epsilon", above=0, finite=True)
+        validate.number(self, "epsilon", above=0, finite=True)
 
     def __call__(self, t: Tokens) -> Tensor:
         return super().__call__(replace(t, known_counts=t.lengths + self.epsilon))

@@ -22,8 +22,8 @@ import torch
 from policyloss.explain.algebra import TRUE, unstopped
 from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
-from policyloss.slots.correction import Corrected
-from policyloss.slots.trust import Surrogate
+from policyloss.parts.correction import Corrected
+from policyloss.parts.trust import Surrogate
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 Lines = list[tuple[str, Expression]]

@@ -13,8 +13,8 @@ from policyloss import notebook
 from policyloss.explain.formula import formula
 from policyloss.explain.sentences import SLOTS, describe_slot
 from policyloss.explain.sources import is_part, part_name
+from policyloss.parts.wording import number
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.slots.wording import number
 from policyloss.spec import LossSpec
 
 

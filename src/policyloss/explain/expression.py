@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from policyloss.slots.wording import number as number_text
+from policyloss.parts.wording import number as number_text
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 # Python's own precedences: a comparison binds weakest, a power strongest.

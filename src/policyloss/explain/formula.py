@@ -18,7 +18,7 @@ from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
 from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.expression import number as number_tree
-from policyloss.slots.wording import COMMON_NAMES, number
+from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 
 VOCABULARY = {
@@ -299,7 +299,8 @@ def _loss(spec: LossSpec) -> _Slot:
     if rejects(spec) and spec.rejected == "keep":
         policy = f"where(keep, {policy}, 0)"
     if spec.kl is not None:
-        policy += f" + {number(spec.kl.coef if is_part("kl", spec.kl) else 1.0)} * kl"
+        coef = spec.kl.coef if is_part("kl", spec.kl) else 1.0
+        policy += f" + {number(coef)} * kl"
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     averaged = "surrogate" if policy == "surrogate" else "token_loss"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from policyloss.explain.formula import callable_name, rejects
-from policyloss.slots.wording import spoken
+from policyloss.parts.wording import spoken
 from policyloss.spec import LossSpec
 
 SLOTS = ("ratio", "trust", "correction", "rejected", "kl", "entropy_coef", "aggregate")

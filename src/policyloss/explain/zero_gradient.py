@@ -14,7 +14,7 @@ from typing import Any
 from policyloss.explain.algebra import FALSE, binary, unstopped
 from policyloss.explain.expression import number
 from policyloss.explain.formula import clamp_bounds, formula, raw_log_ratio, rejects
-from policyloss.slots.wording import NO_ADVANTAGE, Condition, Slopes
+from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec
 
 __all__ = ["Condition", "ZeroGradient", "zero_gradient"]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.head.inputs import Head, Index, Rows, half_scale, windows
-from policyloss.head.products import Room, add_product, product, rounded_product
-from policyloss.head.rows import Scaling, Statistics, row_gradient, target_gradient
+from policyloss.head.head import Head, Index, Rows, half_scale, windows
+from policyloss.head.matmul import Room, add_product, product, rounded_product
+from policyloss.head.softmax_rows import Scaling, Statistics, row_gradient, target_gradient
 
 
 class Wanted(NamedTuple):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from policyloss.head.rows import Partials, Scaling
+from policyloss.head.softmax_rows import Partials, Scaling
 
 # Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit. Plain constants measured on an
 # H200, not an autotuner's choice.

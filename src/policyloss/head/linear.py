@@ -11,9 +11,10 @@ from torch import Tensor
 from policyloss.arguments import check_group
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import Wanted, gradients_by_columns, gradients_from_stash, keep_probabilities
-from policyloss.head.inputs import (
-    Head,
-    LogProbs,
+from policyloss.head.head import Head, LogProbs, operands, windows
+from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
+from policyloss.head.softmax_rows import Statistics
+from policyloss.head.validate import (
     check_ids,
     check_mask,
     check_matrices,
@@ -21,14 +22,10 @@ from policyloss.head.inputs import (
     check_vocabulary,
     inverse_temperature,
     later,
-    operands,
     refuse_strays,
     strays,
-    windows,
 )
-from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.rows import Statistics
-from policyloss.head.vocabulary import Vocabulary
+from policyloss.head.vocab_parallel import Vocabulary
 
 
 @overload

@@ -12,9 +12,9 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.inputs import (
-    Head,
-    LogProbs,
+from policyloss.head.head import Head, LogProbs
+from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.validate import (
     check_ids,
     check_mask,
     check_softcap,
@@ -23,8 +23,7 @@ from policyloss.head.inputs import (
     refuse_strays,
     strays,
 )
-from policyloss.head.rows import Scaling, Statistics, finished, row_gradient, row_partials
-from policyloss.head.vocabulary import Vocabulary
+from policyloss.head.vocab_parallel import Vocabulary
 
 
 @overload

@@ -12,14 +12,15 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.batch import Batch, Window, batch_of, entropy_has_slope, sequence_windows, token_windows
-from policyloss.head.inputs import Head, LogProbs, check_mask, later, refuse_strays, strays
+from policyloss.head.head import Head, LogProbs
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.head.validate import check_mask, later, refuse_strays, strays
+from policyloss.head.windows import Batch, Window, batch_of, entropy_has_slope, sequence_windows, token_windows
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.metrics import refuse_invalid
+from policyloss.parts.precomputed import GivenWeight
 from policyloss.presets import PresetName
-from policyloss.slots.given import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals, resolve

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.head.inputs import Head
-from policyloss.head.products import WIDE_BYTES
+from policyloss.head.head import Head
+from policyloss.head.matmul import WIDE_BYTES
 
 NAMES = ("one_pass", "recompute", "stash", "forward")
 LOSS_PLANS = ("one_pass", "recompute", "stash")

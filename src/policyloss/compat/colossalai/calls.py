@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.parts import seq_mean_token_mean
-from policyloss.slots.aggregate import SeqMeanTokenMean
+from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 

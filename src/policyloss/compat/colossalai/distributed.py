@@ -11,9 +11,9 @@ from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ra
 from policyloss.compat.colossalai.parts import GivenKL
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
-from policyloss.slots.aggregate import TokenMean
-from policyloss.slots.ratio import TokenRatio
-from policyloss.slots.trust import Clip
+from policyloss.parts.aggregate import TokenMean
+from policyloss.parts.ratio import TokenRatio
+from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 from policyloss.totals import Totals

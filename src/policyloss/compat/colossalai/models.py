@@ -8,8 +8,8 @@ from policyloss.compat.arguments import drop_in
 from policyloss.compat.colossalai.calls import all_rows, everything, ratio_mean_and_max, sample_mean
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
-from policyloss.slots.ratio import TokenRatio
-from policyloss.slots.trust import Clip
+from policyloss.parts.ratio import TokenRatio
+from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
 from policyloss.value import value_loss
 

@@ -30,9 +30,9 @@ from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
 from policyloss.loss import aggregate_tokens, policy_loss
 from policyloss.metrics import Record, Stat
-from policyloss.slots.aggregate import SeqMeanTokenMean, TokenMean
-from policyloss.slots.ratio import SequenceRatio, TokenRatio
-from policyloss.slots.trust import Clip
+from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
+from policyloss.parts.ratio import SequenceRatio, TokenRatio
+from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from policyloss.compat.releases import at_least
 from policyloss.errors import SpecError, unknown_name
-from policyloss.slots.correction import Band, DivergenceMask, SequenceMask, Truncate
+from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Truncate
 
 OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"  # the releases served: from the first to before the last
 LAST_WITH_VLLM_NAMES = "0.11.1"

@@ -13,7 +13,7 @@ from policyloss.arguments import check_like, check_tensor
 from policyloss.compat.trl.counts import where_scored
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.metrics import Metrics
-from policyloss.slots.correction import OPSM, Corrected
+from policyloss.parts.correction import OPSM, Corrected
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens, as_mask
 from policyloss.totals import Totals

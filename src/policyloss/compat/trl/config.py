@@ -15,11 +15,11 @@ from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
 from policyloss.compat.trl.options import option
 from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL
 from policyloss.errors import SpecError, unknown_name
-from policyloss.slots.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
-from policyloss.slots.correction import OPSM, Band, SequenceMask, Truncate
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SequenceProduct, SequenceRatio, TokenRatio
-from policyloss.slots.trust import Clip, DetachedClip, GammaWeight, SoftGate, TwoSidedClip
+from policyloss.parts.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
+from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.parts.trust import Clip, DetachedClip, GammaWeight, SoftGate, TwoSidedClip
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 

@@ -8,9 +8,9 @@ from policyloss.compat.notices import check_advantages
 from policyloss.compat.trl.config import BESIDE, naming, spec_from_config
 from policyloss.compat.trl.options import advantages_of, is_set, option
 from policyloss.errors import SpecError
+from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
+from policyloss.parts.kl import KL
 from policyloss.presets import defined_with, preset
-from policyloss.slots.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
-from policyloss.slots.kl import KL
 from policyloss.spec import LossSpec
 
 # The slots an option acts on: it is silent if a given loss has other parts in all of them.

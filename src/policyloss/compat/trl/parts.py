@@ -14,9 +14,9 @@ from policyloss.functional import kl
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import bound, fill
 from policyloss.functional.ratio import bounded_exp
-from policyloss.slots import checks
-from policyloss.slots.kl import KL
-from policyloss.slots.ratio import SequenceProduct
+from policyloss.parts import validate
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SequenceProduct
 from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 
@@ -37,7 +37,7 @@ class WrittenKL(KL):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ratio_level is not None:
-            checks.choice(self, "ratio_level", ("token", "sequence"))
+            validate.choice(self, "ratio_level", ("token", "sequence"))
             if self.weight is not None:
                 raise SpecError("WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one.")
 
@@ -84,10 +84,10 @@ class RolloutProduct(SequenceProduct):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.choice(self, "outside", ("truncate", "mask"))
-        checks.number(self, "low", least=0)
-        checks.number(self, "high", above=0)
-        checks.interval(self, "low", "high")
+        validate.choice(self, "outside", ("truncate", "mask"))
+        validate.number(self, "low", least=0)
+        validate.number(self, "high", above=0)
+        validate.interval(self, "low", "high")
         if self.anchor != "old":
             raise SpecError(f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}.")
 

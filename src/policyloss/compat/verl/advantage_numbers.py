@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policyloss.advantages.baselines import check_rewards, per_sequence, rows_by_size
-from policyloss.advantages.returns import GAE
+from policyloss.advantage.groups import check_rewards, per_sequence, rows_by_size
+from policyloss.advantage.returns import GAE
 from policyloss.arguments import check_tensor, seen
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, fill

@@ -15,8 +15,8 @@ from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import aggregate_tokens
-from policyloss.slots.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
-from policyloss.slots.kl import KL
+from policyloss.parts.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
+from policyloss.parts.kl import KL
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 from policyloss.value import value_loss

@@ -18,7 +18,7 @@ from policyloss.compat.verl.counts import masked_mean
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss
-from policyloss.slots.given import GivenWeight
+from policyloss.parts.precomputed import GivenWeight
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 

@@ -35,9 +35,9 @@ from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, Loca
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
-from policyloss.slots.aggregate import SeqMeanTokenMean
-from policyloss.slots.ratio import SequenceRatio, TokenRatio
-from policyloss.slots.trust import (
+from policyloss.parts.aggregate import SeqMeanTokenMean
+from policyloss.parts.ratio import SequenceRatio, TokenRatio
+from policyloss.parts.trust import (
     Clip,
     CovClip,
     CovKL,

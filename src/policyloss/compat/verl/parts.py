@@ -12,9 +12,9 @@ import torch
 
 from policyloss.compat.verl.counts import masked_mean
 from policyloss.functional import trust
-from policyloss.slots.correction import Corrected
-from policyloss.slots.given import GivenWeight
-from policyloss.slots.trust import CovClip, CovKL, GeometricClip, Surrogate
+from policyloss.parts.correction import Corrected
+from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
 

@@ -20,11 +20,11 @@ from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, w
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.metrics import Metrics, Stat
+from policyloss.parts.correction import OPSM
+from policyloss.parts.kl import KL
+from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.trust import CovClip, CovKL
 from policyloss.presets import preset, presets
-from policyloss.slots.correction import OPSM
-from policyloss.slots.given import GivenWeight
-from policyloss.slots.kl import KL
-from policyloss.slots.trust import CovClip, CovKL
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 

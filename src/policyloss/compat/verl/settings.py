@@ -15,8 +15,8 @@ from policyloss.compat.notices import check_advantages, warn_once
 from policyloss.compat.patching import swap
 from policyloss.compat.verl.calls import read
 from policyloss.errors import SpecError
+from policyloss.parts.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
 from policyloss.presets import PRESETS
-from policyloss.slots.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"

@@ -1,0 +1,65 @@
+"""Advantages: how much better an action was than expected. Everything here is computed once per batch and carries no gradient.
+
+Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named estimators made from it, and
+token by token `optimal_token_baseline`. Over the batch: `whiten`. `ESTIMATORS` maps names to functions; `estimator(name)` looks
+one up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from policyloss.advantage.estimators import (
+    ESTIMATORS,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_loo,
+    maxrl,
+    opo,
+    passk_combinatorial,
+    passk_max_gap,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+)
+from policyloss.advantage.groups import group_advantages, whiten
+from policyloss.advantage.optimal_baseline import optimal_token_baseline
+from policyloss.advantage.returns import GAE, discounted_returns, gae
+from policyloss.errors import InputError, match_name, unknown_name
+
+
+def estimator(name: str) -> Callable[..., Any]:
+    """The estimator called `name`, or an error that lists the names."""
+    known = match_name(name, ESTIMATORS)
+    if known is None:
+        raise InputError(unknown_name("estimator name", name, ESTIMATORS))
+    return ESTIMATORS[known]
+
+
+__all__ = [
+    "ESTIMATORS",
+    "GAE",
+    "discounted_returns",
+    "dr_grpo",
+    "estimator",
+    "gae",
+    "gdpo",
+    "gpg",
+    "group_advantages",
+    "grpo",
+    "grpo_loo",
+    "maxrl",
+    "opo",
+    "optimal_token_baseline",
+    "passk_combinatorial",
+    "passk_max_gap",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "rloo",
+    "whiten",
+]

@@ -1,0 +1,336 @@
+"""The named advantage estimators of the field, each a thin line over `group_advantages`, `whiten` and `discounted_returns`.
+
+Legend: S sequences; rewards, group_ids, lengths and (unless said otherwise) results are `[S]`; hand a result to `policy_loss` as it
+is. n is the size of a group, μ its mean reward, σ its standard deviation. Nothing carries a gradient.
+Common rules, said once in `group_advantages`: a constant group gives exactly 0; a group of one gives 0, or with `single="raw"` the
+raw reward, as in verl; a spread of exactly 0 divides nothing. `group` is a process group whose ranks share every statistic: a
+prompt's samples may lie on several of them, and ids are global; "local" (and None, with a warning if there are other ranks) is this
+rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.advantage.groups import (
+    RankedGroups,
+    Single,
+    check_numbers,
+    check_rewards,
+    divided,
+    group_advantages,
+    of_all_ranks,
+    per_sequence,
+    whiten,
+    whitened,
+)
+from policyloss.advantage.optimal_baseline import optimal_token_baseline
+from policyloss.advantage.returns import discounted_returns, gae
+from policyloss.arguments import check_choice, check_integer, check_number, check_tensor, seen
+from policyloss.errors import InputError
+from policyloss.functional.masking import accumulator_dtype, compute_dtype
+from policyloss.functional.scan import linear_recurrence_reverse
+from policyloss.functional.segments import group_index
+
+
+def grpo(
+    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, ddof: int = 1, single: Single = "zero", group: Any = None
+) -> Tensor:
+    """GRPO: `(r − μ) / (σ + eps)`.
+
+    Source: Shao et al., arXiv 2402.03300; eps and ddof as in verl (TRL: eps 1e-4; open-instruct: eps 1e-8, ddof 0).
+    Constant group: 0. Group of one: 0, or `r / (1 + eps)` with `single="raw"` (verl).
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    return group_advantages(rewards, group_ids, eps=eps, ddof=ddof, single=single, group=group)
+
+
+def dr_grpo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+    """Dr. GRPO: `r − μ`; no division, so easy and hard prompts weigh the same.
+
+    Source: Liu et al., arXiv 2503.20783. Constant group: 0. Group of one: 0, or r with `single="raw"`.
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    return group_advantages(rewards, group_ids, scale=None, single=single, group=group)
+
+
+def rloo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+    """RLOO: `r_i − mean of the other members = (r_i − μ)·n/(n−1)`.
+
+    Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's rloo_vectorized, SkyRL), or r with
+    `single="raw"` (verl's rloo). group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    return group_advantages(rewards, group_ids, center="loo", scale=None, single=single, group=group)
+
+
+def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: Any = None) -> Tensor:
+    """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`, sample standard deviation.
+
+    Source: NeMo-RL's GRPO with its default leave-one-out baseline. Where the others are all equal (one winner among losers; a group
+    of two) their spread is exactly 0 and `r_i − mean of the others` stays undivided; computed as E[x²] − E[x]² in float32 that
+    spread is rounding residue, which multiplied such an advantage by thousands. Constant group, group of one: 0.
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
+
+
+def reinforce_pp(
+    rewards: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    *,
+    cu_seqlens: Tensor | None = None,
+    group: Any = None,
+    eps: float = 1e-8,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """REINFORCE++: discounted returns over the valid tokens, whitened over all valid tokens. Result token-shaped.
+
+    rewards: token-shaped (any KL penalty included), or `[S]`, then put on the last valid token. mask: token-shaped.
+    group: ranks with other sequences, which share the mean and variance, as in `whiten`. cp_group, positions: ranks with other
+    tokens of the same sequences, as in `gae`; they share both too. There are no groups of samples; a constant batch gives 0.
+    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
+    """
+    returns = discounted_returns(rewards, mask, gamma, cu_seqlens=cu_seqlens, cp_group=cp_group, positions=positions)
+    return whiten(returns, mask, group=group, eps=eps, cp_group=cp_group)
+
+
+def reinforce_pp_baseline(
+    rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None, eps: float = 1e-8
+) -> Tensor:
+    """REINFORCE++-baseline: `r − μ`, whitened over all valid *tokens*: a sequence counts once for each of its `lengths` tokens.
+
+    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. Constant group, group of one: `r − μ` is 0 (r with
+    `single="raw"`) before whitening. A sequence of length 0 does not count, and gets 0.
+    group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
+    """
+    check_rewards(rewards, group_ids)
+    (r, ids, counts), own = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
+    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[own].to(compute_dtype(rewards))
+
+
+def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
+    """ReMax: `r − b`, with b `[S]` the reward of the greedy answer to the same prompt. There are no groups.
+
+    Source: Li et al., arXiv 2310.10505. For rewards on every token, as in verl: `discounted_returns(rewards, mask) − b`.
+    """
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 1:
+        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}.")
+    b = per_sequence("baseline_rewards", baseline_rewards, rewards)
+    dtype = compute_dtype(rewards, b)
+    return rewards.detach().to(dtype) - b.to(dtype)
+
+
+def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+    """OPO: `r − Σ l·r / Σ l` over the group, the variance-optimal baseline if a gradient's square grows with the length l.
+
+    Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with `single="raw"` (verl).
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    check_rewards(rewards, group_ids)
+    weights = per_sequence("lengths", lengths, rewards)
+    return group_advantages(rewards, group_ids, scale=None, weights=weights, single=single, group=group)
+
+
+@torch.no_grad()
+def gpg(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    f_norm: float = 1.0,
+    valid: Literal["informative", "nonzero"] = "informative",
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
+    """GPG: `α·(r − μ) / f_norm`, with α = S / (number of valid sequences), at least one.
+
+    valid: "informative" counts the sequences of groups that are not constant (the paper: those that have a gradient), "nonzero"
+    those whose reward is not 0 (verl). group: ranks that share the means of prompts and both numbers, as in `group_advantages`.
+    Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with `single="raw"` (verl).
+    """
+    check_choice("valid", valid, ("informative", "nonzero"))
+    check_number("f_norm", f_norm, above=0)
+    check_rewards(rewards, group_ids)
+    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    centered = dr_grpo(r, ids, single=single, group="local")
+    if valid == "nonzero" or r.numel() == 0:
+        counts = r != 0
+    else:
+        g = RankedGroups.of(r, ids)
+        counts = ~g.constant | ((g.size == 1) & (single == "raw"))
+    alpha = counts.numel() / counts.sum().clamp(min=1).to(centered.dtype)
+    return (centered * (alpha / f_norm))[own].to(compute_dtype(rewards))
+
+
+@torch.no_grad()
+def gdpo(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    weights: Sequence[float] | Tensor | None = None,
+    lengths: Tensor | None = None,
+    scale: Literal["std"] | None = "std",
+    eps: float = 1e-6,
+    ddof: int = 1,
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
+    """GDPO, for K rewards: each normalised in its group (`(r_k − μ_k)/(σ_k + eps)`), then summed with weights, then whitened.
+
+    rewards: `[S, K]` → `[S]`. weights: K numbers, 1 by default. The whitening counts each sequence once, or, as verl, once for each
+    of its `lengths` tokens. group: ranks that share the statistics of prompts and the whitening, as in `group_advantages`.
+    Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group of one adds 0, or r with "raw".
+    """
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 2:
+        raise InputError(f"rewards must be [S, K], one column per reward, got {seen(rewards)}.")
+    check_rewards(rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids)
+    k, dtype = rewards.shape[1], compute_dtype(rewards)
+    weight = rewards.new_ones(k, dtype=dtype) if weights is None else _weights(weights, k, rewards.device)
+    counts = torch.ones_like(group_ids) if lengths is None else per_sequence("lengths", lengths, group_ids)
+    (counts, group_ids, *columns), own = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
+    s = counts.shape[0]
+    if s == 0:
+        return rewards.new_zeros(0, dtype=dtype)
+    # A group and a column together are one group of a longer batch.
+    order, groups = group_index(group_ids)
+    assert groups.ids is not None
+    dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
+    ids = dense + s * torch.arange(k, device=dense.device).unsqueeze(1)
+    each = torch.cat([counts[:0], *columns])
+    parts = group_advantages(each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local")
+    summed = (weight.to(parts).unsqueeze(1) * parts.view(k, s)).sum(0)
+    return _whitened_by_length(summed, counts, 1e-8)[own].to(dtype)
+
+
+def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, single: Single = "zero", group: Any = None) -> Tensor:
+    """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0: the gradient of log pass-rate rather than of pass-rate.
+
+    Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all wrong too): 0. Group of one: 0,
+    or r with `single="raw"` (SkyRL). A mean of exactly 0 divides nothing.
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)
+
+
+@torch.no_grad()
+def passk_max_gap(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: Literal["std"] | None = "std",
+    eps: float = 1e-6,
+    ddof: int = 1,
+    group: Any = None,
+) -> Tensor:
+    """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`, the others 0.
+
+    Leaving the winner out would cost the group's maximum exactly that margin; here k is the size of the group.
+    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. A tie for the best, a constant group, a group of one (an error in
+    verl): 0. group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    _check_passk(rewards, group_ids, scale, eps, ddof)
+    dtype = compute_dtype(rewards)
+    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    if r.numel() == 0:
+        return r.to(dtype)
+    g = RankedGroups.of(r, ids)
+    second = g.at((g.rank - 1).clamp(min=0))
+    gap = torch.where(g.rank == g.size - 1, g.rewards - second, 0)
+    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[own]
+
+
+@torch.no_grad()
+def passk_combinatorial(
+    rewards: Tensor, group_ids: Tensor, k: int, *, scale: Literal["std"] | None = "std", eps: float = 0.0, group: Any = None
+) -> Tensor:
+    """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member; exact, without making the subsets.
+
+    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, population standard deviation.
+    With the rewards sorted and p the number of members below: the best of a subset is member p in `C(p, k−1)` subsets, and, among
+    those that hold a lower i, in `C(p−1, k−2)`. For rewards 0/1 with m wrong: `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`,
+    `A_right = (1−R)/σ`, `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 it is GRPO with ddof 0.
+    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). Where all subsets have the same best member's reward (a constant
+    group, fewer than k wrong), or n ≤ k (a group of one): 0.
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    _check_passk(rewards, group_ids, scale, eps, 0)
+    check_integer("k", k, 1)
+    dtype = compute_dtype(rewards)
+    (rewards, group_ids), own = of_all_ranks(group, rewards, group_ids)
+    if rewards.numel() == 0:
+        return rewards.to(dtype)
+    g = RankedGroups.of(rewards, group_ids)
+    # All terms are shifted alike, so measure from the lowest; NaN is put back by group, as 0·nan would cross groups in the scan.
+    r = (g.rewards - g.lowest).nan_to_num(0, 0, 0)
+    best = _choose_ratio(g.rank, k - 1, g.size, k)
+    mean = g.total(best * r)
+    std = g.total(best * (r - mean) ** 2).sqrt()
+    above = _choose_ratio(g.rank - 1, k - 2, g.size - 1, k - 1) * r
+    inside = (g.rank < g.size - 1).to(r.dtype)
+    above_sum = inside * linear_recurrence_reverse(above, inside).roll(-1)
+    mean_with = _choose_ratio(g.rank, k - 1, g.size - 1, k - 1) * r + above_sum
+    # The k-th lowest is the worst a subset's best can be (and with n ≤ k, the highest is).
+    flat = g.at((g.size - 1).clamp(max=k - 1)) == g.highest
+    advantage = torch.where(flat, 0, mean_with - mean)
+    advantage = advantage if scale is None else divided(advantage, torch.where(flat, 0, std), eps)
+    return g.back(advantage + g.total(g.rewards * 0), dtype)[own]
+
+
+def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
+    """`C(a, b) / C(n, k)`, 0 where `C(a, b)` or `C(n, k)` is 0."""
+    exists = (a >= b) & (n >= k) & (b >= 0)
+    b, wide = max(b, 0), accumulator_dtype(a.device)
+    a, n = a.clamp(min=b).to(wide), n.clamp(min=k).to(wide)
+
+    def log_choose(top: Tensor, bottom: int) -> Tensor:
+        return torch.lgamma(top + 1) - torch.lgamma(top - bottom + 1) - torch.lgamma(torch.full_like(top, bottom + 1))
+
+    return torch.where(exists, (log_choose(a, b) - log_choose(n, k)).exp(), 0)
+
+
+def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
+    """`weights` as a tensor `[K]`, from a sequence of numbers or a tensor."""
+    if isinstance(weights, Sequence) and not isinstance(weights, str):
+        weights = torch.tensor([float(check_number("weights", w)) for w in weights], dtype=torch.float64)
+    check_tensor("weights", weights)
+    assert isinstance(weights, Tensor)
+    if tuple(weights.shape) != (k,) or weights.is_meta:
+        raise InputError(f"weights must hold one number per reward ({k},), got {seen(weights)}.")
+    moved: Tensor = weights.to(device)
+    return moved
+
+
+def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
+    return whitened(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
+
+
+def _check_passk(rewards: Tensor, group_ids: Tensor, scale: str | None, eps: float, ddof: int) -> None:
+    check_rewards(rewards, group_ids)
+    check_choice("scale", scale, ("std", None))
+    check_numbers(eps, ddof)
+
+
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "dr_grpo": dr_grpo,
+    "gae": gae,
+    "gdpo": gdpo,
+    "gpg": gpg,
+    "grpo": grpo,
+    "grpo_loo": grpo_loo,
+    "maxrl": maxrl,
+    "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "passk_combinatorial": passk_combinatorial,
+    "passk_max_gap": passk_max_gap,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "rloo": rloo,
+}

@@ -1,0 +1,370 @@
+"""`check_loss`: the library's own battery of tests, for a loss that a user wrote.
+
+def my_surrogate(t: pl.Tokens) -> torch.Tensor:
+    return -t.advantages * t.ratio.clamp(max=2.0)
+
+print(pl.check_loss(my_surrogate))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from policyloss import notebook
+from policyloss.arguments import check_integer, seen
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.functional.collectives import several_ranks
+from policyloss.loss import measure, policy_loss
+from policyloss.parts.aggregate import TokenSum
+from policyloss.presets import PresetName, as_spec
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals
+
+# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is
+# wide on that side.
+AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
+ALONG = (*AGAINST, 3.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One property: whether it holds, and what was seen if it does not."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check_loss` found. True in a boolean context if every property holds; `str()` is a table."""
+
+    results: tuple[Result, ...]
+
+    def __bool__(self) -> bool:
+        return all(r.passed for r in self.results)
+
+    def __str__(self) -> str:
+        width = max(len(r.name) for r in self.results)
+        lines = [f"{'ok  ' if r.passed else 'FAIL'}  {r.name.ljust(width)}  {r.detail}".rstrip() for r in self.results]
+        return "\n".join([*lines, self._summary])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = [("ok" if r.passed else "FAIL", r.name, r.detail) for r in self.results]
+        return notebook.table(("", "property", "seen"), rows) + notebook.paragraphs(self._summary)
+
+    @property
+    def _summary(self) -> str:
+        passed = sum(r.passed for r in self.results)
+        return f"{passed} of {len(self.results)} properties hold."
+
+
+class FrozenStopGradients(TorchFunctionMode):
+    """Hold every stop-gradient at the value it has at a base point, so that finite differences see what autograd sees.
+
+    `detach()` says "a constant here". A numerical derivative moves that constant too, and disagrees by design. Under this mode the
+    first run records the result of every `detach()`, and each later run is given those numbers in the same order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Tensor] = []
+        self.replay: Iterator[Tensor] | None = None
+        self.base: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.detach:
+            return func(*args, **(kwargs or {}))
+        if self.replay is not None:
+            return next(self.replay)
+        self.recorded.append(func(*args).clone())
+        return self.recorded[-1]
+
+    def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
+        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in `self.base`."""
+        with self:
+            self.base = f(*base)
+
+        def frozen(*inputs: Tensor) -> Tensor:
+            self.replay = iter(self.recorded)
+            with self:
+                return f(*inputs)
+
+        return frozen
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one `policy_loss` call, padded `[B, T]`; made to be cut, packed and spoiled."""
+
+    logp: Tensor
+    old_logp: Tensor
+    rollout_logp: Tensor
+    ref_logp: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+    group_ids: Tensor
+
+    @classmethod
+    def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
+        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none exactly at one."""
+        g = torch.Generator().manual_seed(seed)
+
+        def noise(scale: float) -> Tensor:
+            return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
+
+        logp = -(0.05 + 2.5 * torch.rand(rows, width, generator=g, dtype=torch.float64))
+        old = logp + noise(0.25)
+        mask = torch.rand(rows, width, generator=g) < 0.75
+        mask[0], mask[1] = True, False
+        entropy = 0.1 + torch.rand(rows, width, generator=g, dtype=torch.float64)
+        # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave them.
+        mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
+        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
+        return cls(logp, old, *rest, group_ids=torch.arange(rows) // 2)
+
+    def rows(self, index: Tensor) -> Batch:
+        """Some rows of the batch."""
+        return Batch(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with `f` applied to every token-shaped floating tensor."""
+        names = [n for n in self.__dataclass_fields__ if getattr(self, n).is_floating_point()]
+        return replace(self, **{n: f(getattr(self, n)) for n in names})
+
+    def packed(self) -> tuple[Batch, Tensor]:
+        """The same sequences without padding at their ends, one after another, and their `cu_seqlens`."""
+        width = self.mask.shape[1]
+        last = torch.where(self.mask.any(1), width - self.mask.flip(1).int().argmax(1), 0)
+        inside = torch.arange(width) < last[:, None]
+        names = [n for n in self.__dataclass_fields__ if n != "group_ids"]
+        flat = replace(self, **{n: getattr(self, n)[inside] for n in names})
+        return flat, torch.nn.functional.pad(last.cumsum(0), (1, 0))
+
+    def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely on)."""
+        logp = self.logp.detach().requires_grad_()
+        others = self.others()
+        if spec.entropy_coef:
+            others["entropy"] = self.entropy.detach().requires_grad_()
+        if "cu_seqlens" in kwargs:
+            others["advantages"] = self.advantages.unsqueeze(0)  # one per token, also where there are as many sequences
+        out = policy_loss(spec, logp, **others, **kwargs)
+        (gradient,) = torch.autograd.grad(out.loss, logp)
+        return out.loss.detach(), gradient
+
+    def others(self) -> dict[str, Any]:
+        """Every argument but logp."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "logp"}
+
+
+def check_loss(
+    loss: Callable[[Tokens], Any] | LossSpec | PresetName | str, *, base: LossSpec | str | None = None, seed: int = 0
+) -> CheckReport:
+    """Test a loss of your own for what the library promises of every loss.
+
+    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
+    callables in any slot, or a preset's name. Checked, in float64 on small ragged batches: it runs and gives one finite number per
+    token; autograd agrees with finite differences (stop-gradients held constant); at ratio 1 the
+    surrogate alone makes good tokens more likely and bad ones less; it has no limit that binds only
+    where a token moved against its advantage; garbage at masked positions, row order, packing, any
+    split into micro-batches and an empty batch change nothing; half precision is upcast first; the
+    same inputs give the same bits. Returns a report: print it, or assert it. It runs in one
+    process.
+    """
+    if several_ranks():
+        raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
+    if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
+        raise InputError(f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}.")
+    check_integer("seed", seed, 0)
+    if isinstance(loss, (str, LossSpec)):
+        spec = as_spec(loss)
+    else:
+        spec = (LossSpec() if base is None else as_spec(base, "base")).replace(trust=loss)
+    batch = Batch.random(seed=seed)
+    spec = spec.with_horizon(batch.mask.shape[-1])  # a common factor, which no check depends on
+    results = [_run("runs", _runs, spec, batch)]
+    if results[0].passed:
+        checks = {
+            "gradient": _gradient,
+            "direction": _direction,
+            "pessimism": _pessimism,
+            "mask": _mask,
+            "row order": _row_order,
+            "packing": _packing,
+            "partition": _partition,
+            "dtype": _dtype,
+            "empty batch": _empty,
+            "rerun": _rerun,
+        }
+        results += [_run(name, check, spec, batch) for name, check in checks.items()]
+    return CheckReport(tuple(results))
+
+
+def _run(name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, batch: Batch) -> Result:
+    try:
+        problem = check(spec, batch)
+    except PolicyLossError as error:
+        problem = str(error)
+    except Exception as error:  # a user's function may raise anything; the report says what
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Result(name, not problem, problem)
+
+
+def _compare(what: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> str:
+    for part, x, y in zip(("loss", "gradient"), a, b, strict=True):
+        gap = ((x - y).abs() / y.abs().clamp(min=1)).max() if x.numel() else torch.zeros(())
+        if not gap <= tolerance:
+            return f"{what} changes the {part} by {gap:.2e}"
+    return ""
+
+
+def _runs(spec: LossSpec, batch: Batch) -> str:
+    shapes: list[str] = []
+
+    def watched(t: Tokens) -> Any:
+        out = spec.trust(t)
+        x = out[0] if isinstance(out, tuple) else out
+        if not isinstance(x, Tensor) or x.shape != t.mask.shape:
+            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            shapes.append(f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}")
+        return out
+
+    value, gradient = batch.loss(spec.replace(trust=watched) if not spec.needs_statistics else spec)
+    if shapes:
+        return shapes[0]
+    if not value.isfinite():
+        return f"the loss of an ordinary batch is {value.item()}"
+    if not gradient.isfinite().all():
+        return "the gradient of an ordinary batch is not finite"
+    return "" if gradient.any() else "no token gets a gradient: is the result detached from logp and ratio?"
+
+
+def _gradient(spec: LossSpec, batch: Batch) -> str:
+    _, analytic = batch.loss(spec)
+    value = FrozenStopGradients().function(lambda logp: policy_loss(spec, logp, **batch.others()).loss, batch.logp)
+    step = 1e-6
+    for i, j in batch.mask.nonzero().tolist():
+        ends = []
+        for sign in (1, -1):
+            moved = batch.logp.clone()
+            moved[i, j] += sign * step
+            ends.append(value(moved))
+        numeric = (ends[0] - ends[1]) / (2 * step)
+        if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
+            return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+    return ""
+
+
+def _pulls(spec: LossSpec, shift: float) -> Tensor:
+    """How hard the surrogate alone pulls each token: `−A·∂loss/∂logp`, positive towards its
+    advantage. `[2, n]`, row 0 with A > 0.
+
+    Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the
+    direction of its advantage.
+    """
+    surrogate = spec.replace(correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum())
+    advantages = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5], dtype=torch.float64)
+    advantages = advantages.repeat_interleave(3).unsqueeze(1)
+    anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
+    ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
+    apart = Batch(anchor + shift * advantages.sign(), anchor, anchor, anchor, ones, advantages, ones.bool(), group_ids=rows // 2)
+    _, gradient = apart.loss(surrogate)
+    return (-advantages * gradient).view(2, -1)
+
+
+def _direction(spec: LossSpec, batch: Batch) -> str:
+    """At ratio 1, before any limit binds, a good token must become more likely and a bad one less."""
+    for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
+        if (pulls < 0).any():
+            more = "less" if sign == "positive" else "more"
+            return f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a sign wrong, or |advantages| used?"
+    return ""
+
+
+def _pessimism(spec: LossSpec, batch: Batch) -> str:
+    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
+    it back.
+    """
+    against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
+    along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
+    if (against == 0).any(0).all() and (along != 0).all():
+        return (
+            "tokens that moved against their advantage get no gradient, and those that moved "
+            "along it always do: a clip must take the worse of the two losses (torch.maximum), "
+            "not the better"
+        )
+    return ""
+
+
+def _mask(spec: LossSpec, batch: Batch) -> str:
+    expected = batch.loss(spec)
+    for garbage in (float("nan"), float("inf"), -1e30):
+        spoiled = batch.map(lambda x, g=garbage: torch.where(batch.mask, x, g))  # type: ignore[misc]
+        problem = _compare(f"{garbage} at masked positions", spoiled.loss(spec), expected)
+        if problem:
+            return problem
+    return ""
+
+
+def _row_order(spec: LossSpec, batch: Batch) -> str:
+    value, gradient = batch.loss(spec)
+    order = torch.arange(batch.mask.shape[0]).flip(0)
+    return _compare("another order of rows", batch.rows(order).loss(spec), (value, gradient[order]))
+
+
+def _packing(spec: LossSpec, batch: Batch) -> str:
+    value, gradient = batch.loss(spec)
+    flat, cu_seqlens = batch.packed()
+    there = flat.loss(spec, cu_seqlens=cu_seqlens)
+    return _compare("packing", (there[0], there[1][flat.mask]), (value, gradient[batch.mask]))
+
+
+def _partition(spec: LossSpec, batch: Batch) -> str:
+    expected = batch.loss(spec)
+    if spec.needs_statistics:
+        totals = measure(spec, batch.logp, **batch.others())
+    else:
+        totals = Totals.count(batch.mask, group_ids=batch.group_ids)
+    for size in (1, 4):
+        rows = torch.arange(batch.mask.shape[0])
+        parts = [batch.rows(rows[i : i + size]).loss(spec, totals=totals) for i in range(0, len(rows), size)]
+        joined = torch.stack([v for v, _ in parts]).sum(), torch.cat([g for _, g in parts])
+        problem = _compare(f"a split into micro-batches of {size}", joined, expected)
+        if problem:
+            return problem
+    return ""
+
+
+def _dtype(spec: LossSpec, batch: Batch) -> str:
+    half = batch.map(lambda x: x.to(torch.bfloat16))
+    value, gradient = half.loss(spec)
+    wide_value, wide_gradient = half.map(lambda x: x.to(torch.float32)).loss(spec)
+    if value.dtype != torch.float32:
+        return f"bfloat16 inputs give a {value.dtype} loss; compute in float32"
+    rounded = wide_gradient.to(torch.bfloat16).float()
+    problem = _compare("computing in bfloat16", (value, gradient.float()), (wide_value, rounded), 1e-6)
+    single = batch.map(lambda x: x.to(torch.float32)).loss(spec)
+    return problem or _compare("float32 instead of float64", (single[0].double(), single[1].double()), batch.loss(spec), 1e-5)
+
+
+def _empty(spec: LossSpec, batch: Batch) -> str:
+    value, gradient = replace(batch, mask=torch.zeros_like(batch.mask)).loss(spec)
+    if value != 0:
+        return f"a batch with no valid token gives {value.item()}, not 0"
+    return "a batch with no valid token gets a gradient" if gradient.any() else ""
+
+
+def _rerun(spec: LossSpec, batch: Batch) -> str:
+    first, second = batch.loss(spec), batch.loss(spec)
+    same = torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    return "" if same else "the same inputs give other bits the second time"

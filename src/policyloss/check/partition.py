@@ -1,0 +1,263 @@
+"""`partition_check`: does the gradient of your own training step depend on how the batch was cut?
+
+def step(micro_batches):            # one optimizer step of your trainer, without the optimizer
+    model.zero_grad()
+    for micro in micro_batches:
+        my_loss(model, micro).backward()
+    return model
+
+print(pl.partition_check(step, batch))
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss import notebook
+from policyloss.check import wording
+from policyloss.check.cutting import Cut, CuttableBatch
+from policyloss.check.diagnosis import Counts, Experiment, find_weighing, fitted_weights, fitting_power, is_a_weighted_sum
+from policyloss.check.running import Ranks, StepFunction, Steps, flat_gradient
+from policyloss.check.wording import LOOP, RANKS, Place
+from policyloss.errors import InputError
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """One cut: how far its gradient is from the whole batch's, `‖g_cut − g‖ / ‖g‖`, and the f with `g_cut ≈ f · g`."""
+
+    name: str
+    micro_batches: int
+    relative_difference: float
+    factor: float
+    moved: bool
+    explanation: str | None = None
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """What `partition_check` found; `str()` is a table and a diagnosis.
+
+    moved: the gradient depends on what it must not: the cut, the ranks, or tokens outside the mask.
+    diagnosis: what explains it, one paragraph each. notes: what this batch could not show.
+    gradient: of the whole batch, `[P]` float64; give it as `reference=` to a run on several ranks.
+    """
+
+    cuts: list[CutResult]
+    diagnosis: list[str]
+    notes: list[str]
+    tolerance: float
+    sequences: int
+    tokens: int
+    gradient: Tensor
+
+    @property
+    def moved(self) -> bool:
+        """Whether the gradient depends on what it must not."""
+        return bool(self.diagnosis)
+
+    def raise_if_moved(self) -> None:
+        """Raise an AssertionError with the whole report, for a test of your trainer."""
+        if self.moved:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        width = max(len(cut.name) for cut in self.cuts)
+        table = [f"  {'cut'.ljust(width)}  pieces  difference  factor"]
+        for name, pieces, seen, factor in self._rows():
+            table.append(f"  {name.ljust(width)}  {pieces:>6}  {seen:>10}  {factor:>6}")
+        headline, *paragraphs = (
+            textwrap.fill(text, 110, break_on_hyphens=False) for text in [self._headline(), *self._paragraphs()]
+        )
+        return "\n\n".join([headline, "\n".join(table), *paragraphs])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
+        return notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
+
+    def _rows(self) -> list[tuple[str, int, str, str]]:
+        """Of each cut: its name, its pieces, how far the gradient moved, and by which factor."""
+        return [
+            (
+                cut.name,
+                cut.micro_batches,
+                f"{cut.relative_difference:.1%}" if cut.moved else "none",
+                f"{cut.factor:.3f}" if cut.moved else "1",
+            )
+            for cut in self.cuts
+        ]
+
+    def _paragraphs(self) -> list[str]:
+        return [*self.diagnosis, *(f"Note: {note}" for note in self.notes)]
+
+    def _headline(self) -> str:
+        moved = sum(cut.moved for cut in self.cuts)
+        of = f"{self.sequences} sequences, {self.tokens} valid tokens, tolerance {self.tolerance:.0e}"
+        if moved:
+            return f"The gradient moved in {moved} of {len(self.cuts)} cuts ({of})."
+        but = ", but it depends on tokens outside the mask" if self.diagnosis else ""
+        return f"The gradient did not move in any of {len(self.cuts)} cuts ({of}){but}."
+
+
+def partition_check(
+    step_fn: StepFunction,
+    batch: Mapping[str, Any],
+    *,
+    cuts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    tolerance: float | None = None,
+    group: Any = None,
+    reference: Any = None,
+) -> PartitionReport:
+    """Cut `batch` in several ways, run your own training step on each, and say whether the gradient moved, how far, and why.
+
+    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for ONE optimizer step: zero the
+      gradients, forward and backward of each. No optimizer step, no gradient clipping. It returns the model, its parameters, or the
+      gradients (a mapping or an iterable of tensors; a few layers are enough).
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows, tokens or sequences are cut with
+      it, everything else is passed through.
+    cuts: name → micro-batches, each a list of sequences. By default halves, one sequence each, one and the rest, short and long.
+    tolerance: of `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients' machine epsilon (3e-4 in float32). Under
+      autocast give that of the half precision, 1e-1 for bfloat16, or check in float32.
+    group: the data-parallel ranks; None is the default group if there is one. Every rank makes this call with the same batch; the
+      batch is then shared among the ranks too.
+    reference: a gradient computed elsewhere, in any form `step_fn` may return: `report.gradient` of a run in one process. Only this
+      shows a factor that every run on these ranks has.
+    """
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
+    ranks, data = Ranks(group), CuttableBatch(batch)
+    ranks.check_same(data.lengths.tolist(), 0.0, "the ranks were given different batches: give partition_check the same on each.")
+    if int((data.lengths > 0).sum()) < 2:
+        raise InputError(f"batch needs 2 sequences with valid tokens to be cut, it has {int((data.lengths > 0).sum())}.")
+    named = data.default_cuts() if cuts is None else data.checked(cuts)
+    return _Check(Steps(step_fn, data, ranks, tolerance)).report(named, reference)
+
+
+class _Check:
+    """One check: what was run, what moved, and what explains it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.data, self.ranks = steps, steps.batch, steps.ranks
+        self.tolerance = steps.tolerance
+        self.diagnosis: list[str] = []
+        self.notes: list[str] = []
+
+    def report(self, named: dict[str, Cut], reference: Any) -> PartitionReport:
+        self._check_mask()
+        gradients = {name: self.steps.run(cut) for name, cut in named.items()}
+        results = self._judge(named, gradients, LOOP)
+        if self.ranks.size > 1:
+            results += self._over_ranks()
+        if reference is not None:
+            results.append(self._against(reference))
+        elif self.ranks.size > 1:
+            self.notes.append(wording.NO_REFERENCE.format(ranks=self.ranks.size))
+        lengths = self.data.lengths[self.data.lengths > 0]
+        if lengths.min() == lengths.max():
+            self.notes.append(wording.EQUAL_LENGTHS.format(n=int(lengths[0])))
+        tokens = int(lengths.sum())
+        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, self.steps.whole)
+
+    def _check_mask(self) -> None:
+        """Mask half of the longest sequence. If only the denominator notices, the gradient is the same times n / (n // 2)."""
+        longest = int(self.data.lengths.argmax())
+        n = int(self.data.lengths[longest])
+        full, whole = self.steps.alone([longest]), self.steps.whole
+        if n < 2 or not full.any():
+            return
+        half = self.steps.run_on([self.data.half_masked(longest)])
+        if all(abs(float(x.norm() / whole.norm()) - 1) <= 1e-4 for x in (full, half)):
+            raise InputError(
+                f"step_fn gives every gradient the same norm, {float(whole.norm()):.4g}, which hides any factor: leave "
+                "clip_grad_norm_ out of it."
+            )
+        if torch.equal(half, full):
+            self.notes.append(wording.MASK_UNREAD)
+        elif self.steps.distance(half, full * n / (n // 2)) <= self.tolerance:
+            self.diagnosis.append(wording.MASK)
+
+    def _over_ranks(self) -> list[CutResult]:
+        """Every rank the whole batch, against rank r the r-th share W times: the same sequences in the step, and as often."""
+        shares = self.data.over_ranks(self.ranks.size)
+        name = f"over {self.ranks.size} ranks"
+        return self._judge({name: shares}, {name: self._shared(shares, self.ranks.size)}, RANKS)
+
+    def _shared(self, shares: Cut, copies: int) -> Tensor:
+        gradient = self.steps.run([shares[self.ranks.rank] * copies])
+        wave = torch.arange(gradient.numel(), dtype=torch.float64).cos()
+        self.ranks.check_same(
+            [float(gradient.norm()), float(gradient @ wave)],  # enough to tell two gradients apart
+            self.tolerance,
+            "step_fn gave other gradients on other ranks: return them averaged or summed over the ranks, and whole, not a shard.",
+        )
+        return gradient
+
+    def _against(self, reference: Any) -> CutResult:
+        """The batch once over all ranks (or in one micro-batch) against a gradient from elsewhere."""
+        expected, _ = flat_gradient(reference, "reference")
+        if expected.shape != self.steps.whole.shape:
+            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.whole.numel()}.")
+        if not expected.any() or not expected.isfinite().all():
+            raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
+        ranks = self.ranks.size
+        gradient = self.steps.whole if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
+        result = self._result("against the reference", ranks, gradient, expected)
+        if result.moved:
+            straight = self.steps.distance(gradient, result.factor * expected) <= self.tolerance
+            self.diagnosis.append(wording.reference_words(result.factor if straight else None, ranks, self.tolerance))
+        return result
+
+    def _judge(self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place) -> list[CutResult]:
+        whole = self.steps.whole
+        results = [self._result(name, len(cut), gradients[name], whole) for name, cut in named.items()]
+        if any(r.moved for r in results):
+            why = self._explain(named, gradients, results, place)
+            self.diagnosis.append(why)
+            results = [CutResult(**{**vars(r), "explanation": why if r.moved else None}) for r in results]
+        return results
+
+    def _result(self, name: str, pieces: int, gradient: Tensor, expected: Tensor) -> CutResult:
+        difference = self.steps.distance(gradient, expected)
+        factor = self.ranks.agreed(float(gradient @ expected / (expected @ expected)))
+        return CutResult(name, pieces, difference, factor, moved=difference > self.tolerance)
+
+    def _explain(self, named: dict[str, Cut], gradients: dict[str, Tensor], results: list[CutResult], place: Place) -> str:
+        infinite = [r.name for r in results if math.isinf(r.relative_difference)]
+        if infinite:
+            return f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count that is 0 there."
+        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.whole) <= self.tolerance for r in results]
+        if all(straight):
+            factors = [(r.micro_batches, r.factor) for r in results]
+            power = fitting_power(factors, self.tolerance)
+            if power is not None:
+                return wording.factor_words(power, place)
+        experiments = [self._experiment(name, cut, gradients[name]) for name, cut in named.items()]
+        if any(not e.alone.isfinite().all() for e in experiments):
+            return f"No cause can be named: the gradient of a {place.one} alone is not finite."
+        found = find_weighing(experiments, self.tolerance)
+        if found is not None:
+            return wording.weighing_words(found, place, self.data.packed)
+        if all(straight):
+            return wording.unequal_factors_words(factors, place)
+        return self._unexplained(experiments, results, place)
+
+    def _unexplained(self, experiments: list[Experiment], results: list[CutResult], place: Place) -> str:
+        if any(not is_a_weighted_sum(e.whole, e.alone, self.tolerance) for e in experiments):
+            return wording.COMPANIONS.format(one=place.one, many=place.many)
+        worst = max(zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference)[0]
+        whole, cut = (fitted_weights(gradient, worst.alone, self.tolerance) for gradient in (worst.whole, worst.cut))
+        return wording.unknown_words(worst, whole, cut, place)
+
+    def _experiment(self, name: str, cut: Cut, gradient: Tensor) -> Experiment:
+        data, present = self.data, (self.data.lengths > 0).to(torch.float64)
+        per_sequence = (data.lengths, present, torch.ones_like(present), data.positions)
+        counts = Counts(*(torch.stack([x[part].sum() for part in cut]) for x in per_sequence))
+        return Experiment(name, self.steps.whole, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)

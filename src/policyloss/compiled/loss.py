@@ -1,0 +1,363 @@
+"""`compiled_loss`: a loss, all its metrics and its gradient as one fused function, compiled from the eager `policy_loss`.
+
+The eager pipeline and its autograd are traced once into one graph of tensor operations, which Inductor turns into a few kernels:
+there is no second copy of any formula. A call looks up its graph by the shapes and dtypes of its arguments, runs it, and hangs the
+known gradient on the loss, so that the backward is one product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.compiled.cuda_graph import Graphed, can_be_graphed
+from policyloss.compiled.trace import fused
+from policyloss.compiled.two_stage_sums import in_two_stages
+from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
+from policyloss.functional.segments import Sequences, check_cu_seqlens
+from policyloss.loss import LossOutput, check_gradients, pipeline, policy_loss, ready_spec
+from policyloss.metrics import Invalid, Layout, Metrics
+from policyloss.presets import PresetName
+from policyloss.spec import LossSpec
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
+from policyloss.totals import GroupTokens, Totals, resolve
+
+# Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
+MOST_SHAPES = 4096
+MOST_RECORDED = 64  # where each holds GPU memory
+# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
+# loss it compiles.
+_ONE_AT_A_TIME = threading.Lock()
+# The tensors of a call, in the order in which they are taken.
+_NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
+
+
+def compiled_loss(
+    spec: LossSpec | PresetName | str,
+    *,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    two_stages: bool | None = None,
+    cuda_graph: bool = False,
+) -> CompiledLoss:
+    """A fused `policy_loss` for one spec: make it once, then call it with the arguments of `policy_loss` that follow the spec.
+
+    Loss, metrics and gradients are those of the eager `policy_loss`, from its own source, in a few kernels; the metrics stay in one
+    tensor until they are looked at. The first call compiles (seconds; it needs a C++ compiler, or Triton on a GPU).
+    dynamic: as in `torch.compile` — None compiles the first shape as it is and, when another comes, once more for every shape; True
+    is for every shape from the start; False compiles each shape. options: Inductor's (see `torch._inductor.config`).
+    two_stages: write the sums over tokens so that all of them take two kernels; None does so on a GPU, where the time of a call is
+    that of launching kernels (see `policyloss.compiled.two_stage_sums`).
+    cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per call, for shapes that come again
+    (another shape is recorded anew). Each keeps a copy of its arguments in GPU memory.
+
+    Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a callable in a slot (it may do
+    anything), `cp_group` (collectives), tensor subclasses, a batch without tokens, and inside someone else's `torch.compile`.
+    """
+    return CompiledLoss(spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph)
+
+
+class Gradients(NamedTuple):
+    """`d loss / d logp` and `d loss / d entropy`, each like its tensor; entropy's is None where none was given."""
+
+    logp: Tensor
+    entropy: Tensor | None
+
+
+class CompiledLoss:
+    """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
+
+    def __init__(
+        self,
+        spec: LossSpec | PresetName | str,
+        *,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+        two_stages: bool | None = None,
+        cuda_graph: bool = False,
+    ) -> None:
+        spec = ready_spec(spec)
+        self.spec = spec
+        self.dynamic = dynamic
+        self.options = options
+        self.two_stages = two_stages
+        self.cuda_graph = cuda_graph
+        self._is_data = spec.is_data
+        self._by_key: dict[tuple[Any, ...], _Graph] = {}
+        self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs have been compiled so far."""
+        return sum(map(len, self._by_kind.values()))
+
+    def __call__(
+        self,
+        logp: Tensor,
+        old_logp: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        rollout_logp: Tensor | None = None,
+        ref_logp: Tensor | None = None,
+        entropy: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        group_ids: Tensor | None = None,
+        totals: Totals | Literal["local"] | None = None,
+        cp_group: Any = None,
+        positions: Tensor | None = None,
+    ) -> LossOutput:
+        """`policy_loss(spec, …)`: the same arguments, loss, gradients and metrics."""
+        tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
+        check_gradients(self.spec, logp, entropy)
+        if cp_group is not None or not self._traceable(tensors):
+            spread = {"cp_group": cp_group, "positions": positions}
+            return policy_loss(self.spec, **_all_of(tensors), totals=totals, **spread)  # type: ignore[arg-type]
+        leaves = _requiring_grad(logp, entropy)
+        graph, (loss, packed, *known) = self._run(tensors, totals, leaves)
+        if leaves:
+            loss = _Known.apply(loss, known, *(tensors[name] for name in leaves))  # type: ignore[no-untyped-call]
+        return LossOutput(loss, Metrics.packed(graph.layout, packed))
+
+    def value_and_gradient(
+        self,
+        logp: Tensor,
+        old_logp: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        rollout_logp: Tensor | None = None,
+        ref_logp: Tensor | None = None,
+        entropy: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        group_ids: Tensor | None = None,
+        totals: Totals | Literal["local"] | None = None,
+    ) -> tuple[LossOutput, Gradients]:
+        """Loss, metrics and gradients at once, without autograd: for code that feeds the gradient on by itself.
+
+        The arguments are those of a call. `logp.backward(gradients.logp)` afterwards is what `loss.backward()` would have done, at
+        less cost per step. The loss that is returned has no graph behind it.
+        """
+        tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
+        leaves = ("logp",) if entropy is None else ("logp", "entropy")
+        if not self._traceable(tensors):
+            return _eager_value_and_gradient(self.spec, tensors, leaves, totals)
+        graph, (loss, packed, *known) = self._run(tensors, totals, leaves)
+        gradients = _scaled(known, len(leaves), None)
+        like = (x.to(tensors[name].dtype) for name, x in zip(leaves, gradients, strict=True))
+        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(next(like), next(like, None))
+
+    @staticmethod
+    def _given(*arguments: Tensor | None) -> dict[str, Tensor]:
+        """The arguments by name, without those that are None."""
+        return {name: x for name, x in zip(_NAMES, arguments, strict=True) if x is not None}
+
+    def _run(
+        self, tensors: dict[str, Tensor], totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
+    ) -> tuple[_Graph, list[Tensor]]:
+        """The graph of this call, and what it gives: loss, packed metrics, what `_scaled` takes."""
+        logp, mask, cu_seqlens = tensors["logp"], tensors["mask"], tensors.get("cu_seqlens")
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, logp, "logp")
+            tensors["cu_seqlens"] = cu_seqlens.to(logp.device)
+            # A graph serves every pack of its shape, so that a shape must mean the same in all of
+            # them.
+            sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
+            tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
+        given = resolve(totals)
+        if given is not None:
+            tensors |= _numbers(given, logp.device)
+        call = _Call(tensors, None if given is None else given.dp_size, leaves)
+        key = call.key
+        graph = self._by_key.get(key) or self._graph(call, key)
+        found = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
+        if mask.dtype != torch.bool and can_be_read(mask) and found[1][-1] != 0:
+            as_mask(mask, logp)  # complains, as the eager loss does
+        return graph, found
+
+    def _traceable(self, tensors: dict[str, Tensor]) -> bool:
+        for x in tensors.values():
+            if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+                return False
+        there = "logp" in tensors and "advantages" in tensors and "mask" in tensors and tensors["logp"].numel() > 0
+        return there and self._is_data and not torch.compiler.is_compiling()
+
+    def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
+        """A graph that fits this call: one that was compiled for any shape, or a new one."""
+        tensors = list(call.tensors.values())
+        with _ONE_AT_A_TIME:
+            if key in self._by_key:  # another thread compiled it in the meantime
+                return self._by_key[key]
+            known = self._by_kind.setdefault(call.kind, [])
+            graph = next((g for g in known if g.fits(tensors)), None)
+            if graph is None:
+                _rebuilt(call)  # complains about wrong shapes in this call's own numbers
+                dynamic = bool(known) if self.dynamic is None else self.dynamic
+                graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
+                known.append(graph)
+            if self.cuda_graph and can_be_graphed(tensors):
+                with torch.no_grad():
+                    graph = graph._replace(run=Graphed(graph.run, tensors))
+            if len(self._by_key) >= (MOST_RECORDED if self.cuda_graph else MOST_SHAPES):
+                self._by_key.clear()
+            self._by_key[key] = graph
+            return graph
+
+
+class _Graph(NamedTuple):
+    """A compiled graph: `run(*tensors)` → [loss, packed metrics, gradient …, their scale if they are not scaled yet].
+
+    `fits`: whether it may run on other shapes.
+    """
+
+    run: Callable[..., list[Tensor]]
+    fits: Callable[[Sequence[Tensor]], bool]
+    layout: Layout
+
+
+class _Call(NamedTuple):
+    """One call: its tensors by name, and what is a constant of its graph. `leaves`: the tensors that carry a gradient."""
+
+    tensors: dict[str, Tensor]
+    dp_size: int | None
+    leaves: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one graph of fixed shapes can serve."""
+        exact = tuple([(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()])
+        return exact, self.dp_size, self.leaves
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that one graph of any shape may serve."""
+        kinds = tuple([(name, x.dtype, x.device, x.dim()) for name, x in self.tensors.items()])
+        return kinds, self.dp_size, self.leaves
+
+
+class _Known(torch.autograd.Function):
+    """`value`, which depends on each of `leaves` with the gradient of the same place in `known` (see `_scaled`)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*known)
+        ctx.count = len(leaves)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _refuse_a_second_derivative(ctx, *grads)
+        return None, None, *_scaled(ctx.saved_tensors, ctx.count, grads[0])
+
+
+@torch.autograd.function.once_differentiable
+def _refuse_a_second_derivative(ctx: Any, grad: Tensor) -> Any:
+    """The gradients are constants here: a derivative of them would be wrong. (The check takes time, so it has its own way.)"""
+    return None, None, *_scaled(ctx.saved_tensors, ctx.count, grad)
+
+
+def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
+    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one product over the tokens each."""
+    factors = [x for x in (grad, *known[count:]) if x is not None]
+    if not factors:
+        return list(known[:count])
+    factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
+    return [gradient * factor for gradient in known[:count]]
+
+
+def _requiring_grad(logp: Tensor, entropy: Tensor | None) -> tuple[str, ...]:
+    """Which of the two carry a gradient in this call."""
+    if not torch.is_grad_enabled():
+        return ()
+    through_entropy = ("entropy",) if entropy is not None and entropy.requires_grad else ()
+    return ("logp", *through_entropy) if logp.requires_grad else through_entropy
+
+
+def _all_of(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Every argument of the eager loss that is a tensor, None where it was not given."""
+    return {name: tensors.get(name) for name in _NAMES}
+
+
+def _eager_value_and_gradient(
+    spec: LossSpec, tensors: dict[str, Tensor], names: tuple[str, ...], totals: Totals | Literal["local"] | None
+) -> tuple[LossOutput, Gradients]:
+    """Where there is no graph."""
+    with torch.enable_grad():
+        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+        out = policy_loss(spec, **_all_of({**tensors, **leaves}), totals=totals)  # type: ignore[arg-type]
+        found = iter(torch.autograd.grad(out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True))
+    return LossOutput(out.loss.detach(), out.metrics), Gradients(next(found), next(found, None))
+
+
+def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
+    """The totals as tensors, so that their values are data of the graph: they change from step to step."""
+    found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
+    if isinstance(totals.groups, GroupTokens):
+        found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+    elif totals.groups is not None:
+        found["totals.groups"] = totals.groups
+    found |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+    wide = accumulator_dtype(device)
+    return {
+        name: x.to(device) if isinstance(x, Tensor) else torch.full((), float(x), device=device, dtype=wide)
+        for name, x in found.items()
+    }
+
+
+def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
+    """The arguments as the pipeline takes them."""
+    x = call.tensors
+    others = {name: x.get(name) for name in (*LOGP_ARGUMENTS.values(), "entropy")}
+    tokens = Tokens.of(
+        x["logp"], x["advantages"], x["mask"], others=others, cu_seqlens=x.get("cu_seqlens"), group_ids=x.get("group_ids")
+    )
+    if call.dp_size is None:
+        return tokens, None
+    groups = GroupTokens(x["groups.ids"], x["groups.tokens"]) if "groups.ids" in x else x.get("totals.groups")
+    statistics = {name.removeprefix("statistics."): value for name, value in x.items() if name.startswith("statistics.")}
+    return tokens, Totals(x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None)
+
+
+def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any] | None, two_stages: bool | None) -> _Graph:
+    """The eager pipeline, its metrics and its gradients as one graph."""
+    layouts: list[Layout] = []
+
+    def whole(*tensors: Tensor) -> list[Tensor]:
+        x = dict(zip(call.tensors, tensors, strict=True))
+        # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
+        wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
+        leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
+        with torch.enable_grad():
+            tokens, totals = _rebuilt(call._replace(tensors={**x, **leaves}))
+            parts = pipeline(spec, tokens, totals)
+            gradients = _gradients(parts.total, list(leaves.values()))
+        metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
+        if x["mask"].device.type == "cpu":  # where a call looks at once, and need not report what it did not find
+            invalid = tokens.invalid.get("invalid_mask_values", invalid)
+            metrics = Metrics({name: record for name, record in metrics.items() if not isinstance(record, Invalid)})
+        layouts.append(Layout(metrics))
+        loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
+        packed = Layout.pack(metrics, invalid)
+        if totals is not None:
+            # The scale is known before the first token is read: the gradient is written once, as it is.
+            return [loss, packed, *(gradient * scale for gradient in gradients)]
+        # The scale divides by a count of this very batch, for which the loop over the tokens need not wait.
+        return [loss, packed, *gradients, scale]
+
+    logp = call.tensors["logp"]
+    split = logp.is_cuda if two_stages is None else two_stages
+    rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
+    run, fits = fused(whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite)
+    return _Graph(run, fits, layouts[0])
+
+
+def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
+    """Of a total that some of the leaves, or all, may not enter."""
+    if not leaves or not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    return torch.autograd.grad(total, leaves, materialize_grads=True)

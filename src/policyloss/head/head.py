@@ -1,0 +1,124 @@
+"""The head: logits of any rows of hidden states, their statistics, and the windows they are cut into.
+
+Legend: N tokens (rows of hidden), D hidden size, V vocabulary entries of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.matmul import Room, mixed, product
+from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.vocab_parallel import Vocabulary
+
+Index = Tensor | slice
+
+
+class LogProbs(NamedTuple):
+    """What the head knows of each token: `logp` of its id and the `entropy` of the distribution it was drawn from."""
+
+    logp: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
+
+    hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a number or `[N]`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    bias: Tensor | None
+    inverse_temperature: float | Tensor
+    softcap: float | None
+    vocabulary: Vocabulary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and statistics: float32, or float64 if the hidden states are."""
+        return compute_dtype(self.hidden)
+
+    def scaling(self, index: Index) -> Scaling:
+        """What is done to the logits of these rows."""
+        t = self.inverse_temperature
+        return Scaling(t[index] if isinstance(t, Tensor) else t, self.softcap, self.bias)
+
+    def room(self, rows: int, columns: int | None = None) -> Room:
+        """Memory for the logits of so many rows."""
+        return Room(rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype)
+
+    def rows(self, index: Index) -> Rows:
+        """These rows, gathered."""
+        first = self.vocabulary.first
+        ids = self.ids[index]
+        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index))
+
+    def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
+        """The logits of `rows`, in `room`, and their statistics."""
+        z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
+        product(rows.hidden, self.weight.t(), z)
+        here = (rows.ids >= 0) & (rows.ids < z.shape[1]) if self.vocabulary.group is not None else rows.ids
+        return z, finished(self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+
+
+class Rows(NamedTuple):
+    """Some rows of a head: hidden `[R, D]`, ids `[R]` counted from this rank's first entry, and what is done to their logits."""
+
+    hidden: Tensor
+    ids: Tensor
+    scaling: Scaling
+
+    def dlogits(self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+        """The gradient of the logits z, in the type of hidden, written where z was."""
+        out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
+        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
+        return out
+
+
+def windows(n: int, rows: int) -> list[slice]:
+    """n rows in as few windows of at most `rows` as there must be, all of about one size."""
+    count = -(-n // rows)
+    step = -(-n // count) if count else 1
+    step = min(rows, -(-step // 128) * 128) if step > 128 else step
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+
+def operand_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The type autocast would multiply in, or None outside of autocast."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is multiplied, without gradient: hidden as `[N, D]`, both in autocast's type, and in float32 where a device cannot
+    multiply half precision into float32 by itself (a CPU).
+    """
+    x, w, b = hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), None if bias is None else bias.detach()
+    cast = operand_dtype(hidden)
+    if cast is not None:
+        x, w = x.to(cast), w.to(cast)
+    if not mixed(x):
+        x, w = x.to(compute_dtype(x)), w.to(compute_dtype(w))
+    return x, w, b
+
+
+def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
+    """A power of two that brings derivatives near 1, for float16: 1/N of a mean would vanish below its smallest number.
+
+    1 for other types. Reads a number back to the host.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    top = max((float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0)
+    return 2.0 ** -math.frexp(top)[1] if 0 < top < math.inf else 1.0

@@ -1,0 +1,151 @@
+"""The arguments of the head, checked before anything is computed from them; values of ids once the device has work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_tensor, fits_kind, is_number, seen
+from policyloss.errors import InputError
+from policyloss.head.head import Head, operand_dtype
+from policyloss.metrics import refuse_invalid
+from policyloss.tokens import checked_mask
+
+
+def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
+    """Raise unless `ids` are integers, one per token of `of`, where it lies."""
+    if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
+        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+    check_tensor("ids", ids)
+    if tuple(ids.shape) != tokens:
+        raise InputError(f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token.")
+    if ids.device != device:
+        raise InputError(f"ids is on {ids.device} and {of} on {device}; they must be on one device.")
+
+
+def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
+    unusable = ~((rate > 0) & rate.isfinite())
+    return unusable if valid is None else unusable & valid
+
+
+def strays(head: Head, valid: Tensor | None) -> Tensor:
+    """Lowest and highest id at valid positions, and how many temperatures there are not positive if each token has its own."""
+    if head.ids.numel() == 0:
+        return head.ids.new_zeros(2)
+    found = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    if isinstance(head.inverse_temperature, Tensor):
+        found.append(_unusable(head.inverse_temperature, valid).sum())
+    return torch.stack(found)
+
+
+def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
+    """Raise if `numbers`, those of `strays`, tell of an id that is no entry of the vocabulary, or of an unusable temperature."""
+    lowest, highest, *unusable = numbers
+    size, rate = head.vocabulary.size, head.inverse_temperature
+    if lowest < 0 or highest >= size:
+        worst = lowest if lowest < 0 else highest
+        place = int(((head.ids == worst) if valid is None else (head.ids == worst) & valid).to(torch.uint8).argmax())
+        raise InputError(
+            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary has {size} entries, 0 to "
+            f"{size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
+        )
+    if any(unusable) and isinstance(rate, Tensor):
+        place = int(_unusable(rate, valid).to(torch.uint8).argmax())
+        raise InputError(
+            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all tokens); it must be a positive "
+            "number wherever mask is True."
+        )
+
+
+def later(x: Tensor) -> Callable[[], list[int]]:
+    """The numbers in `x`, sent to the host now and read when asked: so the device can be given work before the host waits."""
+    if x.device.type != "cuda":
+        return x.tolist
+    copy = x.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def read() -> list[int]:
+        arrived.synchronize()
+        numbers: list[int] = copy.tolist()
+        return numbers
+
+    return read
+
+
+def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`mask` as bool, flat; None if there is none. Waits for the device if the mask is not bool, as
+    the head does anyway.
+    """
+    if mask is None:
+        return None
+    valid, invalid = checked_mask(mask, tokens)
+    if invalid is not None and not mask.is_meta:
+        refuse_invalid({"invalid_mask_values": invalid})
+    return valid.reshape(-1)
+
+
+def inverse_temperature(
+    temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
+    """`1 / temperature`: a number, or one per token in `dtype`, flat. The values of a tensor are checked by `strays`."""
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
+        if temperature.requires_grad:
+            raise InputError("temperature requires grad, but no gradient goes through it; pass temperature.detach().")
+        if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
+            raise InputError(f"temperature is on {temperature.device}, but the logits are on {device}; move it there.")
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        if tuple(temperature.shape) != tokens:
+            raise InputError(f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}.")
+        return 1 / temperature.reshape(-1).to(dtype)
+    value = temperature.item() if isinstance(temperature, Tensor) else temperature
+    if not is_number(value) or not (value > 0 and math.isfinite(value)):
+        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
+    return 1 / value
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise unless `softcap` is None or a bound."""
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
+        raise InputError(f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}.")
+
+
+def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
+    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together."""
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(x, "full_tensor"):
+            raise InputError(
+                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), one torch.distributed.tensor"
+                ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
+                "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
+            )
+    check_tensor("hidden", hidden, "float")
+    check_tensor("weight", weight, "float")
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise InputError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
+            "the same D (the weight of torch.nn.Linear(D, V) as it is)."
+        )
+    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()):
+        raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}.")
+    if bias is not None:
+        check_tensor("bias", bias)
+    if bias is not None and bias.device != weight.device:
+        raise InputError(f"bias is on {bias.device} and weight on {weight.device}; they must be on one device.")
+    if hidden.device != weight.device:
+        raise InputError(f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device.")
+    if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
+        raise InputError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's type, or call under torch.autocast."
+        )
+
+
+def check_vocabulary(name: str, x: Tensor, size: int) -> None:
+    """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
+    if size == 0:
+        raise InputError(f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least.")

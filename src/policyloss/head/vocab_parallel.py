@@ -1,0 +1,66 @@
+"""A vocabulary cut over the ranks of a process group: each holds some rows of the weight, and all hold the same hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.head.softmax_rows import Partials
+
+
+class Vocabulary(NamedTuple):
+    """`size` entries in all, of which this rank holds those from `first` on. group: None if it holds all of them.
+
+    largest: entries of the largest shard. free: bytes of memory that every rank has; None without a group. Plans are made from
+    these two, which are the same on every rank, because all must cut their rows into the same windows: each is summed over ranks.
+    """
+
+    size: int
+    largest: int
+    first: int = 0
+    group: Any = None
+    free: int | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, group: Any, tokens: int, free: Callable[[], int]) -> Vocabulary:
+        """Where this rank's `weight` `[V_r, D]` lies: shards follow each other in the order of ranks, and need not be equal."""
+        if group is None:
+            return cls(weight.shape[0], weight.shape[0])
+        rank = dist.get_rank(group)
+        ranks = torch.zeros(dist.get_world_size(group), 3, dtype=torch.int64, device=weight.device)
+        ranks[rank] = torch.tensor([weight.shape[0], tokens, free()])
+        dist.all_reduce(ranks, group=group)
+        sizes, rows, bytes_free = ranks.t().tolist()
+        # Known to all ranks now, so all of them raise.
+        if min(sizes) == 0:
+            raise InputError(f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must hold at least one.")
+        if len(set(rows)) > 1:
+            raise InputError(f"hidden must be the same on every rank of vocab_group, but they hold {rows} tokens.")
+        return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
+
+    def merged(self, p: Partials, here: Tensor) -> Partials:
+        """The partials of whole rows: two all-reduces of a few numbers per row. On one rank, `p`. here: ids of this rank, `[R]`."""
+        if self.group is None:
+            return p
+        top = p.max.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        # A shard whose entries are all −inf has sum 0 and counts for nothing.
+        distance = torch.where(p.max == -torch.inf, 0, p.max - top)
+        shrink = distance.exp()
+        parts = [p.sum * shrink, torch.where(here, p.target + distance, 0)]
+        if p.moment is not None:
+            parts.append((p.moment + distance * p.sum) * shrink)
+        together = torch.stack(parts)
+        dist.all_reduce(together, group=self.group)
+        return Partials(top, together[0], together[2] if p.moment is not None else None, together[1])
+
+    def summed(self, x: Tensor) -> Tensor:
+        """`x` summed over the shards, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x

@@ -1,0 +1,259 @@
+"""A batch as the head's windows see it: what does not depend on logp is computed once, over the whole batch, then cut.
+
+Corrections compare old and rollout log-probabilities, and an average's weights depend on masks and counts only; so both are known
+before the first matmul, and a window need not hold what they look at. What a window must hold is what the *gradient* looks at:
+single tokens, or whole sequences (`LossSpec.reach`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.segments import Sequences
+from policyloss.head.head import Index, windows
+from policyloss.head.plans import Work
+from policyloss.loss import corrected_tokens, set_ratio, token_losses
+from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
+from policyloss.spec import LossSpec
+from policyloss.tokens import Tokens
+from policyloss.totals import Totals, local_totals
+
+
+class Window(NamedTuple):
+    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. backward: whether any may have a gradient.
+
+    tokens: all positions the loss looks at, masked ones among them, with `place`, where the rows are in it, and `cu_seqlens`,
+    where sequences end; None where every token is a row and stands alone.
+    """
+
+    rows: Index
+    size: int
+    backward: bool
+    tokens: Tensor | None = None
+    place: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one call, the corrections' weight and the average's weight (0-dim, or token-shaped) known beforehand.
+
+    weight: None if there is no correction, or if one reads logp. corrections: those of the spec, in its
+    order; beside one that reads logp, the others with their answer for the whole batch. live: tokens that
+    may have a gradient, flat bool.
+    """
+
+    spec: LossSpec
+    tokens: Tokens
+    weight: Tensor | None
+    corrections: tuple[Any, ...]
+    live: Tensor
+
+    @cached_property
+    def average(self) -> Tensor:
+        """The weight of each token in the average. Made when first asked for: by then the device has a matmul to work on."""
+        t = self.tokens
+        t.totals = local_totals(t) if t.totals is None else t.totals
+        weight: Tensor = self.spec.aggregate(t)
+        return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens that count, flat bool."""
+        return self.tokens.mask.reshape(-1)
+
+    def gradients(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the pipeline of `policy_loss`."""
+        with torch.enable_grad():
+            t, at = self._of(window, logp, entropy)
+            leaves = [x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad]
+            weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
+            if self.spec.corrections_by_logp:
+                here = tuple(c.at(at, t.mask.shape) if isinstance(c, _Answered) else c for c in self.corrections)
+                t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.tokens.totals)
+                weight = corrected.weight
+            set_ratio(self.spec, t)
+            each = token_losses(self.spec, t, weight).loss
+            average = self.average if self.average.dim() == 0 else self.average.reshape(-1)[at].view(t.mask.shape)
+            slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
+        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[:2]
+        return torch.zeros_like(logp) if dlogp is None else dlogp, dentropy
+
+    @staticmethod
+    def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """A slope at the window's tokens as one at its rows `[R]`; None if the loss has none."""
+        if slope is None:
+            return None
+        return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
+
+    def _of(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tokens, Index]:
+        """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole sequences."""
+        at = window.rows if window.tokens is None else window.tokens
+        known = {"logp": logp, "entropy": entropy}
+        if window.place is not None:
+            room = logp.new_zeros(self.rows[at].shape[0])
+            known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
+        shape = (1, -1) if window.tokens is None else (-1,)
+        raw: dict[str, Tensor | None] = {
+            name: None if x is None else x.reshape(-1)[at].view(shape) for name, x in self.tokens.raw.items() if name not in known
+        }
+        with_slope = {"logp": True, "entropy": entropy_has_slope(self.spec)}
+        raw |= {name: x.detach().view(shape).requires_grad_(with_slope[name]) for name, x in known.items()}
+        mask = self.rows[at].view(shape)
+        alone = window.cu_seqlens is None
+        sequences = _SingleTokens(tuple(mask.shape)) if alone else Sequences.of(mask, window.cu_seqlens)
+        t = self.tokens
+        return replace(
+            t,
+            mask=mask,
+            sequences=sequences,
+            known_counts=None,
+            advantages=t.advantages.reshape(-1)[at].view(shape),
+            raw=raw,
+            group_ids=None,
+            positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
+            # A window's own numbers are not the batch's, so what was not measured is an error.
+            known={} if t.known is None else t.known,
+        ), at
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """A correction with its answer for the whole batch: it may have looked at sequences, which a window need not hold."""
+
+    answer: Corrected
+    name: str
+    shape: torch.Size
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, t: Tokens) -> Corrected:
+        return self.answer
+
+    def at(self, at: Index, shape: torch.Size) -> _Answered:
+        """The answer for some tokens."""
+        cut = (None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape) for x in self.answer)
+        return _Answered(Corrected(*cut), self.name, shape)
+
+
+def _answered(part: Any, t: Tokens) -> Any:
+    """`part` with its answer for the batch `t`, unless it reads logp or comes after all others."""
+    if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):
+        return part
+    return _Answered(part(t), correction_name(part), t.mask.shape)
+
+
+def entropy_has_slope(spec: LossSpec) -> bool:
+    """Whether the loss may change with the entropy: by its bonus, or by a user's callable."""
+    return bool(spec.entropy_coef) or not spec.is_data
+
+
+@dataclass(frozen=True)
+class _SingleTokens(Sequences):
+    """The layout of tokens from anywhere in the batch: a part that asks for sequences has a larger reach."""
+
+    def _sum_here(self, x: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def max(self, x: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def expand(self, s: Tensor) -> Tensor:
+        raise _reaches_further()
+
+    def runs(self, mask: Tensor) -> Sequences:
+        raise _reaches_further()
+
+
+def _reaches_further() -> InputError:
+    return InputError(
+        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so that the head keeps sequences "
+        "together, or leave the attribute out."
+    )
+
+
+def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
+    """`t` (whose logp is not read) with everything that is known before its log-probabilities are."""
+    weight, corrections = None, spec.correction
+    if spec.corrections_by_logp:
+        corrections = tuple(_answered(part, t) for part in spec.correction)
+    else:
+        t, corrected = corrected_tokens(spec, t, given)
+        weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
+    t.known = None if given is None else given.statistics
+    t.totals = given
+    live = t.mask.reshape(-1)
+    if spec.follows_advantage:
+        silent = t.advantages == 0
+        if weight is not None:
+            silent = silent | (weight == 0)
+        if spec.reach == "sequence":
+            silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
+        live = live & ~silent.reshape(-1)
+    return Batch(spec, t, weight, corrections, live)
+
+
+def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
+    """Rows in any order: first those with a gradient, then those that only the metrics want (if `work` counts them)."""
+    n = work.with_gradient
+    # Sorted, not searched for: their numbers are known, so nothing has to be read back.
+    order = None if n == work.tokens else torch.argsort((~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True)
+    found = [Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)]
+    for w in windows(work.computed - n, rows):
+        assert order is not None
+        found.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
+    return found
+
+
+def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
+    """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`. Reads lengths back."""
+    t = batch.tokens
+    per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
+    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.counts, per_sequence]).tolist()
+    total = t.mask.numel()
+    stops = [*starts[1:], total]
+    found = []
+    for backward in (True, False):
+        chosen = [i for i, n in enumerate(lengths) if n > 0 and (live[i] > 0) == backward]
+        if not backward and work.computed == work.with_gradient:
+            continue
+        for members in _packed(chosen, lengths, rows):
+            found.append(_window_of(batch, [(starts[i], stops[i]) for i in members], sum(lengths[i] for i in members), backward))
+    return found
+
+
+def _starts(sequences: Sequences, device: torch.device) -> Tensor:
+    if sequences.offsets is not None:
+        return sequences.offsets[:-1].long()
+    return torch.arange(sequences.count, device=device) * sequences.shape[-1]
+
+
+def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
+    """Members in order, cut where the next would not fit."""
+    found: list[list[int]] = []
+    filled = 0
+    for i in members:
+        if not found or filled + lengths[i] > rows:
+            found.append([])
+            filled = 0
+        found[-1].append(i)
+        filled += lengths[i]
+    return found
+
+
+def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:
+    mask = batch.rows
+    tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
+    cu_seqlens = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).to(mask.device, non_blocking=True)
+    # Where the rows are among the tokens: a stable sort, since their number is known and need not be read back.
+    place = torch.argsort(~mask[tokens], stable=True)[:count]
+    return Window(tokens[place], count, backward, tokens, place, cu_seqlens)

@@ -1,1 +1,0 @@
-"""What `partition_check` is made of: cutting a batch, running the user's step, and naming what moved the gradient."""

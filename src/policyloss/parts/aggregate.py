@@ -1,0 +1,289 @@
+"""The `aggregate` slot: how is it averaged? Each is called with `Tokens` (totals set) and returns the weight of each token.
+
+`loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
+any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
+divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
+`Totals.sequences`.
+
+Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.aggregate import per_sequence_mean, reciprocal
+from policyloss.functional.segments import group_sum
+from policyloss.parts import validate
+from policyloss.parts.wording import number, spoken
+from policyloss.tokens import Tokens
+from policyloss.totals import GroupTokens, Totals
+
+
+def _totals(t: Tokens) -> Totals:
+    assert t.totals is not None, "totals are resolved before the aggregation"
+    return t.totals
+
+
+def _check_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> None:
+    hint = "it is the constant length that sums are divided by."
+    validate.number(part, "horizon", above=0, finite=True, optional=True, hint=hint)
+
+
+def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
+    """The constant that sums are divided by, or an error that says how to set it."""
+    if part.horizon is None:
+        name = type(part).__name__
+        raise InputError(
+            f"{name} divides by a horizon, which is not set: it is the generation budget of your run, in tokens "
+            f"(max_completion_length, max_response_length, --max-new-tokens). Set it with spec.with_horizon(tokens), or "
+            f"give {name}(tokens)."
+        )
+    return part.horizon
+
+
+def _horizon(horizon: float | None) -> str:
+    """The constant as formulas print it: a word until the run sets it."""
+    return "horizon" if horizon is None else number(horizon)
+
+
+def _horizon_in_words(horizon: float | None) -> str:
+    return "a constant that is not set yet" if horizon is None else f"the constant {spoken(horizon)}"
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """Every token counts the same: `1 / N` (DAPO)."""
+
+    divides_by: ClassVar[str] = "tokens"
+
+    def __call__(self, t: Tokens) -> Tensor:
+        totals = _totals(t)
+        return totals.dp_size * reciprocal(totals.tokens, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of the step counts the same"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / N"
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenMean:
+    """Every sequence counts the same, each the mean of its tokens: `1 / (B·L_i)` (GRPO)."""
+
+    divides_by: ClassVar[str] = "sequences"
+
+    def __call__(self, t: Tokens) -> Tensor:
+        totals = _totals(t)
+        return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / L) / B"
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSum:
+    """Each sequence the sum of its tokens, mean over sequences: `1 / B`."""
+
+    divides_by: ClassVar[str] = "sequences"
+
+    def __call__(self, t: Tokens) -> Tensor:
+        totals = _totals(t)
+        return totals.dp_size * reciprocal(totals.sequences, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as the sum of its tokens, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / B"
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSumNorm:
+    """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`.
+
+    horizon: your generation budget in tokens. None: not set yet; the loss cannot be computed before
+    it is, with `LossSpec.with_horizon`.
+    """
+
+    divides_by: ClassVar[str] = "sequences"
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_horizon(self)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        totals = _totals(t)
+        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / (B * {_horizon(self.horizon)})"
+
+
+@dataclass(frozen=True)
+class TokenSum:
+    """The plain sum: `1` per token."""
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "the plain sum over all tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x})"
+
+
+@dataclass(frozen=True)
+class TokenSumNorm:
+    """Legacy: the sum over a constant with no mean over sequences, `1 / horizon` (verl up to 0.7.0, ROLL, Trinity).
+
+    horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
+    """
+
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_horizon(self)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        scale = _totals(t).dp_size / known_horizon(self)
+        return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"token sums over {_horizon_in_words(self.horizon)}, not averaged over sequences"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / {_horizon(self.horizon)}"
+
+
+@dataclass(frozen=True)
+class PromptMean:
+    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`. Reads group_ids."""
+
+    def __call__(self, t: Tokens) -> Tensor:
+        totals = _totals(t)
+        if t.group_ids is None:
+            raise InputError("PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence).")
+        groups = totals.groups
+        if groups is None:
+            raise InputError(
+                "PromptMean needs the groups of the whole step: make totals with Totals.count(mask, group_ids=…), or give "
+                "Totals(groups=the number of groups) if no group is split between calls."
+            )
+        if isinstance(groups, GroupTokens):
+            n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
+            number: Tensor | int | float = (groups.tokens > 0).sum()
+        else:
+            n_g, number = group_sum(t.counts, t.group_ids), groups
+        each = totals.dp_size * reciprocal(number, t.lengths)
+        return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every prompt counts the same, each as the mean over all tokens of its group"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / N_group) / G"
+
+
+def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
+    if groups.ids.numel() == 0:
+        return torch.full_like(group_ids, torch.nan, dtype=dtype)
+    place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
+    return torch.where(groups.ids[place] == group_ids, groups.tokens[place].to(dtype), torch.nan)
+
+
+@dataclass(frozen=True)
+class LengthWeighted:
+    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`, which is `SeqMeanTokenSum`'s weight."""
+
+    divides_by: ClassVar[str] = "sequences"
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return SeqMeanTokenSum()(t)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence as its mean times its length, mean over sequences"
+
+    def note_beside(self, other: object) -> str:
+        """What to know of this and another average, "" if nothing."""
+        same = "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum."
+        return same if isinstance(other, SeqMeanTokenSum) else ""
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum(L * ({x} / L)) / B"
+
+
+@dataclass(frozen=True)
+class LocalTokenMean:
+    """Legacy: mean over the tokens *of this call*, whatever totals say. Depends on how the batch is cut (TRL `bnpo`)."""
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return reciprocal(t.counts.sum(), t.lengths)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every token of this call counts the same, whatever the step holds"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x}) / n"
+
+
+@dataclass(frozen=True)
+class LocalSeqMeanTokenMean:
+    """Legacy: mean over the sequences *of this call* of their token means. Depends on how the batch is cut (TRL `grpo`)."""
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return "every sequence of this call counts the same, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        """The average of `x` as a formula."""
+        return f"sum({x} / L) / b"
+
+
+VARIANTS = (
+    TokenMean,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenSum,
+    TokenSumNorm,
+    PromptMean,
+    LengthWeighted,
+    LocalTokenMean,
+    LocalSeqMeanTokenMean,
+)

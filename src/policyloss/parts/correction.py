@@ -1,0 +1,403 @@
+"""The `correction` slot: the rollout engine is not the trainer. Each is called with `Tokens` and returns a `Corrected`.
+
+Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are `exp(old_logp - rollout_logp)` at a
+level: "token"; "geomean", the sequence's geometric mean; "product", the sequence's whole likelihood ratio. All are detached.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, SpecError
+from policyloss.functional import correction, kl
+from policyloss.functional.aggregate import check_alignment
+from policyloss.functional.collectives import all_sum
+from policyloss.functional.masking import accumulator_dtype, fill
+from policyloss.parts import validate
+from policyloss.parts.wording import bounds, interval, number, spoken
+from policyloss.tokens import Tokens
+
+Level = Literal["token", "geomean", "product"]
+# What each level is called in a sentence.
+LEVELS = {"token": "token's", "geomean": "sequence's geometric-mean", "product": "sequence's product"}
+
+
+class Corrected(NamedTuple):
+    """What a correction says of each token: a weight on the policy term (None: 1) and whether to keep it (None: all)."""
+
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+
+
+def _weighted(level: str) -> str:
+    return f"the policy term is weighted by the {LEVELS[level]} exp(old_logp - rollout_logp)"
+
+
+def _at_level(t: Tokens, level: str) -> Tensor:
+    return _reduced(t, t.log_weight(), {"token": "token", "geomean": "mean", "product": "sum"}[level])
+
+
+def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
+    """`correction.reduced`; the sum and the count of a mean cross context-parallel ranks in one all-reduce."""
+    if reduce == "mean":
+        return t.sequences.expand(t.sequence_mean(x))
+    return correction.reduced(x, reduce, t.mask, None, t.sequences)
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """TIS: the weight is `clamp(w, low, high)`. Nothing is rejected."""
+
+    reads_logp: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
+    high: float
+    low: float = 0.0
+    level: Level = "token"
+    log_clamp: float | None = 20.0
+
+    def __post_init__(self) -> None:
+        validate.number(self, "high", above=0, hint="math.inf is no truncation.")
+        validate.number(self, "low", least=0)
+        validate.interval(self, "low", "high")
+        validate.choice(self, "level", LEVELS)
+        validate.number(self, "log_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Corrected:
+        w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
+        return Corrected(w.clamp(min=self.low, max=self.high))
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        return ("untruncated",) if math.isinf(self.high) else ()
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        if math.isinf(self.high):
+            return f"{_weighted(self.level)}, whatever its size"
+        return f"{_weighted(self.level)}, kept {interval(self.low, self.high)}"
+
+
+@dataclass(frozen=True)
+class Band:
+    """IcePop: the weight is `w` where `low <= w <= high`; elsewhere the token is rejected."""
+
+    reads_logp: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
+    low: float
+    high: float
+    level: Level = "token"
+    log_clamp: float | None = 20.0
+
+    def __post_init__(self) -> None:
+        validate.number(self, "low", least=0)
+        validate.number(self, "high", above=0)
+        validate.interval(self, "low", "high")
+        validate.choice(self, "level", LEVELS)
+        validate.number(self, "log_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Corrected:
+        w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
+        return Corrected(w, correction.within(w, self.low, self.high))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"{_weighted(self.level)}, and rejected unless that is {interval(self.low, self.high)}"
+
+
+@dataclass(frozen=True)
+class SequenceMask:
+    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected; tokens of the others keep a weight.
+
+    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio (TRL); None: 1, mask only.
+    """
+
+    reads_logp: ClassVar[bool] = False
+    low: float
+    high: float
+    level: Literal["geomean", "product"] = "geomean"
+    weight: Literal["token", "sequence"] | None = "token"
+    log_clamp: float | None = 20.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the weight is more than a mask."""
+        return self.weight is not None
+
+    def __post_init__(self) -> None:
+        validate.number(self, "low", least=0)
+        validate.number(self, "high", above=0)
+        validate.interval(self, "low", "high")
+        validate.choice(self, "level", ("geomean", "product"))
+        if self.weight is not None:
+            validate.choice(self, "weight", ("token", "sequence"))
+        validate.number(self, "log_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Corrected:
+        w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
+        keep = correction.within(w, self.low, self.high)
+        if self.weight is None:
+            return Corrected(correction.nan_where_undecided(w), keep)
+        weight = correction.importance_weight(t.log_weight(), self.log_clamp) if self.weight == "token" else w
+        return Corrected(weight, keep)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
+        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval(self.low, self.high)}"
+        return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
+
+
+@dataclass(frozen=True)
+class DivergenceMask:
+    """Reject where rollout and old policy disagree on the probability of a token: a divergence outside [low, high].
+
+    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, or "tv" `|p−q|`, with
+    p = exp(rollout_logp), q = exp(old_logp), both held in [floor, 1−floor]. level: each "token", or a whole "sequence" by the mean
+    over its valid tokens. low: None, as a divergence is never negative (0.0 would reject what rounding puts below it). The others
+    keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask only.
+    """
+
+    reads_logp: ClassVar[bool] = False
+    divergence: Literal["kl", "tv"]
+    high: float
+    low: float | None = None
+    level: Literal["token", "sequence"] = "token"
+    weight: Literal["token"] | None = "token"
+    floor: float = 1e-6
+    log_clamp: float | None = 20.0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the weight is more than a mask."""
+        return self.weight is not None
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "divergence", ("kl", "tv"))
+        validate.number(self, "high", least=0)
+        validate.number(self, "low", optional=True)
+        validate.interval(self, "low", "high")
+        validate.choice(self, "level", ("token", "sequence"))
+        if self.weight is not None:
+            validate.choice(self, "weight", ("token",))
+        validate.number(self, "floor", above=0)
+        if self.floor >= 0.5:
+            raise SpecError(f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}.")
+        validate.number(self, "log_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Corrected:
+        each = kl.binary_divergence(t.anchor_logp("old"), t.anchor_logp("rollout"), self.divergence, self.floor)
+        stat = _reduced(t, each, "token" if self.level == "token" else "mean")
+        keep = correction.within(stat, self.low, self.high)
+        if self.weight is None:
+            return Corrected(correction.nan_where_undecided(stat), keep)
+        return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        measure = "binary KL" if self.divergence == "kl" else "change"
+        measure = f"the {measure} of its probability, rollout to old,"
+        of_token = self.level == "token"
+        what, test = ("a token", measure) if of_token else ("a sequence", f"the mean over its tokens of {measure}")
+        nats = " nats" if self.divergence == "kl" else ""
+        weight = "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
+        return f"{what} is rejected unless {test} is {' and '.join(bounds(self.low, self.high))}{nats}; else {weight}"
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Reject by an estimate of KL(rollout‖old): k1 = −d, k2 = ½d², k3 = eᵈ−1−d, with d = old_logp − rollout_logp.
+
+    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where `low <= estimate <= high` (None: no bound);
+    the bounds are on the estimate itself, in nats.
+    """
+
+    reads_logp: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    estimator: Literal["k1", "k2", "k3"]
+    reduce: Literal["token", "sum", "mean", "max"] = "token"
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "estimator", ("k1", "k2", "k3"))
+        validate.choice(self, "reduce", ("token", "sum", "mean", "max"))
+        validate.number(self, "low", optional=True)
+        validate.number(self, "high", optional=True)
+        validate.interval(self, "low", "high")
+        if self.low is None and self.high is None:
+            raise SpecError("Reject needs a bound: give low=, high= or both.")
+
+    def __call__(self, t: Tokens) -> Corrected:
+        estimate = kl.estimate(t.log_weight(), self.estimator)
+        stat = _reduced(t, estimate, self.reduce)
+        return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        over = {
+            "token": "of the token",
+            "sum": "summed over the sequence",
+            "mean": "averaged over the sequence",
+            "max": "at the sequence's worst token",
+        }[self.reduce]
+        within = " and ".join(bounds(self.low, self.high))
+        return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
+
+
+@dataclass(frozen=True)
+class Veto:
+    """Reject a whole sequence if any of its tokens has a weight below `low` or above `high`: one impossible token spoils it."""
+
+    reads_logp: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    low: float | None = 1e-4
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        validate.number(self, "low", above=0, optional=True)
+        validate.number(self, "high", above=0, optional=True)
+        validate.interval(self, "low", "high")
+        if self.low is None and self.high is None:
+            raise SpecError("Veto needs a bound: give low=, high= or both.")
+
+    def __call__(self, t: Tokens) -> Corrected:
+        log_w = t.log_weight()
+        low = None if self.low is None else math.log(self.low)
+        high = None if self.high is None else math.log(self.high)
+        bad = ~correction.within(log_w, low, high)
+        keep = ~correction.any_in_sequence(bad & t.mask, t.sequences)
+        return Corrected(correction.nan_where_undecided(log_w), keep)
+
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """Which sequences it keeps; the code compares logarithms."""
+        bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
+        bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
+        return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        outside = " or ".join(bounds(self.low, self.high, ("below", "above")))
+        return f"a sequence is rejected if any token's exp(old_logp - rollout_logp) is {outside}"
+
+
+@dataclass(frozen=True)
+class OPSM:
+    """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 in sequences where `mean(source_logp - logp) > delta`.
+
+    source: whose log-probabilities the drift is measured from, "old" or "rollout".
+    """
+
+    reads_logp: ClassVar[bool] = True
+    reach: ClassVar[str] = "sequence"
+    weighs: ClassVar[bool] = False
+    delta: float
+    source: Literal["old", "rollout"] = "old"
+
+    def __post_init__(self) -> None:
+        validate.number(self, "delta", least=0)
+        validate.choice(self, "source", ("old", "rollout"))
+
+    def __call__(self, t: Tokens) -> Corrected:
+        drift = t.sequences.expand(t.sequence_mean(-t.log_ratio_to(self.source).detach()))
+        keep = ~((t.advantages < 0) & (drift > self.delta))
+        return Corrected(correction.nan_where_undecided(drift), keep)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        drifted = f"in sequences where mean({self.source}_logp - logp) exceeds {spoken(self.delta)}"
+        return f"tokens with negative advantage are rejected {drifted}"
+
+
+@dataclass(frozen=True)
+class SelfNormalise:
+    """Divide the weights by their mean over the step: over its tokens, or over its sequences (each sequence's mean weight).
+
+    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a rejected token enters the mean with
+    weight 0; otherwise it has left the mask, and the mean is over the survivors.
+    """
+
+    reads_logp: ClassVar[bool] = False
+    statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
+    over: Literal["tokens", "sequences"] = "tokens"
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "over", ("tokens", "sequences"))
+
+    def statistics(self, t: Tokens, weight: Tensor, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide mean weight."""
+        wide = accumulator_dtype(weight.device)
+        if self.over == "tokens":
+            total, n = t.sequences.sum(weight).sum(dtype=wide), t.counts.sum()
+        else:
+            total, n = t.sequence_mean(weight).sum(dtype=wide), (t.counts > 0).sum()
+        total, n = all_sum(torch.stack([total, n.to(wide)]), group).unbind()
+        return {"weight_mean": total / n.clamp(min=1)}
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"the weights are divided by their mean over the step's {self.over}"
+
+    def normalised(self, weight: str) -> str:
+        """The weight after all corrections, as a formula."""
+        mean = f"token_mean({weight})" if self.over == "tokens" else f"(sum({weight} / L) / B)"
+        return f"where({weight} > 0, {weight} / {mean}, 0)"
+
+
+class Combined(NamedTuple):
+    """All corrections together: the weight on the policy term, the tokens kept, and each one's own verdict by name."""
+
+    weight: Tensor | None
+    keep: Tensor | None
+    verdicts: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
+    """Apply every correction of a spec to `t`, but for `SelfNormalise`, which comes after rejected tokens have left the mask."""
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+    verdicts: dict[str, Tensor] = {}
+    for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
+        said = part(t)
+        if not isinstance(said, Corrected):
+            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(said).__name__}.")
+        for x in said:
+            if x is not None:
+                check_alignment("a correction must return one weight and one verdict per token", x, t.mask)
+        if said.weight is not None:
+            weight = said.weight if weight is None else weight * said.weight
+        if said.keep is not None:
+            keep = said.keep if keep is None else keep & said.keep
+            name = correction_name(part)
+            verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
+    if keep is not None:
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
+        weight = torch.ones_like(t.advantages) if weight is None else weight
+        weight = torch.where(keep | weight.isnan(), weight, 0)
+    return Combined(weight, keep, verdicts, {})
+
+
+def correction_name(part: Any) -> str:
+    """What metrics call a correction."""
+    return type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+
+
+def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
+    """Divide the weight by its mean over `t` (the tokens that still count) if the corrections say so."""
+    weight = corrected.weight
+    for part in corrections:
+        if isinstance(part, SelfNormalise) and weight is not None:
+            weight = fill(weight, t.mask)
+            statistics = part.statistics(t, weight, group) if t.known is None else t.known
+            weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
+            corrected = corrected._replace(weight=weight, statistics=statistics)
+    return corrected
+
+
+VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, SelfNormalise)

@@ -1,0 +1,90 @@
+"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are separate choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from policyloss.functional import kl
+from policyloss.functional.masking import bound
+from policyloss.parts import validate
+from policyloss.parts.wording import spoken
+from policyloss.tokens import Tokens
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+@dataclass(frozen=True)
+class KL:
+    """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
+
+    estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number itself; "k2", straight
+    through, the value of the estimator with the gradient of k2; "score", the score-function term added. weight="ratio" multiplies
+    by the ratio slot's ratio, gradient included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate
+    within ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", or "old"/"rollout" for a proximal pull.
+    """
+
+    reach: ClassVar[str] = "token"
+
+    estimator: Literal["k1", "k2", "k3", "abs"]
+    coef: float
+    grad: Literal["value", "k2", "score"] = "value"
+    weight: Literal["ratio"] | None = None
+    clamp: float | None = 20.0
+    value_clamp: float | None = None
+    anchor: Literal["ref", "old", "rollout"] = "ref"
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "estimator", ESTIMATORS)
+        validate.number(self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+        validate.choice(self, "grad", ("value", "k2", "score"))
+        if self.weight is not None:
+            validate.choice(self, "weight", ("ratio",))
+        validate.number(self, "clamp", above=0, optional=True)
+        validate.number(self, "value_clamp", above=0, optional=True)
+        validate.choice(self, "anchor", ("ref", "old", "rollout"))
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether the penalty is multiplied by a ratio."""
+        return self.weight is not None
+
+    def __call__(self, t: Tokens) -> Tensor:
+        """The per-token penalty before `coef`, token-shaped."""
+        raw = -t.log_ratio_to(self.anchor)
+        d = bound(raw, self.clamp)
+        value = kl.with_gradient(bound(self.estimate(d), self.value_clamp), raw, t.logp, self.grad)
+        weight = self.ratio_weight(t)
+        return value if weight is None else value * weight
+
+    def estimate(self, d: Tensor) -> Tensor:
+        """The estimate of each token, from its d."""
+        return kl.estimate(d, self.estimator)
+
+    def ratio_weight(self, t: Tokens) -> Tensor | None:
+        """The ratio that multiplies the penalty, with its gradient; None without one."""
+        assert self.weight is None or t.ratio is not None, "the ratio slot runs before the KL slot"
+        return None if self.weight is None else t.ratio
+
+    def weight_sentence(self) -> str | None:
+        """What multiplies the penalty, in words; None without a weight."""
+        return None if self.weight is None else "the ratio"
+
+    def sentence(self) -> str:
+        """What it adds, in words."""
+        gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[self.grad]
+        by = self.weight_sentence()
+        weight = "" if by is None else f", times {by}"
+        return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        weight = self.weight or ("other" if self.reads_ratio else None)
+        choices = (self.estimator, f"grad_{self.grad}", f"weight_{weight}", f"anchor_{self.anchor}")
+        return "KL", *(f"kl_{choice}" for choice in choices)
+
+
+VARIANTS = (KL,)

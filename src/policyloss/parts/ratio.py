@@ -1,0 +1,160 @@
+"""The `ratio` slot: which probability ratio? Each is called with `Tokens` and returns the *log*-ratio, not yet clamped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from policyloss.functional.context_parallel import turns
+from policyloss.functional.masking import bound
+from policyloss.functional.ratio import LogClamp
+from policyloss.parts import validate
+from policyloss.parts.wording import ANCHORS as ANCHOR_NAMES
+from policyloss.parts.wording import Condition, number
+from policyloss.tokens import Tokens
+
+Anchor = Literal["old", "rollout", "current"]
+ANCHORS = ("old", "rollout", "current")
+
+ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
+
+
+def _to(anchor: str) -> str:
+    return f"of the probability ratios to {ANCHOR_NAMES[anchor]}"
+
+
+@dataclass(frozen=True)
+class TokenRatio:
+    """`ratio_t = exp(logp_t - anchor_logp_t)`.
+
+    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), or "current" (`sg[logp]`: exactly on-policy,
+    the ratio is 1 and its gradient that of logp). log_clamp: the log-ratio is held within ±this before `exp`; a pair is (low,
+    high); None is no clamp.
+    """
+
+    reach: ClassVar[str] = "token"
+    shared_over: ClassVar[str | None] = None
+    traits: ClassVar[tuple[str, ...]] = ("token_ratio",)
+    anchor: Anchor = "old"
+    log_clamp: LogClamp = 20.0
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "anchor", ANCHORS)
+        validate.log_clamp(self)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return t.log_ratio_to(self.anchor)
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """GSPO's ratio, the geometric mean over the sequence: `exp(mean_t(logp_t - anchor_logp_t))` (arXiv 2507.18071).
+
+    grad="sequence": the gradient goes through the mean (GSPO). grad="token": `sg[s]·exp(logp_t - sg[logp_t])`, each token keeps
+    its own gradient (GSPO-token). Equal when the advantage is constant within a sequence and each token counts 1/length.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    grad: Literal["sequence", "token"] = "sequence"
+    anchor: Anchor = "old"
+    log_clamp: LogClamp = 20.0
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "grad", ("sequence", "token"))
+        validate.choice(self, "anchor", ANCHORS)
+        validate.log_clamp(self)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        mean = t.sequence_mean(t.log_ratio_to(self.anchor))
+        if self.grad == "sequence":
+            return t.sequences.expand(mean)
+        return t.sequences.expand(mean.detach()) + t.log_ratio_to("current")
+
+    @property
+    def shared_over(self) -> str | None:
+        """What a token's gradient is shared over: its sequence, or nothing."""
+        return "sequence" if self.grad == "sequence" else None
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        tail = "" if self.grad == "sequence" else ", each token with its own gradient"
+        return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+
+
+@dataclass(frozen=True)
+class SequenceProduct:
+    """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`. Unbiased, and wild for long sequences.
+
+    token_clamp: each token's log-ratio is held within ±this before they are added up (VESPO: 20); None is no clamp.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "sequence"
+    traits: ClassVar[tuple[str, ...]] = ("product_ratio",)
+    anchor: Anchor = "old"
+    log_clamp: LogClamp = 20.0
+    token_clamp: float | None = None
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "anchor", ANCHORS)
+        validate.log_clamp(self)
+        validate.number(self, "token_clamp", above=0, optional=True)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        if self.anchor == "current":
+            return ON_POLICY
+        to = f"to {ANCHOR_NAMES[self.anchor]}"
+        return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
+
+    def no_slope(self) -> tuple[Condition, ...]:
+        """Where a token does not move the ratio, beside the clamp of the ratio itself."""
+        if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
+            return ()
+        beyond = f"abs(logp - {ANCHOR_NAMES[self.anchor]}) > {number(self.token_clamp)}"
+        return (Condition(beyond, "its own log-ratio is beyond token_clamp"),)
+
+
+@dataclass(frozen=True)
+class SegmentRatio:
+    """GSPO's ratio within each contiguous run of the mask (a turn of a dialogue): `exp(mean over the run)`.
+
+    Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions` and may cross ranks.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "run"
+    traits: ClassVar[tuple[str, ...]] = ("turn_ratio",)
+    anchor: Anchor = "old"
+    log_clamp: LogClamp = 20.0
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "anchor", ANCHORS)
+        validate.log_clamp(self)
+
+    def __call__(self, t: Tokens) -> Tensor:
+        runs = turns(t.sequences, t.mask, t.positions)
+        return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
+
+    def sentence(self) -> str:
+        """What it is, in words."""
+        over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
+        return ON_POLICY if self.anchor == "current" else over
+
+
+VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)

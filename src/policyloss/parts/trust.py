@@ -1,0 +1,365 @@
+"""The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
+
+reach: whose numbers the slope of a token's loss depends on beside batch-wide ones (see `LossSpec.reach`). follows_advantage:
+whether the loss is the advantage times something, so that it vanishes with it. `sentence` says what the part does, `slopes` where
+its gradient is zero; its formula is derived from the code, or stated by `formula`. The clips are in `trust_clips`, the smooth
+weights in `trust_weights`; those that choose tokens of the whole step, and the plain ones, are here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import SpecError
+from policyloss.functional import trust
+from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
+from policyloss.functional.covariances import step_covariance, step_means
+from policyloss.parts import validate
+from policyloss.parts.trust_clips import (
+    Clip,
+    DetachedClip,
+    GeometricClip,
+    ProbabilityBand,
+    Surrogate,
+    TwoSidedClip,
+    bounds_of_clip,
+    check_eps,
+    clipped_surrogate,
+    ratio_of,
+)
+from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
+from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
+from policyloss.tokens import Tokens
+
+_MEANS = ("advantage_mean", "logp_mean", "advantage_rounding", "logp_rounding")
+
+__all__ = [
+    "VARIANTS",
+    "BySign",
+    "Clip",
+    "CovClip",
+    "CovKL",
+    "DetachedClip",
+    "GammaWeight",
+    "GeometricClip",
+    "ProbabilityBand",
+    "Quadratic",
+    "SoftGate",
+    "Surrogate",
+    "TaperedNegative",
+    "TwoSidedClip",
+    "Unbounded",
+]
+
+_COVARIANCE = ("cov", "(advantages - token_mean(advantages)) * (logp - token_mean(logp))")
+
+
+def _count_text(fraction: float) -> str:
+    return f"max(floor({number(fraction)} * N), 1)"
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """No limit.
+
+    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's gradient:
+    form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to the policy
+    itself, so that the value is `-A` (UP-GRPO).
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    form: Literal["ratio", "logp", "current"] = "ratio"
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "form", ("ratio", "logp", "current"))
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        if self.form == "current":
+            return Surrogate(-t.advantages * t.log_ratio_to("current").exp())
+        return Surrogate(-t.advantages * (ratio_of(t) if self.form == "ratio" else t.logp))
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether it uses the ratio slot's ratio."""
+        return self.form == "ratio"
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        if self.form == "ratio":
+            return "no limit: the ratio times the advantage"
+        if self.form == "current":
+            return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+        return "no ratio and no limit: logp times the advantage"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        conditions = (NO_ADVANTAGE,)
+        return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
+
+
+@dataclass(frozen=True)
+class CovClip:
+    """Clip-Cov: PPO's clip, and a random `fraction` of the tokens with `cov_low < cov < cov_high` get no gradient (2505.22617).
+
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
+    depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens. (Tokens
+    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
+    A number that equals its mean up to rounding has covariance 0.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_eps(self)
+        _check_fraction(self)
+        validate.number(self, "cov_low")
+        validate.number(self, "cov_high")
+        validate.interval(self, "cov_low", "cov_high")
+        _check_seed(self)
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers: mean advantage and logp, and the draw from which a candidate is dropped."""
+        stats = _means(t, group)
+        score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
+        k = _how_many(self.fraction, stats["tokens"])
+        least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
+        # Fewer candidates than k: all of them are dropped.
+        return {**stats, "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)}
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        stats = t.batch_statistics(self)
+        dropped = self.candidates(t, _covariance(t, stats)) & (self._draws(t) >= stats["draw_threshold"])
+        s = self.surrogate(t)
+        return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
+
+    def surrogate(self, t: Tokens) -> Surrogate:
+        """PPO's clip, before any token is dropped."""
+        return clipped_surrogate(t, self.eps_low, self.eps_high)
+
+    def candidates(self, t: Tokens, cov: Tensor) -> Tensor:
+        """The tokens that may be dropped: covariance inside the window, and not clipped already."""
+        r, a = ratio_of(t).detach(), t.advantages
+        unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
+        inside = (cov > self.cov_low) & (cov < self.cov_high)
+        return t.mask & unclipped & inside & ~r.isnan()
+
+    def _draws(self, t: Tokens) -> Tensor:
+        return trust.draw(self.seed, t.anchor_logp(t.anchor), t.advantages)
+
+    def formula(self, anchor: str) -> list[tuple[str, Any]]:
+        """The lines that lead to the surrogate, each a text or a part; `anchor` is the ratio's."""
+        low, high = f"1 - {number(self.eps_low)}", f"1 + {number(self.eps_high)}"
+        free = f"~((advantages > 0) & (ratio > {high}) | (advantages < 0) & (ratio < {low}))"
+        inside = f"(cov > {number(self.cov_low)}) & (cov < {number(self.cov_high)})"
+        return [
+            _COVARIANCE,
+            ("candidate", f"{inside} & {free}"),
+            ("lot", f"where(candidate, draw({self.seed}, {ANCHORS[anchor]}, advantages), -1)"),
+            ("dropped", f"candidate & (lot >= kth_largest(lot, {_count_text(self.fraction)}))"),
+            ("clipped", Clip(self.eps_low, self.eps_high)),
+            ("surrogate", "where(dropped, 0, clipped)"),
+        ]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
+        many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
+        return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
+        drawn = Condition("dropped", "drawn from the tokens of high covariance")
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped, drawn)),)
+
+
+@dataclass(frozen=True)
+class CovKL:
+    """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
+
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between equal covariances a draw decides
+    that depends on the token's own numbers only (tokens with the same numbers fall together). A number that equals its mean up to
+    rounding has covariance 0: with equal advantages all tokens are equal, and the draw decides alone.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = False
+    statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
+    fraction: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_fraction(self)
+        validate.number(self, "coef", least=0, finite=True)
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers: mean advantage and logp, and the covariance (and draw) from which a token is penalised."""
+        stats = _means(t, group)
+        cov, draws = self._score(t, stats)
+        k = _how_many(self.fraction, stats["tokens"])
+        cov_k, draw_k = least_of_largest(torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group)
+        return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        stats = t.batch_statistics(self)
+        return self.penalised(t, t.mask & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])))
+
+    def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
+        """The loss with the penalty on the `chosen` tokens."""
+        penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
+        return Surrogate(-t.advantages * ratio_of(t) + penalty, upper=chosen)
+
+    def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return _covariance(t, stats), trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
+
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """The lines that lead to the surrogate."""
+        penalty = "abs(log_ratio)" if self.coef == 1 else f"{number(self.coef)} * abs(log_ratio)"
+        return [
+            _COVARIANCE,
+            ("chosen", f"cov >= kth_largest(cov, {_count_text(self.fraction)})"),
+            ("surrogate", f"-advantages * ratio + where(chosen, {penalty}, 0)"),
+        ]
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        some = f"the {spoken(100 * self.fraction)} % of the tokens with the highest covariance"
+        return f"no clipping; {some} pay {spoken(self.coef)} times their absolute log-ratio"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
+        return (Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),)
+
+
+def _check_fraction(owner: CovClip | CovKL) -> None:
+    validate.number(owner, "fraction", above=0)
+    if owner.fraction > 1:
+        raise SpecError(f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}.")
+
+
+def _check_seed(owner: CovClip) -> None:
+    validate.number(owner, "seed", least=0)
+    if not isinstance(owner.seed, int) or owner.seed >= 2**31:
+        raise SpecError(f"{type(owner).__name__}.seed must be an integer below 2**31, got {owner.seed!r}.")
+
+
+def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
+    return step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+
+
+def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
+    return step_covariance(t.advantages, t.logp, stats)
+
+
+def _how_many(fraction: float, tokens: Tensor) -> Tensor:
+    return (fraction * tokens).to(torch.int64).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class BySign:
+    """Tokens with A > 0 take the loss of `positive`, the others that of `negative`: both are trust regions.
+
+    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among all of them.
+    """
+
+    positive: Any
+    negative: Any
+
+    def __post_init__(self) -> None:
+        for field, part in (("positive", self.positive), ("negative", self.negative)):
+            if isinstance(part, type):
+                raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
+            if not isinstance(part, VARIANTS):
+                raise SpecError(
+                    f"BySign.{field} must be a trust region of the library, got {part!r}; put your own function in the trust slot."
+                )
+        choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
+        if len(choosing) > 1:
+            raise SpecError(f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may.")
+
+    @property
+    def _sides(self) -> tuple[Any, Any]:
+        return self.positive, self.negative
+
+    @property
+    def reach(self) -> str:
+        """That of the side which reaches further."""
+        return "sequence" if "sequence" in {part.reach for part in self._sides} else "token"
+
+    @property
+    def follows_advantage(self) -> bool:
+        """Whether the loss vanishes with the advantage, on both sides."""
+        return all(part.follows_advantage for part in self._sides)
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether a side uses the ratio slot's ratio."""
+        return any(getattr(part, "reads_ratio", True) for part in self._sides)
+
+    @property
+    def statistics_names(self) -> tuple[str, ...]:
+        """The batch-wide numbers that a side reads."""
+        return tuple(name for part in self._sides for name in getattr(part, "statistics_names", ()))
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The batch-wide numbers that a side reads."""
+        choosing = [part for part in self._sides if getattr(part, "statistics_names", ())]
+        return {name: x for part in choosing for name, x in part.statistics(t, group).items()}
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless `ratio` is one that both sides fit."""
+        for part in self._sides:
+            if hasattr(part, "check_ratio"):
+                part.check_ratio(ratio)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive, negative = self.positive(t), self.negative(t)
+        loss = trust.by_sign(positive.loss, negative.loss, t.advantages)
+        with torch.no_grad():
+            good, never = t.advantages > 0, torch.zeros_like(t.mask)
+            flags = [
+                None if a is None and b is None else torch.where(good, never if a is None else a, never if b is None else b)
+                for a, b in zip(positive[1:], negative[1:], strict=True)
+            ]
+        return Surrogate(loss, *flags)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero: on each side, where that part's is."""
+        sides = (("positive", self.positive), ("negative", self.negative))
+        return tuple(x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side))
+
+
+VARIANTS = (
+    BySign,
+    Clip,
+    TwoSidedClip,
+    DetachedClip,
+    SoftGate,
+    ProbabilityBand,
+    GeometricClip,
+    GammaWeight,
+    CovClip,
+    CovKL,
+    Quadratic,
+    TaperedNegative,
+    Unbounded,
+)

@@ -1,0 +1,369 @@
+"""Trust regions that bound the ratio or the probability of a token, and `Surrogate`, what each returns."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import SpecError
+from policyloss.functional import trust
+from policyloss.functional.collectives import outside_level
+from policyloss.parts import validate
+from policyloss.parts.ratio import TokenRatio
+from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval, number, spoken
+from policyloss.tokens import Tokens
+
+# Stands for "as far up as down" until the part is made; no part holds it afterwards.
+_SYMMETRIC = cast("float", None)
+
+
+class Surrogate(NamedTuple):
+    """A per-token loss, and where the limit binds: `upper`, `lower`, `dual` (at the largest weight), `dropped` (by lot).
+
+    Flags are bool and token-shaped. The parts here flag a token once at most, and no masked one.
+    """
+
+    loss: Tensor
+    upper: Tensor | None = None
+    lower: Tensor | None = None
+    dual: Tensor | None = None
+    dropped: Tensor | None = None
+
+
+def ratio_of(t: Tokens) -> Tensor:
+    """The ratio, which the ratio slot has set."""
+    assert t.ratio is not None, "the ratio slot runs before the trust slot"
+    return t.ratio
+
+
+class _HasEps(Protocol):
+    @property
+    def eps_low(self) -> float: ...
+
+    @property
+    def eps_high(self) -> float: ...
+
+
+def check_eps(owner: _HasEps) -> None:
+    """Raise unless the two distances of `owner` are numbers >= 0."""
+    hint = "eps_* are distances from 1; math.inf is no bound."
+    validate.number(owner, "eps_low", least=0, hint=hint)
+    validate.number(owner, "eps_high", least=0, hint=hint)
+    low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
+    if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
+        raise SpecError(
+            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: "
+            "give a distance from 1 (0.2 for 20 %), or math.inf for no lower bound."
+        )
+    if 0.5 <= low < 1 < high < 2:
+        warnings.warn(
+            f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* "
+            f"are distances from 1: the ratio is held within [{1 - low:g}, {1 + high:g}]. For the "
+            f"bounds [{low:g}, {high:g}] give eps_low={1 - low:g}, eps_high={high - 1:g}.",
+            stacklevel=outside_level(),
+        )
+
+
+@dataclass(frozen=True)
+class Clip:
+    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
+
+    eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
+    dual: None for off, else > 1 (Ye et al. use 3).
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    eps_low: float
+    eps_high: float = _SYMMETRIC
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.eps_high is _SYMMETRIC:
+            object.__setattr__(self, "eps_high", self.eps_low)
+        check_eps(self)
+        validate.number(
+            self,
+            "dual",
+            above=1,
+            optional=True,
+            hint="dual is the largest ratio where the advantage is negative; None turns it off.",
+        )
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        if self.dual == 1 + self.eps_high and self.eps_low >= 1:
+            return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
+        outer = "" if self.dual is None else f"; where the advantage is negative, also above {spoken(self.dual)}"
+        return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        dual = math.inf if self.dual is None else self.dual
+        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", number(dual))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Short words for what it is (see `policyloss.explain.traits`)."""
+        holds = {
+            "dual": self.dual is not None,
+            "aipo": math.isinf(self.eps_low) and self.dual == 1 + self.eps_high,
+            "asymmetric": self.eps_low != self.eps_high,
+        }
+        return tuple(word for word, true in holds.items() if true)
+
+
+def clipped_surrogate(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
+    """PPO's clip, and which tokens it holds."""
+    r, a = ratio_of(t), t.advantages
+    loss = trust.clipped(r, a, eps_low, eps_high, dual)
+    with torch.no_grad():
+        positive, negative = a > 0, a < 0
+        return Surrogate(
+            loss,
+            upper=positive & (r > 1 + eps_high),
+            lower=negative & (r < 1 - eps_low),
+            dual=None if dual is None else negative & (r > dual),
+        )
+
+
+def _stops(low: float, high: float) -> str:
+    if math.isinf(high) and low <= 0:
+        return "the gradient never stops"
+    if math.isinf(high):
+        return f"the gradient stops where the advantage pushes the ratio below {spoken(low)}"
+    where = f"out of [{spoken(low)}, {spoken(high)}]" if low > 0 else f"above {spoken(high)}"
+    return f"the gradient stops where the advantage pushes the ratio {where}"
+
+
+def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
+    """PPO's three bounds, those that can bind: a ratio is never below 0."""
+    conditions = []
+    if not high.endswith("inf"):
+        conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
+    if eps_low < 1:
+        conditions.append(Condition(f"(advantages < 0) & (ratio < 1 - {number(eps_low)})", "held from below"))
+    if dual != "inf":
+        conditions.append(Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound"))
+    return tuple(conditions)
+
+
+@dataclass(frozen=True)
+class TwoSidedClip:
+    """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
+
+    delta: the largest ratio, for either sign of A.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    delta: float
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_eps(self)
+        validate.number(self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high.")
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = ratio_of(t), t.advantages
+        high = 1 + self.eps_high
+        loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
+        with torch.no_grad():
+            positive, negative = a > 0, a < 0
+            return Surrogate(
+                loss,
+                upper=positive & (r > min(self.delta, high)),
+                lower=negative & (r < 1 - self.eps_low),
+                dual=negative & (r > max(self.delta, high)),
+            )
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        first, last = sorted((self.delta, 1 + self.eps_high))
+        return f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above {spoken(last)}"
+
+    def note_beside(self, other: object) -> str:
+        """What to know of this and another trust region, "" if nothing."""
+        same = other == Clip(self.eps_low, self.eps_high, dual=self.delta) and self.delta >= 1 + self.eps_high
+        return "Dual clip and two-sided clip with these numbers are the same surrogate." if same else ""
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        first, last = sorted((self.delta, 1 + self.eps_high))
+        clipped = bounds_of_clip(self.eps_low, number(first), number(last))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
+
+
+@dataclass(frozen=True)
+class DetachedClip:
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
+
+    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient;
+    "zero_by_sign" drops the tokens PPO would clip; "zero" drops every token outside the band.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    ratio_min: float
+    ratio_max: float
+    outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
+
+    def __post_init__(self) -> None:
+        hint = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
+        validate.number(self, "ratio_min", least=0, hint=hint)
+        validate.number(self, "ratio_max", above=0, hint=hint)
+        validate.interval(self, "ratio_min", "ratio_max")
+        validate.choice(self, "outside", ("clip", "zero_by_sign", "zero"))
+
+    @classmethod
+    def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
+        """The band [1 − eps_low, 1 + eps_high], for those who give CISPO's bounds as distances (verl, SkyRL)."""
+        return cls(max(1 - eps_low, 0.0), 1 + eps_high)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r = ratio_of(t)
+        loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
+        with torch.no_grad():
+            return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        band = interval(self.ratio_min, self.ratio_max)
+        if self.outside == "zero":
+            return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
+        tail = "no token loses its gradient" if self.outside == "clip" else "tokens that PPO would clip get none"
+        return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        if self.outside == "clip":
+            return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+        up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
+        if self.outside == "zero_by_sign":
+            up, down = f"(advantages > 0) & ({up})", f"(advantages < 0) & ({down})"
+        dropped = (
+            Condition(up, "dropped above the band"),
+            Condition(down, "dropped below the band"),
+        )
+        return (Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),)
+
+
+@dataclass(frozen=True)
+class ProbabilityBand:
+    """DPPO: a token counts only while its probability is near the anchor's; the weight is the ratio.
+
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest divergence downward and
+    upward. sides="advantage" drops a token only when it left in the direction the advantage pushes, "both" on either side.
+    form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    divergence: Literal["tv", "kl"]
+    low: float
+    high: float
+    sides: Literal["advantage", "both"] = "advantage"
+    form: Literal["score", "ratio"] = "score"
+    cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        validate.choice(self, "divergence", ("tv", "kl"))
+        validate.number(self, "low", least=0)
+        validate.number(self, "high", least=0)
+        validate.choice(self, "sides", ("advantage", "both"))
+        validate.choice(self, "form", ("score", "ratio"))
+        validate.number(
+            self,
+            "cap",
+            above=0,
+            hint="cap is the largest weight of form='score'; math.inf is no cap.",
+        )
+
+    @property
+    def idle_fields(self) -> tuple[str, ...]:
+        """The fields that have no effect."""
+        return ("cap",) if self.form == "ratio" else ()
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a, logp = ratio_of(t), t.advantages, t.logp
+        outside = trust.outside_band(
+            logp.detach(),
+            t.anchor_logp(t.anchor),
+            a,
+            self.divergence,
+            self.low,
+            self.high,
+            self.sides == "both",
+        )
+        # The weight is zeroed, not the product, so that a NaN advantage still shows.
+        weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
+        loss = -weight * a if self.form == "ratio" else -weight * a * logp
+        capped = t.mask & ~outside & (r.detach() > self.cap) if self.form == "score" else None
+        return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
+        side = "either way" if self.sides == "both" else "in the direction of its advantage"
+        weight = "the ratio" if self.form == "ratio" else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
+        far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
+        return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
+        return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
+
+
+@dataclass(frozen=True)
+class GeometricClip:
+    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
+
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    follows_advantage: ClassVar[bool] = True
+    eps_low: float
+    eps_high: float
+
+    def __post_init__(self) -> None:
+        for name in ("eps_low", "eps_high"):
+            validate.number(self, name, least=0)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        d, a = t.log_ratio, t.advantages
+        # As `trust.geometric_clipped`, with sum and count in one all-reduce where they cross ranks.
+        mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
+        loss = -a * t.sequences.expand(mean.exp())
+        with torch.no_grad():
+            return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless `ratio` is one that this fits."""
+        if not isinstance(ratio, TokenRatio):
+            raise SpecError(
+                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(ratio).__name__}."
+            )
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        band = f"[{spoken(-self.eps_low)}, {spoken(self.eps_high)}]"
+        clipped = f"each log-ratio is held within {band} on the side the advantage pushes to"
+        return f"{clipped}, then the ratios are averaged geometrically over the sequence"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        up = Condition(f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above")
+        down = Condition(f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below")
+        return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)

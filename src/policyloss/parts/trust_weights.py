@@ -1,0 +1,132 @@
+"""Trust regions that weight a token smoothly instead of cutting it off (see `trust`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policyloss.functional import trust
+from policyloss.parts import validate
+from policyloss.parts.trust_clips import Surrogate, ratio_of
+from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, spoken
+from policyloss.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        validate.number(self, "tau_positive", above=0, finite=True)
+        validate.number(self, "tau_negative", above=0, finite=True)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.soft_gated(ratio_of(t), t.advantages, self.tau_positive, self.tau_negative))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
+        taus = f"{positive} where the advantage is positive, {negative} elsewhere"
+        return f"a sigmoid of the ratio fades the gradient out on both sides, at temperature {taus}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
+
+
+@dataclass(frozen=True)
+class GammaWeight:
+    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
+
+    Meant for `SequenceProduct`.
+    """
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_positive", "k_negative"):
+            validate.number(self, name, least=0, finite=True)
+        for name in ("lambda_positive", "lambda_negative"):
+            validate.number(self, name, above=0, finite=True)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive, negative = (
+            (self.k_positive, self.lambda_positive),
+            (self.k_negative, self.lambda_negative),
+        )
+        return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"
+        negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
+        smooth = "logp is weighted by a smooth, stopped function of the ratio"
+        shape = "1 at ratio 1, largest at power / decay, fading beyond"
+        return f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} elsewhere"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = False
+    beta: float
+
+    def __post_init__(self) -> None:
+        validate.number(self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        pull = f"half of {spoken(self.beta)} times the squared log-ratio pulls to the anchor"
+        return f"logp is weighted by the advantage, and {pull}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        pull = Condition("log_ratio == 0", "at the anchor")
+        idle = "nothing to learn from, and no pull to the anchor"
+        return (Slopes(through_logp=(NO_ADVANTAGE,), through_ratio=(pull,), idle=idle),)
+
+
+@dataclass(frozen=True)
+class TaperedNegative:
+    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+    ratio_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        validate.number(self, "ratio_max", above=0)
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = ratio_of(t), t.advantages
+        loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
+        return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
+
+    def sentence(self) -> str:
+        """What it does, in words."""
+        stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
+        where = f"where that is not positive also by {stopped}, so that a bad token already unlikely fades out"
+        return f"logp is weighted by the advantage; {where}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        """Where its gradient is zero."""
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)

@@ -1,0 +1,90 @@
+"""A compiled loss may be called for the first time from several threads at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import policyloss as pl
+from cases import make_batch
+from policyloss.compiled import loss as compiled
+from policyloss.compiled import trace as fusing
+
+THREADS = 4
+
+
+def in_threads(calls):
+    """The results of all calls, which start at the same moment."""
+    start = threading.Barrier(len(calls))
+
+    def run(call):
+        start.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def test_the_first_call_from_several_threads_compiles_once():
+    """Each thread gets the eager loss and one and the same gradient, and they share one graph."""
+    batch = make_batch(seed=2, rows=5, width=5)
+    spec = pl.LossSpec(trust=pl.Clip(0.1, 0.2))
+    fused = pl.compiled_loss(spec)
+    expected = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss
+
+    def call():
+        logp = batch.logp.clone().requires_grad_()
+        loss = fused(logp, batch.old_logp, batch.advantages, batch.mask).loss
+        loss.backward()
+        return loss.detach(), logp.grad
+
+    results = in_threads([call] * THREADS)
+    assert fused.graphs == 1
+    for loss, gradient in results:
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(gradient, results[0][1])
+
+
+def test_one_thread_compiles_at_a_time(monkeypatch):
+    """Also of two losses: what a compiler sets while it traces, it sets for the whole process."""
+    batch = make_batch(seed=1, rows=2, width=3)
+    arguments = (batch.logp, batch.old_logp, batch.advantages, batch.mask)
+    inside, most = 0, []
+
+    def slow(*_):
+        nonlocal inside
+        inside += 1
+        most.append(inside)
+        time.sleep(0.05)
+        inside -= 1
+        raise NotImplementedError
+
+    monkeypatch.setattr(compiled, "_compile", slow)
+    losses = [pl.compiled_loss(pl.preset(name)) for name in ("ppo", "dapo")]
+
+    def call(fused):
+        with pytest.raises(NotImplementedError):
+            fused(*arguments)
+
+    in_threads([lambda fused=fused: call(fused) for fused in losses * 2])
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_trace_is_none_in_other_threads():
+    """torch has one flag for all threads; a loss that another thread takes meanwhile still checks
+    what it is given.
+    """
+    mask = torch.full((2, 3), -100)
+    x = torch.zeros(2, 3)
+
+    def bad_mask():
+        with pytest.raises(pl.InputError, match="mask"):
+            pl.policy_loss(pl.preset("ppo"), x, x, x, mask)
+
+    with fusing._tracing():
+        assert torch.compiler.is_compiling()
+        in_threads([bad_mask])

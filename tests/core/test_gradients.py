@@ -1,0 +1,160 @@
+"""The gradient autograd gives is the derivative of the loss, with what the loss stops the gradient of held constant.
+
+float64, finite differences. Presets are checked entry by entry; every loss one slot away from a preset along a random direction,
+which sees any wrong entry with probability one. Points are away from clip bounds; a kink would fail loudly, not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import policyloss as pl
+from cases import AGGREGATES, NEIGHBOURS, PRESETS, Batch, label, make_batch, run
+from policyloss.check.loss import FrozenStopGradients
+
+BATCH = make_batch(seed=5, rows=5, width=4)
+LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
+
+
+def loss_of(spec: pl.LossSpec, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(logp: Tensor, entropy: Tensor) -> Tensor:
+        return pl.policy_loss(spec, **{**batch.kwargs, "logp": logp, "entropy": entropy}).loss
+
+    return loss
+
+
+def check_every_entry(f: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Raise unless autograd's gradient of `f` is its numerical derivative, entry by entry, with stop-gradients held."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    gradcheck(FrozenStopGradients().function(f, *leaves), leaves, eps=1e-6, atol=1e-7, rtol=1e-6)
+
+
+def check_direction(f: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """The same along one random direction u: `grad·u = (f(x + hu) − f(x − hu)) / 2h`. Three evaluations instead of forty."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    mode, h, g = FrozenStopGradients(), 1e-6, torch.Generator().manual_seed(0)
+    frozen = mode.function(f, *leaves)
+    u = [torch.rand(x.shape, generator=g, dtype=torch.float64) + 0.1 for x in leaves]
+    gradients = torch.autograd.grad(mode.base, leaves, allow_unused=True)
+    analytic = sum((dx * d).sum() for dx, d in zip(gradients, u, strict=True) if dx is not None)
+    with torch.no_grad():
+        up, down = (frozen(*(x + s * d for x, d in zip(leaves, u, strict=True))) for s in (h, -h))
+    numerical = (up - down) / (2 * h)
+    if not torch.isclose(numerical, torch.as_tensor(analytic), rtol=1e-6, atol=1e-8):
+        raise RuntimeError(f"Jacobian mismatch: autograd says {float(analytic)}, finite differences {float(numerical)}")
+
+
+CHECKS = {"every_entry": check_every_entry, "direction": check_direction}
+
+
+def check_spec(spec: pl.LossSpec, batch: Batch, check: Callable[..., None]) -> None:
+    loss = loss_of(spec, batch)
+    if spec.entropy_coef:
+        check(loss, batch.logp, batch.entropy)
+    else:
+        check(lambda logp: loss(logp, batch.entropy), batch.logp)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_gradient_is_the_derivative(name: str, layout: str) -> None:
+    check_spec(PRESETS[name], LAYOUTS[layout], check_every_entry)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_entropy_gradient_is_the_derivative(layout: str) -> None:
+    check_spec(PRESETS["grpo"].replace(entropy_coef=0.01), LAYOUTS[layout], check_every_entry)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
+    """A check at a point where every token is clipped would prove nothing."""
+    dlogp = run(PRESETS[name], BATCH).dlogp
+    assert (dlogp != 0).sum() >= 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradient_of_every_one_slot_neighbour(name: str) -> None:
+    """Layouts alternate, out of step between presets, so that each part is met in both."""
+    wrong = []
+    first = list(PRESETS).index(name)
+    for i, (change, spec) in enumerate(NEIGHBOURS[name].items(), start=first):
+        layout = list(LAYOUTS)[i % 2]
+        try:
+            check_spec(spec, LAYOUTS[layout], check_direction)
+        except RuntimeError as error:
+            wrong.append(f"{name} with {change}, {layout}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def value_loss_of(batch: Batch, **kwargs: Any) -> Callable[[Tensor], Tensor]:
+    def loss(values: Tensor) -> Tensor:
+        shared = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
+        return pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, **shared, **kwargs).loss
+
+    return loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("clip", [0.2, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("kind", ["mse", "huber"])
+def test_value_loss_gradient(kind: Any, clip: float | None, layout: str) -> None:
+    batch = LAYOUTS[layout]
+    # A Huber bend at 0.7 puts errors on both sides of it; returns are the batch's advantages, old values its old_logp.
+    loss = value_loss_of(batch, clip=clip, kind=kind, huber_delta=0.7)
+    check_every_entry(loss, batch.logp)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES, ids=label)
+def test_value_loss_gradient_under_every_aggregation(aggregate: Any) -> None:
+    for batch in LAYOUTS.values():
+        check_direction(value_loss_of(batch, aggregate=aggregate), batch.logp)
+
+
+class _DoubledGradient(torch.autograd.Function):
+    """The identity, with twice its gradient: a mistake the check must see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_check_sees_a_wrong_gradient(layout: str, check: Callable[..., None]) -> None:
+    right = PRESETS["ppo"].replace(trust=lambda t: -t.advantages * t.ratio)
+    wrong = PRESETS["ppo"].replace(trust=lambda t: -t.advantages * _DoubledGradient.apply(t.ratio))
+    check_spec(right, LAYOUTS[layout], check)
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        check_spec(wrong, LAYOUTS[layout], check)
+
+
+def test_one_wrong_entry_is_seen_along_a_random_direction() -> None:
+    """A gradient wrong at a single token only is still caught by the one-direction check."""
+
+    def trust(t: pl.Tokens) -> Tensor:
+        only = torch.zeros_like(t.mask)
+        only[1, 1] = True
+        return -t.advantages * torch.where(only, _DoubledGradient.apply(t.ratio), t.ratio)
+
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        check_spec(PRESETS["ppo"].replace(trust=trust), BATCH, check_direction)
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo_token", "topr", "vespo"])
+def test_stop_gradients_have_to_be_held(name: str) -> None:
+    """Without freezing, these losses fail the check: what the freezing holds is exactly their stop-gradient."""
+    loss = loss_of(PRESETS[name], BATCH)
+    logp = BATCH.logp.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        gradcheck(lambda x: loss(x, BATCH.entropy), (logp,), eps=1e-6, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,343 @@
+"""One-line mistakes, each of which must make a named test fail; and the driver that makes them, on copies of the package.
+
+Run as a script with the names of mutants, it prints `{name: pytest's exit code}`. All of them run in one process, since loading
+torch takes longer than any of the tests: before each, whatever was imported from the copy or from the tests is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from head_mutants import HEAD
+from part_mutants import PARTS
+from train_mutants import TRAIN
+
+TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = TESTS.parent / "src" / "policyloss"
+CLEAN = "clean"
+# Without collecting garbage after each run (a second, as torch is large), and without rewriting assertions nobody will read.
+_PLUGINS = ("cacheprovider", "xdist", "unraisableexception")
+_FAST = ("-x", "-q", "--no-header", "--assert=plain", *(f"-pno:{name}" for name in _PLUGINS))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which stands once in `file`, by `new`; then `test` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+_HAND, _CORRECTIONS = "test_hand_computed.py::", "test_hand_corrections.py::"
+MUTANTS = (
+    Mutant(
+        "clip_upper_bound_sign",
+        "functional/trust.py",
+        "1 + eps_high, None, dual)",
+        "1 - eps_high, None, dual)",
+        _HAND + "test_trust",
+    ),
+    Mutant(
+        "clip_sides_swapped",
+        "functional/trust.py",
+        "1 - eps_low, 1 + eps_high, None, dual)",
+        "1 - eps_high, 1 + eps_low, None, dual)",
+        _HAND + "test_trust",
+    ),
+    Mutant(
+        "dual_clip_dropped",
+        "functional/trust.py",
+        "torch.minimum(loss, dual * a.abs())",
+        "loss",
+        _HAND + "test_worked_example_dual_clip",
+    ),
+    Mutant(
+        "cispo_weight_not_detached",
+        "functional/trust.py",
+        "weight = r.clamp(min=ratio_min",
+        "weight = ratio.clamp(min=ratio_min",
+        _HAND + "test_trust",
+    ),
+    Mutant(
+        "by_sign_sides_swapped",
+        "functional/trust.py",
+        "take_positive, positive, negative)",
+        "take_positive, negative, positive)",
+        "test_by_sign.py::test_up_grpo_by_hand",
+    ),
+    Mutant(
+        "by_sign_hides_nan",
+        "functional/trust.py",
+        "advantages > 0, ~negative.isnan(), positive.isnan())",
+        "advantages > 0, True, False)",
+        "test_by_sign.py::test_a_nan_shows_on_either_side",
+    ),
+    Mutant(
+        "current_ratio_is_logp",
+        "parts/trust.py",
+        't.log_ratio_to("current").exp()',
+        "t.logp",
+        "test_by_sign.py::test_up_grpo_by_hand",
+    ),
+    Mutant(
+        "by_sign_flags_of_one_side",
+        "parts/trust.py",
+        "never if b is None else b)",
+        "never)",
+        "test_by_sign.py::test_each_side_is_its_part_alone",
+    ),
+    Mutant("sapo_scale", "functional/trust.py", "-advantages * (4 / tau)", "-advantages * 4", _HAND + "test_trust"),
+    Mutant(
+        "gmpo_clips_the_ratio_not_its_log",
+        "functional/trust.py",
+        "log_ratio.clamp(-eps_low, eps_high)",
+        "log_ratio.clamp(1 - eps_low, 1 + eps_high)",
+        _HAND + "test_geometric_clip",
+    ),
+    Mutant(
+        "gspo_token_gradient_through_the_mean",
+        "parts/ratio.py",
+        "expand(mean.detach())",
+        "expand(mean)",
+        _HAND + "test_sequence_ratio",
+    ),
+    Mutant(
+        "subtracted_before_upcast",
+        "functional/masking.py",
+        "a.to(dtype) - b.to(dtype)",
+        "(a - b).to(dtype)",
+        _HAND + "test_half_precision_is_upcast_before_the_subtraction",
+    ),
+    Mutant(
+        "masked_by_multiplication",
+        "functional/masking.py",
+        "torch.where(mask, x if dtype is None else x.to(dtype), 0)",
+        "mask * (x if dtype is None else x.to(dtype))",
+        _HAND + "test_masked_garbage_is_replaced",
+    ),
+    Mutant(
+        "local_denominator",
+        "parts/aggregate.py",
+        "return totals.dp_size * reciprocal(totals.tokens, t.advantages)",
+        "return totals.dp_size * reciprocal(t.counts.sum(), t.advantages)",
+        _HAND + "test_totals_are_the_denominator",
+    ),
+    Mutant(
+        "dp_size_forgotten",
+        "parts/aggregate.py",
+        "(totals.dp_size * reciprocal(totals.sequences, t.lengths))",
+        "reciprocal(totals.sequences, t.lengths)",
+        "test_totals.py::test_averaging_ranks_give_the_gradient_of_the_batch",
+    ),
+    Mutant(
+        "sequence_mean_over_the_padded_width",
+        "functional/aggregate.py",
+        "sequences.expand(reciprocal(lengths, lengths))",
+        "sequences.expand(reciprocal(lengths * 0 + sequences.shape[-1], lengths))",
+        _HAND + "test_aggregate",
+    ),
+    Mutant(
+        "empty_count_unguarded",
+        "functional/aggregate.py",
+        "return torch.where(x == 0, 1, 1 / x)",
+        "return 1 / x",
+        "test_metrics.py::test_a_batch_with_no_valid_token",
+    ),
+    Mutant(
+        "anchors_not_detached",
+        "tokens.py",
+        'raw[name] = x if x is None or name == "entropy" else x.detach()',
+        "raw[name] = x",
+        _CORRECTIONS + "test_frozen_policies_get_no_gradient",
+    ),
+    Mutant(
+        "icepop_keeps_what_is_outside",
+        "parts/correction.py",
+        "return Corrected(w, correction.within(w, self.low, self.high))",
+        "return Corrected(w)",
+        _CORRECTIONS + "test_weight",
+    ),
+    Mutant(
+        "opsm_drops_the_good",
+        "parts/correction.py",
+        "(t.advantages < 0) & (drift",
+        "(t.advantages > 0) & (drift",
+        _CORRECTIONS + "test_opsm",
+    ),
+    Mutant(
+        "rejected_tokens_stay_in_the_mean",
+        "loss.py",
+        "t = t.with_mask(t.mask & keep)",
+        "t = t.with_mask(t.mask)",
+        _CORRECTIONS + "test_rejected",
+    ),
+    Mutant(
+        "k3_sign",
+        "functional/kl.py",
+        "return torch.where(endless, torch.inf, torch.expm1(d) - d)",
+        "return torch.where(endless, torch.inf, torch.expm1(d) + d)",
+        _CORRECTIONS + "test_kl_value_and_gradient",
+    ),
+    Mutant(
+        "k2_without_the_half",
+        "functional/kl.py",
+        "return 0.5 * d**2",
+        "return d**2",
+        _CORRECTIONS + "test_kl_value_and_gradient",
+    ),
+    Mutant(
+        "straight_through_dropped",
+        "functional/kl.py",
+        "return value.detach() + (pull - pull.detach())",
+        "return value",
+        _CORRECTIONS + "test_kl_value_and_gradient",
+    ),
+    Mutant(
+        "mean_of_means",
+        "policy_metrics.py",
+        'records[f"clip_fraction_{name}"] = Stat(held, n)',
+        'records[f"clip_fraction_{name}"] = Stat(held / n, n / n)',
+        "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
+    ),
+    Mutant(
+        "counts_merged_in_float32",
+        "metrics.py",
+        "zip(self.wide, other.wide, strict=True)",
+        "zip(self.parts, other.parts, strict=True)",
+        "test_metrics.py::test_counts_survive_beyond_float32",
+    ),
+    Mutant(
+        "explained_variance_of_raw_moments",
+        "metrics.py",
+        "squares / count - (total / count) ** 2",
+        "squares / count",
+        "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
+    ),
+    Mutant(
+        "value_loss_without_the_half", "value.py", "return 0.5 * error**2", "return error**2", "test_value.py::test_clipped_by_hand"
+    ),
+    Mutant(
+        "value_loss_takes_the_smaller",
+        "value.py",
+        "token_loss = torch.maximum(token_loss, clipped)",
+        "token_loss = torch.minimum(token_loss, clipped)",
+        "test_value.py::test_clipped_by_hand",
+    ),
+    Mutant(
+        "verl_gspo_average_of_an_older_release",
+        "compat/verl/losses.py",
+        'if not at_least(call.release, "0.9.1")',
+        'if not at_least(call.release, "0.9.0")',
+        "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
+    ),
+    Mutant(
+        "verl_guard_lost",
+        "compat/counts.py",
+        "return 1e-8 if",
+        "return 1e-9 if",
+        "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",
+    ),
+    Mutant(
+        "openrlhf_gspo_anchor",
+        "compat/openrlhf/losses.py",
+        '"old" if gate.level == "off" else "rollout"',
+        '"old" if gate.level == "off" else "old"',
+        "test_compat_openrlhf.py::test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted",
+    ),
+    Mutant(
+        "trl_cispo_cap_as_a_distance",
+        "compat/trl/config.py",
+        "return DetachedClip(0.0, high)",
+        "return DetachedClip(0.0, 1 + high)",
+        "test_compat_trl.py::test_cispo_caps_the_weight_at_epsilon_high_itself",
+    ),
+    Mutant(
+        "given_penalty_unscaled",
+        "compat/colossalai/parts.py",
+        "return self.beta * self.kl",
+        "return self.kl",
+        "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
+    ),
+    Mutant(
+        "guarded_length_lost",
+        "compat/parts.py",
+        "t.lengths + self.epsilon",
+        "t.lengths",
+        "test_given_and_local.py::test_epsilon_in_a_sequence_mean",
+    ),
+    Mutant(
+        "trl_kl_weighted_by_the_wrong_ratio",
+        "compat/trl/parts.py",
+        'if self.ratio_level == "sequence":',
+        'if self.ratio_level == "token":',
+        "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
+    ),
+    *(Mutant(*mutant) for mutant in (*HEAD, *PARTS, *TRAIN)),
+)
+
+
+def mutated_copy(folder: Path, mutant: Mutant | None) -> None:
+    """A copy of the package in `folder`, with the mistake made in it."""
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is not None:
+        path = folder / PACKAGE.name / mutant.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutant.old) != 1:
+            raise LookupError(f"{mutant.name}: {mutant.old!r} stands {source.count(mutant.old)} times in {mutant.file}, not once")
+        path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+
+
+def located(test: str) -> str:
+    """The path of `test`, which is named by its file alone: `test_spec.py::test_reads`."""
+    file, _, name = test.partition("::")
+    (path,) = TESTS.glob(f"*/{file}")
+    return f"{path}::{name}"
+
+
+def run_tests(folder: Path, tests: list[str]) -> int:
+    """Run `tests` against the package in `folder`, in this process; pytest's exit code (1: a test failed)."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if (name.split(".")[0] == PACKAGE.name or TESTS in Path(file).parents) and name != "__main__":
+            del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            code = pytest.main([*_FAST, *tests])
+        loaded = Path(sys.modules[PACKAGE.name].__file__ or "")
+        if folder not in loaded.parents:
+            raise ImportError(f"the tests ran against {loaded}, not against the copy in {folder}")
+        if code not in (0, 1):
+            print(said.getvalue(), file=sys.stderr)
+        return int(code)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def main(names: list[str]) -> None:
+    """Run each named mutant's test on a mutated copy (`clean`: all tests, nothing changed) and print the exit codes as JSON."""
+    by_name = {m.name: m for m in MUTANTS}
+    codes = {}
+    for name in names:
+        mutant = by_name.get(name)
+        tests = sorted({m.test for m in MUTANTS}) if mutant is None else [mutant.test]
+        with tempfile.TemporaryDirectory() as folder:
+            mutated_copy(Path(folder).resolve(), mutant)
+            codes[name] = run_tests(Path(folder).resolve(), [located(test) for test in tests])
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    main(sys.argv[1:])
