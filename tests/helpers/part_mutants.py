@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _HAND, _CORRECTIONS = "test_hand_computed.py::", "test_hand_corrections.py::"
 _RATIO, _TRUST, _CORRECTION = "parts/ratio.py", "parts/trust.py", "parts/correction.py"
+_CLIPS, _WEIGHTS = "parts/trust_clips.py", "parts/trust_weights.py"
 _AGGREGATE, _FUNCTIONAL = "parts/aggregate.py", "functional/correction.py"
 
 PARTS = (
@@ -20,8 +21,8 @@ PARTS = (
     (
         "sequence_product_of_the_mean",
         _RATIO,
-        "return t.sequences.expand(t.sequences.sum(of_tokens))",
-        "return t.sequences.expand(t.sequence_mean(of_tokens))",
+        "t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))",
+        "t.sequences.expand(t.sequence_mean(bound(t.log_ratio_to(self.anchor), self.token_clamp)))",
         _HAND + "test_sequence_product",
     ),
     (
@@ -33,14 +34,14 @@ PARTS = (
     ),
     (
         "clip_without_its_dual",
-        _TRUST,
-        "return _clipped(t, self.eps_low, self.eps_high, self.dual)",
-        "return _clipped(t, self.eps_low, self.eps_high)",
+        _CLIPS,
+        "return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)",
+        "return clipped_surrogate(t, self.eps_low, self.eps_high)",
         _HAND + "test_worked_example_dual_clip",
     ),
     (
         "two_sided_clip_without_delta",
-        _TRUST,
+        _CLIPS,
         "trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)",
         "trust.two_sided_clipped(r, a, high, self.eps_low, self.eps_high)",
         _HAND + "test_trust",
@@ -54,42 +55,42 @@ PARTS = (
     ),
     (
         "cispo_keeps_what_is_outside",
-        _TRUST,
+        _CLIPS,
         "self.ratio_min, self.ratio_max, self.outside)",
         'self.ratio_min, self.ratio_max, "clip")',
         _HAND + "test_trust",
     ),
     (
         "sapo_temperatures_swapped",
-        _TRUST,
+        _WEIGHTS,
         "self.tau_positive, self.tau_negative))",
         "self.tau_negative, self.tau_positive))",
         _HAND + "test_trust",
     ),
     (
         "probability_band_sides_swapped",
-        _TRUST,
-        "self.divergence, self.low, self.high, self.sides",
-        "self.divergence, self.high, self.low, self.sides",
+        _CLIPS,
+        "            self.low,\n",
+        "            self.high,\n",
         _HAND + "test_probability_band",
     ),
     (
         "probability_band_without_cap",
-        _TRUST,
+        _CLIPS,
         "r.detach().clamp(max=self.cap))",
         "r.detach())",
         _HAND + "test_probability_band",
     ),
     (
         "gmpo_without_exp",
-        _TRUST,
+        _CLIPS,
         "loss = -a * t.sequences.expand(mean.exp())",
         "loss = -a * t.sequences.expand(mean)",
         _HAND + "test_geometric_clip",
     ),
     (
         "vespo_signs_swapped",
-        _TRUST,
+        _WEIGHTS,
         "t.logp, t.advantages, positive, negative))",
         "t.logp, t.advantages, negative, positive))",
         _HAND + "test_trust",
@@ -117,21 +118,21 @@ PARTS = (
     ),
     (
         "kl_cov_threshold_on_a_token",
-        "functional/ranks.py",
+        "functional/collectives.py",
         "middle = (score + after) / 2",
         "middle = score",
         "test_covariance_ties.py::test_the_threshold_lies_between_the_chosen_and_the_next",
     ),
     (
         "dro_pull_doubled",
-        _TRUST,
+        _WEIGHTS,
         "t.logp, t.advantages, self.beta))",
         "t.logp, t.advantages, 2 * self.beta))",
         _HAND + "test_trust",
     ),
     (
         "topr_without_its_bound",
-        _TRUST,
+        _WEIGHTS,
         "trust.tapered_negative(r, t.logp, a, self.ratio_max)",
         "trust.tapered_negative(r, t.logp, a)",
         _HAND + "test_trust",
@@ -139,8 +140,8 @@ PARTS = (
     (
         "unbounded_forms_swapped",
         _TRUST,
-        '_ratio(t) if self.form == "ratio" else t.logp',
-        '_ratio(t) if self.form != "ratio" else t.logp',
+        'ratio_of(t) if self.form == "ratio" else t.logp',
+        'ratio_of(t) if self.form != "ratio" else t.logp',
         _HAND + "test_trust",
     ),
     (
@@ -153,8 +154,8 @@ PARTS = (
     (
         "sequence_mask_weights_swapped",
         _CORRECTION,
-        'if self.weight == "token" else ratio',
-        'if self.weight != "token" else ratio',
+        'if self.weight == "token" else w',
+        'if self.weight != "token" else w',
         _CORRECTIONS + "test_weight",
     ),
     (
@@ -188,7 +189,7 @@ PARTS = (
     (
         "kl_unweighted",
         "parts/kl.py",
-        "return value if self.weight is None else value * self._weight(t)",
+        "return value if weight is None else value * weight",
         "return value",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),
@@ -202,8 +203,8 @@ PARTS = (
     (
         "dr_grpo_over_tokens",
         _AGGREGATE,
-        "(totals.dp_size / self.horizon) * reciprocal(totals.sequences, t.advantages)",
-        "(totals.dp_size / self.horizon) * reciprocal(totals.tokens, t.advantages)",
+        "(totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)",
+        "(totals.dp_size / known_horizon(self)) * reciprocal(totals.tokens, t.advantages)",
         _HAND + "test_aggregate",
     ),
     (
@@ -216,8 +217,8 @@ PARTS = (
     (
         "token_sum_without_horizon",
         _AGGREGATE,
-        "_totals(t).dp_size / self.horizon",
-        "_totals(t).dp_size / 1",
+        "scale = _totals(t).dp_size / known_horizon(self)",
+        "scale = _totals(t).dp_size / 1",
         _HAND + "test_aggregate",
     ),
     (
@@ -251,8 +252,8 @@ PARTS = (
     (
         "levels_swapped",
         _FUNCTIONAL,
-        'if level == "geomean" else total)',
-        'if level == "product" else total)',
+        "return sequences.expand(total / lengths.clamp(min=1))",
+        "return sequences.expand(total)",
         _CORRECTIONS + "test_levels_of_a_weight",
     ),
     (
@@ -264,9 +265,9 @@ PARTS = (
     ),
     (
         "geometric_mean_without_floor",
-        _FUNCTIONAL,
-        "torch.where(mask, (weight + floor).log(), 0)",
-        "torch.where(mask, weight.log(), 0)",
+        "compat/verl/parts.py",
+        "(self.weight.detach().to(t.dtype) + self.floor).log()",
+        "self.weight.detach().to(t.dtype).log()",
         "test_given_and_local.py::test_the_geometric_mean_of_a_given_weight",
     ),
     (
@@ -285,30 +286,30 @@ PARTS = (
     ),
     (
         "rejecting_k2_without_the_half",
-        _FUNCTIONAL,
-        "return 0.5 * log_weight**2",
-        "return log_weight**2",
+        "functional/kl.py",
+        "return 0.5 * d**2",
+        "return d**2",
         _CORRECTIONS + "test_reject",
     ),
     (
         "choice_divergence_of_one_side",
-        _FUNCTIONAL,
-        "return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()",
-        "return p * (p / q).log()",
+        "functional/kl.py",
+        "return p0 * (p0 / p).log() + (1 - p0) * ((1 - p0) / (1 - p)).log()",
+        "return p0 * (p0 / p).log()",
         _CORRECTIONS + "test_divergence_mask",
     ),
     (
         "choice_divergence_with_a_sign",
-        _FUNCTIONAL,
-        "return (p - q).abs()",
-        "return p - q",
+        "functional/kl.py",
+        "return (p - p0).abs()",
+        "return p - p0",
         _CORRECTIONS + "test_total_variation_has_no_sign",
     ),
     (
         "sums_reduced_to_means",
         _FUNCTIONAL,
-        'if reduce == "mean" else total)',
-        'if reduce == "sum" else total)',
+        '    if reduce == "sum":',
+        '    if reduce == "mean":',
         _CORRECTIONS + "test_reject",
     ),
     (

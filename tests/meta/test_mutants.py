@@ -55,9 +55,9 @@ def public_functions(module: ModuleType) -> set[str]:
     return {n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and not n.startswith("_")}
 
 
-SLOTS = {
-    f"parts/{m.__name__.split('.')[-1]}.py": {v.__name__ for v in m.VARIANTS} for m in (ratio, trust, correction, kl, aggregate)
-}
+VARIANTS = [part for slot in (ratio, trust, correction, kl, aggregate) for part in slot.VARIANTS]
+FILES = {part.__name__: f"parts/{part.__module__.split('.')[-1]}.py" for part in VARIANTS}
+SLOTS = {file: {name for name, home in FILES.items() if home == file} for file in FILES.values()}
 DEMANDED = {**SLOTS, "functional/correction.py": public_functions(functional_correction)}
 
 
