@@ -80,7 +80,6 @@ def policy_metrics(
     mask). given: the caller's totals.
     """
     n = count(t.mask)
-    assert t.totals is not None
     records: dict[str, Record] = {
         "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
@@ -93,12 +92,12 @@ def policy_metrics(
         records["beyond_totals"] = Sum(_beyond_totals(t, n, divisor, given))
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
-    if t.raw.get("old_logp") is not None and t.raw.get("rollout_logp") is not None:
+    if t.has("old_logp") and t.has("rollout_logp"):
         _mismatch(records, whole)
     _corrections(records, corrected, whole)
     if kl is not None:
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
-    if t.raw.get("entropy") is not None:
+    if t.has("entropy"):
         records["entropy"] = Stat(t.entropy.sum(), n)
     return Metrics(records)
 
@@ -153,7 +152,7 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
             records["clamped_tokens"] = Sum(count(beyond(raw, t.log_clamp)))
-    if t.raw.get("old_logp") is not None:
+    if t.has("old_logp"):
         if raw is None or growth is None or not per_token or t.anchor != "old":
             raw = t.log_ratio_to("old")
             growth = torch.expm1(raw)
