@@ -61,8 +61,9 @@ def policy_loss(
       reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
       advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where
       a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the longer
-      ones. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a
-      sequence belongs to.
+      ones; with cp_group a pack's `[N]` is one per token, and `[S, 1]` one per sequence. mask: bool
+      or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a sequence belongs
+      to.
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
     cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
     `Totals.count(mask, cp_group=…)`).

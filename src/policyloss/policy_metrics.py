@@ -85,11 +85,9 @@ def policy_metrics(
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
         **_of_logprobs(t, token_loss),
+        "beyond_totals": Sum(_beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), given)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }
-    divisor = getattr(spec.aggregate, "divides_by", None)
-    if divisor is not None:
-        records["beyond_totals"] = Sum(_beyond_totals(t, n, divisor, given))
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
     if t.has("old_logp") and t.has("rollout_logp"):
@@ -114,11 +112,11 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
     return {"nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))), "positive_logp_tokens": Sum(count(positive))}
 
 
-def _beyond_totals(t: Tokens, n: Tensor, divisor: str, given: Totals | None) -> Tensor:
+def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
     """What this call has beyond the step's count that the average divides by; 0 where the call is
     the step, or one rank's share.
     """
-    if given is None or t.sequences.cp_group is not None:
+    if given is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
     of_step = getattr(given, divisor)
