@@ -331,7 +331,7 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
             tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
         tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
         for name, x in tensors.items():
-            if x is not None and (name in ("logp", "advantages", *_PER_TOKEN) or name.startswith("extras.")):
+            if name == "logp" or (x is not None and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
     whole = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
     named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}

@@ -97,8 +97,12 @@ class Inputs:
     def tokens(self) -> Tokens:
         """Check the tensors against each other and lay them out for the parts."""
         check_tensor("logp", self.logp, "float")
-        dtype, named = self.dtype, {name: getattr(self, name) for name in TOKEN_SHAPED}
+        named = {name: getattr(self, name) for name in TOKEN_SHAPED}
         named |= {f"extras.{name}": x for name, x in self.named_extras().items()}
+        for name, x in named.items():
+            if x is not None:
+                check_like(name, x, ("logp", self.logp))
+        dtype = self.dtype
         layout = laid_out(
             self.logp,
             self.mask,
@@ -109,9 +113,6 @@ class Inputs:
             cp_group=self.cp_group,
             positions=self.positions,
         )
-        for name, x in named.items():
-            if x is not None:
-                check_like(name, x, ("logp", self.logp))
         # Upcast once, here: several parts may read logp, and their gradients must add up before they are
         # rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}

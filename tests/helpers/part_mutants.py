@@ -328,16 +328,16 @@ PARTS = (
     ),
     (
         "old_logp_not_detached",
-        "tokens.py",
+        "inputs.py",
         'raw[name] = x if x is None or name == "entropy" else x.detach()',
         'raw[name] = x if x is None or name in ("entropy", "old_logp") else x.detach()',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
         "advantages_not_detached",
-        "tokens.py",
-        "expand_advantages(advantages.detach(), sequences, called[1])",
-        "expand_advantages(advantages, sequences, called[1])",
+        "inputs.py",
+        'expand_advantages(self.advantages.detach(), layout["sequences"])',
+        'expand_advantages(self.advantages, layout["sequences"])',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (

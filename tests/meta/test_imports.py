@@ -23,7 +23,7 @@ PACKAGE = Path(pl.__file__).parent
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 # What each part of the core may import of the package. A module that is not listed (explain, cli, …) stands above all of these:
 # it may import any of them, and none of them may import it.
-ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantages"}
+ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantage"}
 MAY_IMPORT = {
     "errors": set(),
     "arguments": {"errors"},
@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "head",
     },
     "accumulate": {"arguments", "errors", "functional", "tokens", "inputs", "totals", "metrics", "spec", "presets", "loss"},
-    **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
+    "advantage": ADVANTAGE,
 }
 
 
