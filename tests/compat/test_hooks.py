@@ -106,7 +106,7 @@ def test_the_line_is_said_at_the_start_of_a_run(tmp_path: Path, monkeypatch: pyt
 
     said: list[str] = []
     monkeypatch.setattr(loop.Display, "say", lambda self, text: said.append(text))
-    models = SimpleNamespace(task=None, tokenizer=None)
+    models = SimpleNamespace(task=SimpleNamespace(held_out=[]), tokenizer=None)
     monkeypatch.setattr(loop, "build", lambda *args, **kwargs: models)  # nothing is loaded here
     monkeypatch.setattr(loop, "Collector", lambda *args, **kwargs: None)
     for advantage, lines in (("grpo", 1), (None, 0)):
