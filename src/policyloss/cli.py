@@ -57,14 +57,14 @@ def explain_trl_command(args: argparse.Namespace) -> str:
     from policyloss.compat.trl.options import DEFAULTS
     from policyloss.presets import read_json
 
-    given = read_json(args.config)
-    if not isinstance(given, dict):
+    options = read_json(args.config)
+    if not isinstance(options, dict):
         raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
-    for name in given:
+    for name in options:
         meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
         if meant:
             raise PolicyLossError(f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?")
-    config = SimpleNamespace(**{**DEFAULTS, **given})
+    config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
         return _json(spec_from_config(config, handled=BESIDE).to_dict())
     return explain_config(config)
@@ -127,11 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
-    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        if given and given[0] in TRAINING:
-            return _training_command(given[0])(given[1:])
-        args = parser().parse_args(given)
+        if arguments and arguments[0] in TRAINING:
+            return _training_command(arguments[0])(arguments[1:])
+        args = parser().parse_args(arguments)
         print(args.run(args), flush=True)
     except PolicyLossError as error:
         print(f"policyloss: {error}", file=sys.stderr)
@@ -149,12 +149,12 @@ def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """The function behind a command that needs more than torch, or an error that says what to install."""
     module, extra = ("policyloss.report.command", "report") if name == "report" else ("policyloss.train.commands", "train")
     try:
-        found: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
+        command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "policyloss":
             raise
         raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[{extra}]'.") from None
-    return found
+    return command
 
 
 def _json(data: Any) -> str:

@@ -33,7 +33,7 @@ class Experiment:
     """One cut: the whole's gradient and the cut's `[P]`, each micro-batch's alone `[k, P]`, and what the micro-batches hold."""
 
     name: str
-    whole: Tensor
+    full_gradient: Tensor
     cut: Tensor
     alone: Tensor
     counts: Counts
@@ -72,7 +72,7 @@ WHOLE_LAWS = [name for name in LAWS if name != "equal"]
 class Weighing(NamedTuple):
     """What was found: the law of the whole batch, the law of the loop, and the power of k that the loop adds."""
 
-    whole: str
+    full_law: str
     loop: str
     power: int
 
@@ -92,9 +92,9 @@ def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing |
         weights = LAWS[law].weights
         return max(_misfit(getattr(e, target), e.alone, weights(e.counts) * float(e.k) ** power) for e in experiments)
 
-    whole = _first_of_the_best({(law, 0): misfit(law, 0, "whole") for law in WHOLE_LAWS}, tolerance)
+    full = _first_of_the_best({(law, 0): misfit(law, 0, "full_gradient") for law in WHOLE_LAWS}, tolerance)
     loop = _first_of_the_best({(law, power): misfit(law, power, "cut") for power in POWERS for law in LAWS}, tolerance)
-    return None if whole is None or loop is None else Weighing(whole[0], *loop)
+    return None if full is None or loop is None else Weighing(full[0], *loop)
 
 
 def _first_of_the_best(misfits: dict[tuple[str, int], float], tolerance: float) -> tuple[str, int] | None:

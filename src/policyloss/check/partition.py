@@ -71,8 +71,8 @@ class PartitionReport:
     def __str__(self) -> str:
         width = max(len(cut.name) for cut in self.cuts)
         table = [f"  {'cut'.ljust(width)}  pieces  difference  factor"]
-        for name, pieces, seen, factor in self._rows():
-            table.append(f"  {name.ljust(width)}  {pieces:>6}  {seen:>10}  {factor:>6}")
+        for name, pieces, difference, factor in self._rows():
+            table.append(f"  {name.ljust(width)}  {pieces:>6}  {difference:>10}  {factor:>6}")
         headline, *paragraphs = (
             textwrap.fill(text, 110, break_on_hyphens=False) for text in [self._headline(), *self._paragraphs()]
         )
@@ -163,25 +163,25 @@ class _Check:
         lengths = self.data.lengths[self.data.lengths > 0]
         if lengths.min() == lengths.max():
             self.notes.append(wording.EQUAL_LENGTHS.format(n=int(lengths[0])))
-        tokens = int(lengths.sum())
-        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, self.steps.whole)
+        tokens, gradient = int(lengths.sum()), self.steps.full_gradient
+        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient)
 
     def _check_mask(self) -> None:
         """Mask half of the longest sequence. If only the denominator notices, the gradient is the same times n / (n // 2)."""
         longest = int(self.data.lengths.argmax())
         n = int(self.data.lengths[longest])
-        full, whole = self.steps.alone([longest]), self.steps.whole
-        if n < 2 or not full.any():
+        alone, full_gradient = self.steps.alone([longest]), self.steps.full_gradient
+        if n < 2 or not alone.any():
             return
         half = self.steps.run_on([self.data.half_masked(longest)])
-        if all(abs(float(x.norm() / whole.norm()) - 1) <= 1e-4 for x in (full, half)):
+        if all(abs(float(x.norm() / full_gradient.norm()) - 1) <= 1e-4 for x in (alone, half)):
             raise InputError(
-                f"step_fn gives every gradient the same norm, {float(whole.norm()):.4g}, which hides any factor: leave "
+                f"step_fn gives every gradient the same norm, {float(full_gradient.norm()):.4g}, which hides any factor: leave "
                 "clip_grad_norm_ out of it."
             )
-        if torch.equal(half, full):
+        if torch.equal(half, alone):
             self.notes.append(wording.MASK_UNREAD)
-        elif self.steps.distance(half, full * n / (n // 2)) <= self.tolerance:
+        elif self.steps.distance(half, alone * n / (n // 2)) <= self.tolerance:
             self.diagnosis.append(wording.MASK)
 
     def _over_ranks(self) -> list[CutResult]:
@@ -203,12 +203,12 @@ class _Check:
     def _against(self, reference: Any) -> CutResult:
         """The batch once over all ranks (or in one micro-batch) against a gradient from elsewhere."""
         expected, _ = flat_gradient(reference, "reference")
-        if expected.shape != self.steps.whole.shape:
-            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.whole.numel()}.")
+        if expected.shape != self.steps.full_gradient.shape:
+            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}.")
         if not expected.any() or not expected.isfinite().all():
             raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
         ranks = self.ranks.size
-        gradient = self.steps.whole if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
+        gradient = self.steps.full_gradient if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
         result = self._result("against the reference", ranks, gradient, expected)
         if result.moved:
             straight = self.steps.distance(gradient, result.factor * expected) <= self.tolerance
@@ -216,8 +216,8 @@ class _Check:
         return result
 
     def _judge(self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place) -> list[CutResult]:
-        whole = self.steps.whole
-        results = [self._result(name, len(cut), gradients[name], whole) for name, cut in named.items()]
+        full_gradient = self.steps.full_gradient
+        results = [self._result(name, len(cut), gradients[name], full_gradient) for name, cut in named.items()]
         if any(r.moved for r in results):
             why = self._explain(named, gradients, results, place)
             self.diagnosis.append(why)
@@ -233,7 +233,7 @@ class _Check:
         infinite = [r.name for r in results if math.isinf(r.relative_difference)]
         if infinite:
             return f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count that is 0 there."
-        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.whole) <= self.tolerance for r in results]
+        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.full_gradient) <= self.tolerance for r in results]
         if all(straight):
             factors = [(r.micro_batches, r.factor) for r in results]
             power = fitting_power(factors, self.tolerance)
@@ -242,22 +242,23 @@ class _Check:
         experiments = [self._experiment(name, cut, gradients[name]) for name, cut in named.items()]
         if any(not e.alone.isfinite().all() for e in experiments):
             return f"No cause can be named: the gradient of a {place.one} alone is not finite."
-        found = find_weighing(experiments, self.tolerance)
-        if found is not None:
-            return wording.weighing_words(found, place, self.data.packed)
+        weighing = find_weighing(experiments, self.tolerance)
+        if weighing is not None:
+            return wording.weighing_words(weighing, place, self.data.packed)
         if all(straight):
             return wording.unequal_factors_words(factors, place)
         return self._unexplained(experiments, results, place)
 
     def _unexplained(self, experiments: list[Experiment], results: list[CutResult], place: Place) -> str:
-        if any(not is_a_weighted_sum(e.whole, e.alone, self.tolerance) for e in experiments):
+        if any(not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments):
             return wording.COMPANIONS.format(one=place.one, many=place.many)
         worst = max(zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference)[0]
-        whole, cut = (fitted_weights(gradient, worst.alone, self.tolerance) for gradient in (worst.whole, worst.cut))
-        return wording.unknown_words(worst, whole, cut, place)
+        full_weights = fitted_weights(worst.full_gradient, worst.alone, self.tolerance)
+        cut_weights = fitted_weights(worst.cut, worst.alone, self.tolerance)
+        return wording.unknown_words(worst, full_weights, cut_weights, place)
 
     def _experiment(self, name: str, cut: Cut, gradient: Tensor) -> Experiment:
         data, present = self.data, (self.data.lengths > 0).to(torch.float64)
         per_sequence = (data.lengths, present, torch.ones_like(present), data.positions)
         counts = Counts(*(torch.stack([x[part].sum() for part in cut]) for x in per_sequence))
-        return Experiment(name, self.steps.whole, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)
+        return Experiment(name, self.steps.full_gradient, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)

@@ -45,8 +45,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
 
 def _plain(gradient: Tensor) -> Tensor:
     full = getattr(gradient, "full_tensor", None)  # a DTensor (FSDP2) holds a shard; every rank asks for the whole
-    whole: Tensor = gradient if full is None else full()
-    return whole.detach().reshape(-1).to("cpu", torch.float64)
+    unsharded: Tensor = gradient if full is None else full()
+    return unsharded.detach().reshape(-1).to("cpu", torch.float64)
 
 
 class Ranks:
@@ -86,24 +86,24 @@ class Steps:
         self._step_fn, self.batch, self.ranks = step_fn, batch, ranks
         self._alone: dict[tuple[int, ...], Tensor] = {}
         everything = list(range(batch.sequences.count))
-        self.whole, dtype = flat_gradient(step_fn([batch.take(everything)]))
+        self.full_gradient, dtype = flat_gradient(step_fn([batch.take(everything)]))
         # Half of the digits: rounding in another order of sums stays far below, and a wrong denominator far above.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
-        if not self.whole.isfinite().all():
+        if not self.full_gradient.isfinite().all():
             raise InputError("step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it.")
-        if not self.whole.any():
+        if not self.full_gradient.any():
             raise InputError("step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask False everywhere?")
         self._check_repeatable(self.run([everything]))
 
     def _check_repeatable(self, again: Tensor) -> None:
-        if self.distance(again, self.whole) <= self.tolerance:
+        if self.distance(again, self.full_gradient) <= self.tolerance:
             return
-        if self.distance(again, 2 * self.whole) <= self.tolerance:
+        if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
             raise InputError("step_fn gave twice the gradient when it ran twice: zero the gradients at its start.")
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative difference "
-            f"{self.distance(again, self.whole):.1e}), so no cut can be judged: switch dropout off (model.eval()), seed what it "
-            "samples, and leave the optimizer's step out."
+            f"{self.distance(again, self.full_gradient):.1e}), so no cut can be judged: switch dropout off (model.eval()), "
+            "seed what it samples, and leave the optimizer's step out."
         )
 
     def run(self, cut: Sequence[Sequence[int]]) -> Tensor:
@@ -113,8 +113,9 @@ class Steps:
     def run_on(self, micro_batches: list[dict[str, Any]]) -> Tensor:
         """The gradient `[P]` of one step over ready micro-batches."""
         gradient, _ = flat_gradient(self._step_fn(micro_batches))
-        if gradient.shape != self.whole.shape:
-            raise InputError(f"step_fn gave {self.whole.numel()} numbers for the whole batch, {gradient.numel()} for a cut of it.")
+        if gradient.shape != self.full_gradient.shape:
+            expected = self.full_gradient.numel()
+            raise InputError(f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a cut of it.")
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:

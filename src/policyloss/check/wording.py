@@ -33,21 +33,21 @@ _HOW = {
 _COUNTED = {"tokens": "valid tokens", "sequences": "sequences", "packs": "sequences (by cu_seqlens)"}
 
 
-def weighing_words(found: Weighing, place: Place, packed: bool) -> str:
+def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
     """The diagnosis and the remedy, for laws that were found."""
-    k, whole = place.number, LAWS[found.whole]
-    on_top = _ON_TOP[found.power].format(k=k)
+    k, law = place.number, LAWS[weighing.full_law]
+    on_top = _ON_TOP[weighing.power].format(k=k)
     words = [
-        f"In one pass over the whole batch a {place.one} counts {whole.words}; cut, each counts "
-        f"{LAWS[found.loop].words.format(k=k)}{on_top}."
+        f"In one pass over the whole batch a {place.one} counts {law.words}; cut, each counts "
+        f"{LAWS[weighing.loop].words.format(k=k)}{on_top}."
     ]
-    if found.whole == "sum":
+    if weighing.full_law == "sum":
         return f"{words[0]} Remedy: the {place.many} add up to the whole as they are; sum them with no further weight."
-    if whole.mean and found.loop in _HOW:
-        words.append(f"That is a {whole.mean} taken inside each {place.one}, {_HOW[found.loop].format(k=k, many=place.many)}.")
-    if packed and (found.whole, found.loop) in (("tokens", "equal"), ("packs", "sequences")):
+    if law.mean and weighing.loop in _HOW:
+        words.append(f"That is a {law.mean} taken inside each {place.one}, {_HOW[weighing.loop].format(k=k, many=place.many)}.")
+    if packed and (weighing.full_law, weighing.loop) in (("tokens", "equal"), ("packs", "sequences")):
         words.append("A pack treated as one sequence looks like this: does the loss read cu_seqlens?")
-    counted = _COUNTED.get(found.whole, "valid tokens or sequences")
+    counted = _COUNTED.get(weighing.full_law, "valid tokens or sequences")
     words.append(
         f"Remedy: count the {counted} of the whole step before the first backward, and divide every {place.one} by that and by "
         f"nothing else ({place.counting})."
@@ -73,8 +73,8 @@ def factor_words(power: int, place: Place) -> str:
 
 def unequal_factors_words(factors: list[tuple[int, float]], place: Place) -> str:
     """Where only the length is off, by no power of the number of pieces."""
-    seen = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
-    return f"The direction is right and the length is off by a factor that no count here explains: {seen}."
+    listed = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
+    return f"The direction is right and the length is off by a factor that no count here explains: {listed}."
 
 
 COMPANIONS = (
@@ -84,17 +84,17 @@ COMPANIONS = (
 )
 
 
-def unknown_words(experiment: Experiment, whole: Tensor | None, cut: Tensor | None, place: Place) -> str:
+def unknown_words(experiment: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, place: Place) -> str:
     """What is left to say where no law fits: the weights that do, if they are unique."""
     start = "No normalisation that is known here explains it."
-    if whole is None or cut is None:
+    if full_weights is None or cut_weights is None:
         return (
             f"{start} Nor can weights be fitted: the {place.many}' own gradients are too alike, or the cut's is no sum of them. "
             "Try other sequences, or return more parameters."
         )
     return (
-        f"{start} Fitted per {place.one} of {experiment.name!r}: weights {_numbers(whole)} in the whole batch, {_numbers(cut)} "
-        f"cut, for {_numbers(experiment.counts.tokens)} valid tokens."
+        f"{start} Fitted per {place.one} of {experiment.name!r}: weights {_numbers(full_weights)} in the whole batch, "
+        f"{_numbers(cut_weights)} cut, for {_numbers(experiment.counts.tokens)} valid tokens."
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss.report.reading import Notes, is_regular, json_object, read_bytes, whole
+from policyloss.report.reading import Notes, integer, is_regular, json_object, read_bytes
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.series import Table, read_table
 from policyloss.train.lock import LOCK_BYTES, is_held
@@ -36,8 +36,8 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
 
 def _run_folder(path: Path) -> Path:
     if not path.is_dir():
-        seen = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"{path} {seen}; give the folder that `policyloss train` wrote.")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise InputError(f"{path} {problem}; give the folder that `policyloss train` wrote.")
     if not any(is_regular(path / name) for name in ("config.json", "metrics.jsonl")):
         inside = sorted(p.parent.name for p in islice(path.glob("*/config.json"), 100))
         hint = f" It holds runs: {', '.join(inside[:5])}." if inside else " A link to such a file does not count."
@@ -85,7 +85,7 @@ def _bounded(notes: Notes) -> Notes:
 
 
 def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table) -> dict[str, Any]:
-    planned = whole(config.get("steps"))
+    planned = integer(config.get("steps"))
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),

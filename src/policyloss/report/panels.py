@@ -66,16 +66,16 @@ PANELS = (
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
     """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys", "log", "share"}."""
     left = sorted(keys)
-    found = []
+    charts = []
     for panel in PANELS:
         taken = _matching(panel.patterns, left)
         matched = set(taken)
         left = [key for key in left if key not in matched]
         if taken:
-            found.append({**panel._asdict(), "keys": taken})
+            charts.append({**panel._asdict(), "keys": taken})
     signed = {"hint": "", "section": OTHER, "log": False, "share": False}
-    found += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
-    return [{name: value for name, value in panel.items() if name != "patterns"} for panel in found]
+    charts += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
+    return [{name: value for name, value in panel.items() if name != "patterns"} for panel in charts]
 
 
 def _matching(patterns: Sequence[str], keys: Sequence[str]) -> list[str]:

@@ -168,10 +168,10 @@ def finite(value: Any) -> float | int | None:
 
 def step_of(row: dict[str, Any]) -> int | None:
     """The step of a row; None if it has none that can be used."""
-    return whole(row.get("step"))
+    return integer(row.get("step"))
 
 
-def whole(value: Any) -> int | None:
+def integer(value: Any) -> int | None:
     """The value if it is an integer that a browser can hold, else None."""
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_STEP
     return value if usable else None

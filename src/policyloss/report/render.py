@@ -72,11 +72,11 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     for i, panel in enumerate(panels):
         figures.setdefault(panel["section"], []).append(_figure(i, escaped(panel["title"]), escaped(panel["hint"])))
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
-    found = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
+    sections = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
     if OTHER in grids:
         summary = f"<summary><h2>{OTHER} ({len(figures[OTHER])})</h2></summary>"
-        found[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'
-    return found
+        sections[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'
+    return sections
 
 
 def _figure(index: int, title: str, hint: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.report import limits
 from policyloss.report.limits import cut
-from policyloss.report.reading import Notes, finite, json_lines, open_regular, row_at, step_of, whole
+from policyloss.report.reading import Notes, finite, integer, json_lines, open_regular, row_at, step_of
 
 NUMBERS = ("logp", "old_logp", "rollout_logp", "ratio", "token_advantage")
 TEXTS = ("prompt", "completion", "answer")
@@ -98,7 +98,7 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
     out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
     out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}
     out |= {"finished": bool(row.get("finished")), "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens]}
-    out["ids"] = _fitted([whole(v) for v in _list(row.get("ids"))], len(tokens))
+    out["ids"] = _fitted([integer(v) for v in _list(row.get("ids"))], len(tokens))
     out |= {name: _fitted([finite(v) for v in _list(row.get(name))], len(tokens)) for name in NUMBERS}
     out["clipped"] = [None if flag is None else bool(flag) for flag in _fitted(_list(row.get("clipped")), len(tokens))]
     return out
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
 
 def _label(value: Any) -> str | int | None:
     """The name or number of an example or a group."""
-    return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else whole(value)
+    return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else integer(value)
 
 
 def _fitted(values: list[Any], length: int) -> list[Any]:

@@ -40,11 +40,11 @@ def duration(seconds: float | int | None) -> str:
     """Seconds as 42 s, 3 min 05 s or 2 h 07 min."""
     if seconds is None:
         return "–"
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.3g} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole >= 1e15:
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded >= 1e15:
         return f"{seconds:.3g} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"

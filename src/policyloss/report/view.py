@@ -74,7 +74,7 @@ def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         values["advantage"] += [abs(a) for a in row["token_advantage"] if a is not None]
         pairs = zip(row["logp"], row["rollout_logp"], strict=True)
         values["rollout"] += [abs(a - b) for a, b in pairs if a is not None and b is not None]
-    return {mode: max(_percentile(found, 0.98), _LEAST[mode]) or 1.0 for mode, found in values.items()}
+    return {mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0 for mode, sizes in values.items()}
 
 
 def _percentile(values: list[float], share: float) -> float:

@@ -42,13 +42,13 @@ def _pairs(module_name: str, classes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         module = import_module(module_name)
     except ImportError:
         return []
-    found = []
+    pairs = []
     for ours in classes:
         theirs = getattr(module, ours.__name__)
         for method in ("__init__", "forward"):
             _check_arguments(f"{module_name}.{ours.__name__}.{method}", getattr(theirs, method), getattr(ours, method))
-        found.append((theirs, ours))
-    return found
+        pairs.append((theirs, ours))
+    return pairs
 
 
 def _check_arguments(called: str, theirs: Any, ours: Any) -> None:

@@ -277,8 +277,8 @@ def compute_approx_kl(
         raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
-    held = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
-    raw = estimate(held, kl_estimator, as_written="exp(d) - 1 - d")
+    clamped = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
+    raw = estimate(clamped, kl_estimator, as_written="exp(d) - 1 - d")
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value

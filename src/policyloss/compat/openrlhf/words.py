@@ -36,8 +36,8 @@ def by_place(words: tuple[Any, ...], vllm: tuple[Any, ...]) -> tuple[tuple[Any, 
             f"is_correction_level={enable!r}: a bool in the sixth place is enable_vllm_is_correction, followed by "
             "vllm_is_truncated_threshold and vllm_is_correction_type; give nothing beside these three."
         )
-    given = (enable, None if threshold == "mask" else threshold, None if kind == "ratio" else kind)
-    return ("off", "mask", "ratio", (0.5, 5.0)), given
+    vllm_words = (enable, None if threshold == "mask" else threshold, None if kind == "ratio" else kind)
+    return ("off", "mask", "ratio", (0.5, 5.0)), vllm_words
 
 
 def family(words: tuple[Any, ...], vllm: tuple[Any, ...], release: str | None) -> str:

@@ -101,8 +101,8 @@ def naming(config: Any, *names: str) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        said = ", ".join(f"{name}={option(config, name)!r}" for name in names)
-        raise SpecError(f"GRPOConfig with {said}: {error}") from error
+        settings = ", ".join(f"{name}={option(config, name)!r}" for name in names)
+        raise SpecError(f"GRPOConfig with {settings}: {error}") from error
 
 
 def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collection[str]) -> None:

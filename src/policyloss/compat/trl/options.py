@@ -74,6 +74,6 @@ def is_set(config: Any, name: str) -> bool:
         return False
     default = DEFAULTS[name]
     if dataclasses.is_dataclass(config):
-        own = {field.name: field.default for field in dataclasses.fields(config)}
-        default = own.get(name, default)
+        field_defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        default = field_defaults.get(name, default)
     return bool(getattr(config, name) != default)

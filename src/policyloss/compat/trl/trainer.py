@@ -90,27 +90,27 @@ def trainer_class() -> type[Any]:
                 self._watched = None
 
         def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            with self._watching() as seen:
+            with self._watching() as watched:
                 total: Tensor = super()._compute_loss(model, inputs)
             spec = self.policy_loss or self._config_spec(inputs)
             totals = self._totals(spec, inputs)
-            out = batch_loss(spec, seen.logp, inputs, totals=totals, entropy=seen.entropy, keep=seen.keep)
+            out = batch_loss(spec, watched.logp, inputs, totals=totals, entropy=watched.entropy, keep=watched.keep)
             self._record(out.metrics)
             if self.policy_loss is not None:
                 self._drop_metrics_of_the_config()
             if not (getattr(self, "_entropy_bonus_enabled", False) or getattr(self, "aux_loss_enabled", False)):
                 return out.loss
-            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(seen, inputs), out.loss)
+            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(watched, inputs), out.loss)
 
         def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
             engine = "sampling_per_token_logps" in inputs
             return spec_from_config(self.args, release=release, handled=BESIDE, engine_logp=engine)
 
-        def _config_term(self, seen: _Watched, inputs: Mapping[str, Any]) -> Tensor:
+        def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
             """The policy term that TRL's total holds."""
             totals = self._config_totals(inputs)
             with torch.no_grad():
-                return batch_loss(self._config_spec(inputs), seen.logp, inputs, totals=totals, keep=seen.keep).loss
+                return batch_loss(self._config_spec(inputs), watched.logp, inputs, totals=totals, keep=watched.keep).loss
 
         def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
             if self.policy_loss is None:

@@ -94,8 +94,8 @@ class PlainGroups:
             squares = _added_up(r * r, groups.offsets) - total * total / count.clamp(min=1)
         std = (squares / (count - 1).clamp(min=1)).clamp(min=floor).sqrt()
         alone = count == 1
-        found = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
-        in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in found)
+        statistics = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
+        in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in statistics)
         return cls(rewards, *in_rows)
 
     @property
@@ -203,11 +203,11 @@ def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: L
     valid = as_mask(mask, rewards)
     if holes == "bridge":
         return fill(_running(rewards, gamma, valid), valid)
-    running, found = torch.zeros_like(rewards[:, 0]), []
+    running, backwards = torch.zeros_like(rewards[:, 0]), []
     for x, keep in zip(reversed(rewards.unbind(1)), reversed(valid.unbind(1)), strict=True):
-        found.append(x + gamma * running)
-        running = torch.where(keep, found[-1], 0)
-    return torch.stack(found[::-1], dim=1)
+        backwards.append(x + gamma * running)
+        running = torch.where(keep, backwards[-1], 0)
+    return torch.stack(backwards[::-1], dim=1)
 
 
 @torch.no_grad()
@@ -238,8 +238,8 @@ def _next_valid(x: Tensor, valid: Tensor) -> Tensor:
 
 def _running(x: Tensor, decay: float, valid: Tensor) -> Tensor:
     """`y_t = x_t + decay·y_{t+1}` at valid tokens, `y_t = y_{t+1}` at masked ones, 0 after the last. `[B, T]`."""
-    running, found = torch.zeros_like(x[:, 0]), []
+    running, backwards = torch.zeros_like(x[:, 0]), []
     for now, keep in zip(reversed(x.unbind(1)), reversed(valid.unbind(1)), strict=True):
         running = torch.where(keep, now + decay * running, running)
-        found.append(running)
-    return torch.stack(found[::-1], dim=1)
+        backwards.append(running)
+    return torch.stack(backwards[::-1], dim=1)

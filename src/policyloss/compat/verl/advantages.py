@@ -69,8 +69,8 @@ def compute_gae_advantage_return(
     check_scalar("gamma", gamma)
     check_scalar("lam", lam)
     bridge = at_least(release, "0.5.0")
-    found = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
-    return plain_whiten(found.advantages, response_mask), found.returns
+    estimated = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
+    return plain_whiten(estimated.advantages, response_mask), estimated.returns
 
 
 @drop_in
@@ -145,7 +145,7 @@ def compute_grpo_passk_outcome_advantage(
     **kwargs: Any,
 ) -> AdvantageResult:
     """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo` counts, not the argument."""
-    by_std = read(_given(config), "norm_adv_by_std_in_grpo", True)
+    by_std = read(_required(config), "norm_adv_by_std_in_grpo", True)
     scores = sequence_scores(token_level_rewards)
     groups = _groups(scores, index)
     ids = group_numbers(index, scores)
@@ -186,7 +186,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Before 0.9.0 a masked token cut the line: a turn got nothing from the turns after it.
     """
-    gamma = read(_given(config), "gamma")
+    gamma = read(_required(config), "gamma")
     if gamma is None:
         raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
     check_scalar("config.gamma", gamma)
@@ -285,8 +285,8 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
     """`index` as one integer per row of `rows`: labels of any kind (uids, numbers, tensors), equal labels the same number."""
     try:
         labels = index.tolist() if hasattr(index, "tolist") else list(index)
-        seen: dict[Any, int] = {}
-        numbers = [seen.setdefault(label, len(seen)) for label in labels]
+        number_of: dict[Any, int] = {}
+        numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
     except TypeError:
         raise InputError(f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}.") from None
     if len(numbers) != rows.shape[0]:
@@ -294,7 +294,7 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 
 
-def _given(config: Any) -> Any:
+def _required(config: Any) -> Any:
     if config is None:
         raise InputError("config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes.")
     return config

@@ -63,8 +63,8 @@ def aggregation(
     if isinstance(part, TokenSumNorm):
         return Aggregation(part, Totals.of_call(mask))
     needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
-    name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
-    if dp_size > 1 and given is None and at_least(release, "0.7.1"):
+    name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
+    if dp_size > 1 and count is None and at_least(release, "0.7.1"):
         raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):

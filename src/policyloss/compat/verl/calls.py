@@ -129,8 +129,8 @@ class Call:
 
     def report(self, clip_fraction: Tensor | float | None, kl: Tensor, lower: Tensor | float | None = None) -> dict[str, float]:
         """verl's metrics by its names, as Python floats; a None is a metric that this loss does not report."""
-        found = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        metrics = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
+        return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 DropIn = TypeVar("DropIn", bound=Callable[..., Any])

@@ -30,14 +30,14 @@ def install(release: str | None = None) -> tuple[str, ...]:
     if not at_least(version, OLDEST):
         raise SpecError(f"verl {version} is older than {OLDEST}, the oldest whose meanings are kept here.")
     if not _replaced:
-        for name, own in ((CORE, (losses, aggregation, advantages)), (ROLLOUT, (rollout_correction,))):
+        for name, our_modules in ((CORE, (losses, aggregation, advantages)), (ROLLOUT, (rollout_correction,))):
             try:
                 module = import_module(name)
             except ModuleNotFoundError as missing:
                 if missing.name != name or name == CORE:
                     raise
                 continue  # a release without rollout correction
-            _replaced.extend(_pairs(module, own, version))
+            _replaced.extend(_pairs(module, our_modules, version))
     _set_registries(_replaced)
     return tuple(swap("verl", _replaced))
 
@@ -50,14 +50,14 @@ def uninstall() -> None:
     _replaced.clear()
 
 
-def _pairs(module: Any, own: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
+def _pairs(module: Any, our_modules: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
     """Every function of `module` that a module of ours has under the same name: (verl's, ours)."""
-    found = []
+    pairs = []
     for name, function in inspect.getmembers(module, callable):
-        ours = next((getattr(m, name) for m in own if hasattr(m, name)), None)
+        ours = next((getattr(m, name) for m in our_modules if hasattr(m, name)), None)
         if inspect.isfunction(ours) and ours.__module__.startswith("policyloss.compat.verl"):
-            found.append((function, _in_the_meaning_of(version, ours)))
-    return found
+            pairs.append((function, _in_the_meaning_of(version, ours)))
+    return pairs
 
 
 def _in_the_meaning_of(version: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -284,7 +284,7 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     if loss_type not in losses:
         raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
     older = () if at_least(call.release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
-    made, mask, metrics = compute_rollout_correction_and_rejection_mask(
+    weights_proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         call.log_prob.detach(),
         call.old_log_prob,
         call.response_mask,
@@ -296,7 +296,7 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
         **{name: read(options, name) for name in older},
         release=call.release,
     )
-    weights = made.batch["rollout_is_weights"] if made and loss_type == "reinforce" else None
+    weights = weights_proto.batch["rollout_is_weights"] if weights_proto and loss_type == "reinforce" else None
     loss, reported = losses[loss_type](replace(call, response_mask=mask, rollout_is_weights=weights))
     return loss, {**reported, **metrics}
 

@@ -62,10 +62,10 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        whole = with_horizon_of(config, name, spec)
-        served = _served(name, whole, config, rollout_is_weights)
-        _check_average(name, whole, loss_agg_mode)
-        warn_of_overridden(name, whole, config, loss_agg_mode)
+        complete_spec = with_horizon_of(config, name, spec)
+        served = _served(name, complete_spec, config, rollout_is_weights)
+        _check_average(name, complete_spec, loss_agg_mode)
+        warn_of_overridden(name, complete_spec, config, loss_agg_mode)
         totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
         # verl averages what a loss reports over micro-batches: right for means, wrong for counts, sums and extremes.
@@ -124,12 +124,12 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
     if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
         raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
     plus = "+" if kl.grad == "k2" else ""
-    wanted = [f"{kind}{plus}" for kind, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    seen = (read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None))
-    if not seen[0] or seen[1] not in wanted or seen[2] != kl.coef:
+    wanted = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
+    used, kind, coef = read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None)
+    if not used or kind not in wanted or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
-            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {seen[0]}, {seen[1]!r}, {seen[2]}), or register "
+            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {used}, {kind!r}, {coef}), or register "
             f"a spec without it: register({{'mine': preset({name!r}).replace(kl=None)}})."
         )
 
@@ -140,15 +140,15 @@ def _check_entropy(name: str, coef: float, config: Any) -> None:
         raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")
 
 
-def _check_average(name: str, spec: LossSpec, seen: str) -> None:
+def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
     """What verl adds must be averaged as the loss is: check that verl's mode is the spec's.
 
     verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
     """
     mode = MODES.get(type(spec.aggregate))
-    if (spec.kl is not None or spec.entropy_coef) and seen != mode:
+    if (spec.kl is not None or spec.entropy_coef) and loss_agg_mode != mode:
         fix = f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
         raise SpecError(
             f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL and entropy it adds by "
-            f"actor.loss_agg_mode={seen!r}; {fix}."
+            f"actor.loss_agg_mode={loss_agg_mode!r}; {fix}."
         )

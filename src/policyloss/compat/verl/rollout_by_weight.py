@@ -34,7 +34,7 @@ def rejection_by_weight(
         limits = token_weight_limits(weight, weight, means, low, high)
     else:
         limits = sequence_weight_limits(log_weight[:, :1], low, high, log_clamp)
-    found = {
+    metrics = {
         **limits,
         **weight_spread(weight, means, low, high),
         **weights_by_sequence(weight, weight, means, low, high),
@@ -42,4 +42,4 @@ def rejection_by_weight(
         "seq_masked_fraction": rejected_sequences(keep, means if rollout_rs == "token" else means.everywhere),
     }
     mask = fill(means.mask, keep, torch.promote_types(means.mask.dtype, torch.float32))
-    return mask, {f"rollout_rs_{name}": float(value) for name, value in found.items()}
+    return mask, {f"rollout_rs_{name}": float(value) for name, value in metrics.items()}

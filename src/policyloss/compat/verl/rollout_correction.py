@@ -175,11 +175,11 @@ def compute_is_metrics(
     else:
         limits = token_weight_limits(rollout_is_weights, raw_rollout_is_weights, means, low, high)
     least = 0.0 if at_least(release, "0.8.0") else low
-    found = {**limits, **weight_spread(rollout_is_weights, means, least, high)}
+    statistics = {**limits, **weight_spread(rollout_is_weights, means, least, high)}
     if rollout_is_weights.dim() > 1:
         judged = raw_rollout_is_weights if at_least(release, "0.9.0") else rollout_is_weights
-        found |= weights_by_sequence(rollout_is_weights, judged, means, low, high)
-    return _report("rollout_is_", found)
+        statistics |= weights_by_sequence(rollout_is_weights, judged, means, low, high)
+    return _report("rollout_is_", statistics)
 
 
 @drop_in
@@ -212,9 +212,9 @@ def compute_rollout_rejection_mask(
     kept = means.valid
     metrics: Metrics = {}
     for rule in rules:
-        keep, found = _apply(rule, log_weight, means, response_mask)
+        keep, rule_metrics = _apply(rule, log_weight, means, response_mask)
         kept = kept & keep
-        metrics |= found
+        metrics |= rule_metrics
     metrics["rollout_rs_masked_fraction"] = float(rejected_tokens(kept, means, log_weight.dtype))
     metrics["rollout_rs_seq_masked_fraction"] = float(rejected_sequences(kept, means))
     return fill(response_mask, kept).to(response_mask.dtype), metrics
@@ -258,7 +258,7 @@ def compute_rs_metrics(
 ) -> Metrics:
     """Statistics of the number that one option rejects by."""
     values = per_sequence_values
-    found = rejection_statistics(
+    statistics = rejection_statistics(
         rs_statistic,
         values.squeeze(-1) if values is not None and values.dim() > 1 else values,
         seq_valid_mask,
@@ -267,7 +267,7 @@ def compute_rs_metrics(
         rollout_rs_threshold,
         by_sequence=level == "sequence",
     )
-    return _report(f"rollout_rs_{option_name}_", found)
+    return _report(f"rollout_rs_{option_name}_", statistics)
 
 
 @drop_in
@@ -299,12 +299,12 @@ def compute_rollout_correction_and_rejection_mask(
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
     weights, metrics, mask = None, Metrics(), response_mask.clone()
     if rollout_is is not None and rollout_is_threshold is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, new_metrics = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, release=release
         )
-        metrics |= found
+        metrics |= new_metrics
     if rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(
+        mask, new_metrics = compute_rollout_rejection_mask(
             log_ratio,
             response_mask,
             rollout_rs,
@@ -312,12 +312,12 @@ def compute_rollout_correction_and_rejection_mask(
             rollout_rs_threshold_lower=rollout_rs_threshold_lower,
             release=release,
         )
-        metrics |= found
+        metrics |= new_metrics
     if at_least(release, "0.7.1"):
         _refuse_from_071("rollout_token_veto_threshold", rollout_token_veto_threshold, release)
     else:
-        mask, found = _veto(mask, log_ratio, means, rollout_token_veto_threshold)
-        metrics |= found
+        mask, new_metrics = _veto(mask, log_ratio, means, rollout_token_veto_threshold)
+        metrics |= new_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     proto = None if weights is None else _data_proto({"rollout_is_weights": weights})
     return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
@@ -330,15 +330,15 @@ def _refuse_from_071(name: str, value: Any, release: str | None) -> None:
 
 def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None) -> tuple[Tensor, Metrics]:
     """The mask after the veto of releases up to 0.7.0, and its two metrics."""
-    found = dict.fromkeys(("sequences", "tokens"), 0.0)
+    vetoed_shares = dict.fromkeys(("sequences", "tokens"), 0.0)
     if threshold is not None:
         if threshold <= 0:
             raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
         keep, shares = vetoed(log_ratio, means, threshold)
-        mask, found = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)), _report("", shares)
+        mask, vetoed_shares = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)), _report("", shares)
     return mask, {
-        "rollout_is_veto_fraction": found["sequences"],
-        "rollout_is_catastrophic_token_fraction": found["tokens"],
+        "rollout_is_veto_fraction": vetoed_shares["sequences"],
+        "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
     }
 
 
@@ -352,8 +352,8 @@ def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | N
 @drop_in
 def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
-    found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {f"rollout_corr/{name}": value for name, value in found.items()}
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 @drop_in

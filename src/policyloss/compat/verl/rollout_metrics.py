@@ -239,20 +239,20 @@ def rejection_statistics(
     min and the shares beyond the bounds are taken over the sequences that have a valid token, or over the valid tokens.
     """
     values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
-    found = {"mean": means.of_tokens(stat)}
+    statistics = {"mean": means.of_tokens(stat)}
     if by_sequence and values.numel():
-        found |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
+        statistics |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
     else:
         largest, smallest = extremes(stat, means.valid)
-        found |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
-    found.setdefault("fraction_low", stat.new_zeros(()))
-    found["std"] = spread(stat, means, 0.0 if low is None else low, high)
+        statistics |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
+    statistics.setdefault("fraction_low", stat.new_zeros(()))
+    statistics["std"] = spread(stat, means, 0.0 if low is None else low, high)
     if not values.numel():
         names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
-        return found | {f"seq_{name}": stat.new_zeros(()) for name in names}
+        return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
     by_name = {"mean": values.mean(), "std": _deviation(values), "max": values.max(), "min": values.min()}
     by_name |= {"max_deviation": values.abs().max(), **_beyond(_share, values, low, high)}
-    return found | {f"seq_{name}": value for name, value in by_name.items()}
+    return statistics | {f"seq_{name}": value for name, value in by_name.items()}
 
 
 def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:

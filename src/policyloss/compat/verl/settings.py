@@ -126,10 +126,10 @@ def check_config(config: Any) -> None:
     with_horizon_of(actor, name, PRESETS[name].spec)
     algorithm = read(config, "algorithm")
     chosen = str(getattr(read(algorithm, "adv_estimator", "gae"), "value", read(algorithm, "adv_estimator", "gae")))
-    made, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
-    if made == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
-        made, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
-    check_advantages(mode, name, made, setting, _setting_for(PRESETS[name].advantage))
+    estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
+    if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
+        estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
+    check_advantages(mode, name, estimator, setting, _setting_for(PRESETS[name].advantage))
 
 
 def _setting_for(advantage: str | None) -> str:
