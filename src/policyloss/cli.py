@@ -1,4 +1,6 @@
-"""The `policyloss` command. Each subcommand is one small function that returns the text to print."""
+"""The `policyloss` command. Each subcommand is one small function that returns the text
+to print.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from policyloss.errors import PolicyLossError
 
 
 class Command:
-    """A subcommand: what it is called, what it does in one line, its arguments, and the function that gives its text."""
+    """A subcommand: what it is called, what it does in one line, its arguments, and the function
+    that gives its text.
+    """
 
     def __init__(self, name: str, about: str, run: Callable[[argparse.Namespace], str], *arguments: tuple[str, str]) -> None:
         self.name, self.about, self.run, self.arguments = name, about, run, arguments
@@ -101,7 +105,9 @@ TRAINING = {
 
 
 def _loss(name: str) -> Any:
-    """`read_loss`, of a file that holds TRL's own parts too, as `explain-trl --json` writes them."""
+    """`read_loss`, of a file that holds TRL's own parts too, as `explain-trl --json`
+    writes them.
+    """
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
@@ -123,10 +129,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 if what was asked for makes no sense, 130 after Ctrl-C."""
+    """Run the command line and return its exit code: 0, 2 if what was asked for makes no sense, 130
+    after Ctrl-C.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
+            # A terminal that cannot show a letter gets "?", not a traceback.
+            stream.reconfigure(errors="replace")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         if arguments and arguments[0] in TRAINING:
@@ -140,13 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("policyloss: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it flushes at exit, so give it a sink.
+        # The reader has seen enough (`| head`). Python would complain again when it flushes at
+        # exit, so give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that needs more than torch, or an error that says what to install."""
+    """The function behind a command that needs more than torch, or an error that says what to
+    install.
+    """
     module, extra = ("policyloss.report.command", "report") if name == "report" else ("policyloss.train.commands", "train")
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")

@@ -1,8 +1,9 @@
 """Which normalisation explains a gradient that moved.
 
-A micro-batch m alone has the gradient g_m, normalised as the trainer does it. A trainer that averages gives the whole batch as
-`g = Σ_m v_m · g_m` and the cut as `g_cut = Σ_m w_m · g_m`, and what v and w are proportional to is the diagnosis: valid tokens,
-sequences, nothing (1/k each), or a plain sum. A law must fit every cut at once, because one cut alone leaves several open.
+A micro-batch m alone has the gradient g_m, normalised as the trainer does it. A trainer that
+averages gives the whole batch as `g = Σ_m v_m · g_m` and the cut as `g_cut = Σ_m w_m · g_m`, and
+what v and w are proportional to is the diagnosis: valid tokens, sequences, nothing (1/k each), or a
+plain sum. A law must fit every cut at once, because one cut alone leaves several open.
 
 Legend: k micro-batches, P parameters.
 """
@@ -20,7 +21,9 @@ POWERS = (0, -1, 1, -2)  # of k: what a loop divides by, or multiplies with, on 
 
 
 class Counts(NamedTuple):
-    """What each micro-batch holds, `[k]` each: valid tokens, sequences that have some, all sequences, all positions."""
+    """What each micro-batch holds, `[k]` each: valid tokens, sequences that have some, all
+    sequences, all positions.
+    """
 
     tokens: Tensor
     sequences: Tensor
@@ -30,7 +33,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One cut: the whole's gradient and the cut's `[P]`, each micro-batch's alone `[k, P]`, and what the micro-batches hold."""
+    """One cut: the whole's gradient and the cut's `[P]`, each micro-batch's alone `[k, P]`, and
+    what the micro-batches hold.
+    """
 
     name: str
     full_gradient: Tensor
@@ -45,7 +50,9 @@ class Experiment:
 
 
 class Law(NamedTuple):
-    """A way to weigh micro-batches: its formula, its words, and what a loss that does it in one pass is called."""
+    """A way to weigh micro-batches: its formula, its words, and what a loss that does it in one
+    pass is called.
+    """
 
     weights: Callable[[Counts], Tensor]
     words: str
@@ -56,7 +63,8 @@ def _share(x: Tensor) -> Tensor:
     return x / x.sum()
 
 
-# Where several fit, the first is taken: the plainest, and for a loop the one that needs no counting.
+# Where several fit, the first is taken: the plainest, and for a loop the one that needs no
+# counting.
 LAWS = {
     "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
     "sum": Law(lambda c: torch.ones_like(c.tokens), "in full", "sum"),
@@ -70,7 +78,9 @@ WHOLE_LAWS = [name for name in LAWS if name != "equal"]
 
 
 class Weighing(NamedTuple):
-    """What was found: the law of the whole batch, the law of the loop, and the power of k that the loop adds."""
+    """What was found: the law of the whole batch, the law of the loop, and the power of k that the
+    loop adds.
+    """
 
     full_law: str
     loop: str
@@ -86,7 +96,9 @@ def fitting_power(factors: list[tuple[int, float]], tolerance: float) -> int | N
 
 
 def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing | None:
-    """The pair of laws that explains every experiment: the whole's, and the loop's with a power of k."""
+    """The pair of laws that explains every experiment: the whole's, and the loop's with a power of
+    k.
+    """
 
     def misfit(law: str, power: int, target: str) -> float:
         weights = LAWS[law].weights
@@ -98,13 +110,17 @@ def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing |
 
 
 def _first_of_the_best(misfits: dict[tuple[str, int], float], tolerance: float) -> tuple[str, int] | None:
-    """The first that fits about as well as the best. A wide tolerance (half precision) may admit laws that fit much worse."""
+    """The first that fits about as well as the best. A wide tolerance (half precision) may admit
+    laws that fit much worse.
+    """
     best = min(misfits.values())
     return next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None) if best <= tolerance else None
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
-    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none fit or they are not unique."""
+    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none
+    fit or they are not unique.
+    """
     scale = alone.norm(dim=1)
     unit = alone / scale[:, None]
     gram = unit @ unit.T
@@ -121,6 +137,8 @@ def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool
 
 
 def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
-    """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to the terms: where they cancel, rounding does not."""
+    """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to the terms: where they
+    cancel, rounding does not.
+    """
     size = max(float(gradient.norm()), float((weights.abs() * alone.norm(dim=1)).sum()))
     return float((gradient - weights @ alone).norm()) / size

@@ -31,7 +31,9 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class CutResult:
-    """One cut: how far its gradient is from the whole batch's, `‖g_cut − g‖ / ‖g‖`, and the f with `g_cut ≈ f · g`."""
+    """One cut: how far its gradient is from the whole batch's, `‖g_cut − g‖ / ‖g‖`, and the f with
+    `g_cut ≈ f · g`.
+    """
 
     name: str
     micro_batches: int
@@ -116,20 +118,24 @@ def partition_check(
     group: Any = None,
     reference: Any = None,
 ) -> PartitionReport:
-    """Cut `batch` in several ways, run your own training step on each, and say whether the gradient moved, how far, and why.
+    """Cut `batch` in several ways, run your own training step on each, and say whether the gradient
+    moved, how far, and why.
 
-    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for ONE optimizer step: zero the
-      gradients, forward and backward of each. No optimizer step, no gradient clipping. It returns the model, its parameters, or the
-      gradients (a mapping or an iterable of tensors; a few layers are enough).
-    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows, tokens or sequences are cut with
-      it, everything else is passed through.
-    cuts: name → micro-batches, each a list of sequences. By default halves, one sequence each, one and the rest, short and long.
-    tolerance: of `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients' machine epsilon (3e-4 in float32). Under
-      autocast give that of the half precision, 1e-1 for bfloat16, or check in float32.
-    group: the data-parallel ranks; None is the default group if there is one. Every rank makes this call with the same batch; the
-      batch is then shared among the ranks too.
-    reference: a gradient computed elsewhere, in any form `step_fn` may return: `report.gradient` of a run in one process. Only this
-      shows a factor that every run on these ranks has.
+    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for
+      ONE optimizer step: zero the gradients, forward and backward of each. No optimizer step, no
+      gradient clipping. It returns the model, its parameters, or the gradients (a mapping or an
+      iterable of tensors; a few layers are enough).
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows,
+      tokens or sequences are cut with it, everything else is passed through.
+    cuts: name → micro-batches, each a list of sequences. By default halves, one sequence each, one
+    and the rest, short and long.
+    tolerance: of `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients' machine epsilon
+      (3e-4 in float32). Under autocast give that of the half precision, 1e-1 for bfloat16, or check
+      in float32.
+    group: the data-parallel ranks; None is the default group if there is one. Every rank makes this
+      call with the same batch; the batch is then shared among the ranks too.
+    reference: a gradient computed elsewhere, in any form `step_fn` may return: `report.gradient` of
+      a run in one process. Only this shows a factor that every run on these ranks has.
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
@@ -167,7 +173,9 @@ class _Check:
         return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient)
 
     def _check_mask(self) -> None:
-        """Mask half of the longest sequence. If only the denominator notices, the gradient is the same times n / (n // 2)."""
+        """Mask half of the longest sequence. If only the denominator notices, the gradient is the
+        same times n / (n // 2).
+        """
         longest = int(self.data.lengths.argmax())
         n = int(self.data.lengths[longest])
         alone, full_gradient = self.steps.alone([longest]), self.steps.full_gradient
@@ -185,7 +193,9 @@ class _Check:
             self.diagnosis.append(wording.MASK)
 
     def _over_ranks(self) -> list[CutResult]:
-        """Every rank the whole batch, against rank r the r-th share W times: the same sequences in the step, and as often."""
+        """Every rank the whole batch, against rank r the r-th share W times: the same sequences in
+        the step, and as often.
+        """
         shares = self.data.over_ranks(self.ranks.size)
         name = f"over {self.ranks.size} ranks"
         return self._judge({name: shares}, {name: self._shared(shares, self.ranks.size)}, RANKS)
@@ -201,7 +211,9 @@ class _Check:
         return gradient
 
     def _against(self, reference: Any) -> CutResult:
-        """The batch once over all ranks (or in one micro-batch) against a gradient from elsewhere."""
+        """The batch once over all ranks (or in one micro-batch) against a gradient from
+        elsewhere.
+        """
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:
             raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}.")

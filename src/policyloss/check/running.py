@@ -18,9 +18,11 @@ StepFunction = Callable[[list[dict[str, Any]]], Any]
 
 
 def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.dtype]:
-    """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype among them.
+    """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype
+    among them.
 
-    result: a module or parameters (their `.grad`; one without is 0), or gradients: a tensor, a mapping or an iterable of tensors.
+    result: a module or parameters (their `.grad`; one without is 0), or gradients: a tensor, a
+    mapping or an iterable of tensors.
     """
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
@@ -44,7 +46,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    full = getattr(gradient, "full_tensor", None)  # a DTensor (FSDP2) holds a shard; every rank asks for the whole
+    # A DTensor (FSDP2) holds a shard, and every rank gathers the complete tensor.
+    full = getattr(gradient, "full_tensor", None)
     unsharded: Tensor = gradient if full is None else full()
     return unsharded.detach().reshape(-1).to("cpu", torch.float64)
 
@@ -60,7 +63,9 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`. What is run next depends on it, and ranks that ran different things would wait forever."""
+        """The first rank's `number`. What is run next depends on it, and ranks that ran different
+        things would wait forever.
+        """
         if self.size == 1:
             return number
         shares: list[Any] = [None] * self.size
@@ -80,14 +85,17 @@ class Ranks:
 
 
 class Steps:
-    """The user's step, run on pieces of one batch. `whole` is its gradient of all of it; `tolerance` comes from its dtype."""
+    """The user's step, run on pieces of one batch. `whole` is its gradient of all of it;
+    `tolerance` comes from its dtype.
+    """
 
     def __init__(self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None) -> None:
         self._step_fn, self.batch, self.ranks = step_fn, batch, ranks
         self._alone: dict[tuple[int, ...], Tensor] = {}
         everything = list(range(batch.sequences.count))
         self.full_gradient, dtype = flat_gradient(step_fn([batch.take(everything)]))
-        # Half of the digits: rounding in another order of sums stays far below, and a wrong denominator far above.
+        # Half of the digits: rounding in another order of sums stays far below, and a wrong
+        # denominator far above.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
         if not self.full_gradient.isfinite().all():
             raise InputError("step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it.")
@@ -119,7 +127,9 @@ class Steps:
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:
-        """The gradient of one micro-batch that is the whole step: normalised as the trainer normalises it. Run once each."""
+        """The gradient of one micro-batch that is the whole step: normalised as the trainer
+        normalises it. Run once each.
+        """
         key = tuple(part)
         if key not in self._alone:
             self._alone[key] = self.run([part])

@@ -10,7 +10,9 @@ from policyloss.check.diagnosis import LAWS, Experiment, Weighing
 
 
 class Place(NamedTuple):
-    """Where the pieces of a cut went: the word for one, for several, for their number, and how to count over all of them."""
+    """Where the pieces of a cut went: the word for one, for several, for their number, and how to
+    count over all of them.
+    """
 
     one: str
     many: str
@@ -56,7 +58,9 @@ def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
 
 
 def factor_words(power: int, place: Place) -> str:
-    """The diagnosis where the direction is right and the length is off by a power of the number of pieces."""
+    """The diagnosis where the direction is right and the length is off by a power of the number of
+    pieces.
+    """
     k, many = place.number, place.many
     if power > 0:
         return (
@@ -104,7 +108,9 @@ def _numbers(x: Tensor) -> str:
 
 
 def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
-    """What a comparison with a gradient computed elsewhere says; factor: None where the direction differs too."""
+    """What a comparison with a gradient computed elsewhere says; factor: None where the direction
+    differs too.
+    """
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
         return f"The gradient of the batch {where} differs from the reference by more than a factor."

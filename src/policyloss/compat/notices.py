@@ -18,8 +18,9 @@ def warn_once(text: str) -> None:
 def check_advantages(name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str) -> None:
     """Warn if `loss` is defined with other advantages than the framework makes.
 
-    name: what the framework calls the loss. made: the estimator of `policyloss.advantage` that stands for what it makes, or None
-    if there is none. setting: the option that decides, as it is set. fix: how to get the others, or "" if there is no way.
+    name: what the framework calls the loss. made: the estimator of `policyloss.advantage` that
+    stands for what it makes, or None if there is none. setting: the option that decides, as it is
+    set. fix: how to get the others, or "" if there is no way.
     """
     wanted = defined_with(loss)
     if wanted is None or wanted == estimator:

@@ -20,10 +20,12 @@ def installed_version(package: str) -> str:
 
 
 def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
-    """Wherever an imported module of `package` has a global that is the first of a pair, make it the second.
+    """Wherever an imported module of `package` has a global that is the first of a pair, make it
+    the second.
 
-    A name bound by `from package.module import name` is a global of its own, so patching the module that defines it is not
-    enough. What is imported later takes its names from the patched modules. Returns the names that changed, "module.name".
+    A name bound by `from package.module import name` is a global of its own, so patching the module
+    that defines it is not enough. What is imported later takes its names from the patched modules.
+    Returns the names that changed, "module.name".
     """
     changed = []
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,6 @@
-"""Comparing the releases of a framework: where a framework changed a number, its drop-in takes `release="0.8.0"`."""
+"""Comparing the releases of a framework: where a framework changed a number, its drop-in takes
+`release="0.8.0"`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _Key = tuple[tuple[int, ...], int]
 def at_least(release: str | None, version: str) -> bool:
     """Whether `release` is `version` or newer; None means the current release, so True.
 
-    Missing numbers are 0 (0.9 is 0.9.0). A pre-release (a, b, rc, dev) comes before its release, a .post after it, and what stands
-    behind a + is ignored.
+    Missing numbers are 0 (0.9 is 0.9.0). A pre-release (a, b, rc, dev) comes before its release, a
+    .post after it, and what stands behind a + is ignored.
     """
     return release is None or _key(release, "release") >= _key(version, "version")
 

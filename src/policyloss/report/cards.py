@@ -1,4 +1,6 @@
-"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and how they differ."""
+"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and
+how they differ.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`, those of a token alone and those that its whole group must meet."""
+    """The conditions of `explain`, those of a token alone and those that its whole group
+    must meet.
+    """
     parts = []
     if zero["alone"]:
         parts += ["<p>Where one of these holds, the policy term gives a token exactly none:</p>", _conditions(zero["alone"])]

@@ -21,8 +21,9 @@ SCHEMA = 1
 def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     """Everything a report shows of the runs in `paths`, as JSON-able data without NaN.
 
-    {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss": […]}}.
-    A file that is missing or half-written gives a note in the run's "notes". A folder that is no run is an `InputError`.
+    {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
+    […]}}. A file that is missing or half-written gives a note in the run's "notes". A folder that
+    is no run is an `InputError`.
     """
     if isinstance(paths, (str, Path)):
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
@@ -46,7 +47,9 @@ def _run_folder(path: Path) -> Path:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """A short name for each run, different for each: the folder's, with its parent's if two are alike, else with a number."""
+    """A short name for each run, different for each: the folder's, with its parent's if two are
+    alike, else with a number.
+    """
     names = [folder.resolve().name for folder in folders]
     longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
     names = [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
@@ -108,7 +111,9 @@ def _named(value: Any) -> str | None:
 
 
 def _state(folder: Path, trained: int, planned: int | None) -> str:
-    """The run is finished, running (a process holds its lock), stopped before the planned end, or unknown if none was planned."""
+    """The run is finished, running (a process holds its lock), stopped before the planned end, or
+    unknown if none was planned.
+    """
     lock = read_bytes(folder / "lock", LOCK_BYTES, [])
     if lock is not None and is_held(lock):
         return "running"

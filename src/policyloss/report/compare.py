@@ -28,7 +28,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose values are not all the same."""
+    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose
+    values are not all the same.
+    """
     tables = [flat(s) for s in settings]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
@@ -36,7 +38,9 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None if the spec cannot be read."""
+    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None
+    if the spec cannot be read.
+    """
     asked = config.get("loss")
     asked = asked if isinstance(asked, str) and asked else "unknown"
     card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
@@ -52,7 +56,9 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
 
 
 def _loss_name(asked: str, explanation: Explanation) -> str:
-    """What the run called its loss, if that is what it is; else the preset it is, or the one it is a change of."""
+    """What the run called its loss, if that is what it is; else the preset it is, or the one it is
+    a change of.
+    """
     if explanation.preset is not None:
         return asked if asked in explanation.also else explanation.preset
     base = asked if asked in PRESETS else explanation.near
@@ -60,7 +66,9 @@ def _loss_name(asked: str, explanation: Explanation) -> str:
 
 
 def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss against the first run's."""
+    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss
+    against the first run's.
+    """
     known = [run for run in runs if run["loss"]["explain"] is not None]
     rows: list[dict[str, Any]] = []
     specs = [run["loss"]["spec"] for run in known[:1]]

@@ -1,4 +1,6 @@
-"""Which metric is drawn in which chart. A metric that no panel names still gets a chart, under "More metrics"."""
+"""Which metric is drawn in which chart. A metric that no panel names still gets a chart, under
+"More metrics".
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ OTHER = "More metrics"
 
 
 class Panel(NamedTuple):
-    """One chart: a name for links, its place and title, what to know about it, the metrics it draws, and its first scale."""
+    """One chart: a name for links, its place and title, what to know about it, the metrics it
+    draws, and its first scale.
+    """
 
     id: str
     section: str
@@ -64,7 +68,9 @@ PANELS = (
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys", "log", "share"}."""
+    """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys",
+    "log", "share"}.
+    """
     left = sorted(keys)
     charts = []
     for panel in PANELS:

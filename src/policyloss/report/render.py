@@ -1,4 +1,6 @@
-"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. It asks the network for nothing."""
+"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. It asks
+the network for nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of `data`, which is what `collect` gave. A policy in its head forbids every request and every other script."""
+    """The page of `data`, which is what `collect` gave. A policy in its head forbids every request
+    and every other script.
+    """
     shown = view(data)
     style = _asset("page.css")
     script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"

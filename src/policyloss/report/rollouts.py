@@ -1,4 +1,6 @@
-"""Sampled completions, token by token. A long run has more of them than a page can hold, so whole steps are chosen."""
+"""Sampled completions, token by token. A long run has more of them than a page can hold, so whole
+steps are chosen.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from policyloss.report.reading import Notes, finite, integer, json_lines, open_r
 
 NUMBERS = ("logp", "old_logp", "rollout_logp", "ratio", "token_advantage")
 TEXTS = ("prompt", "completion", "answer")
-Index = dict[int, list[tuple[int, int]]]  # step → (byte offset, size) of its rows: a file may be larger than memory
+# step → (byte offset, size) of its rows, because a file may be larger than memory
+Index = dict[int, list[tuple[int, int]]]
 
 
 def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -> list[dict[str, Any]]:
-    """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget` tokens of them."""
+    """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget`
+    tokens of them.
+    """
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
@@ -51,7 +56,9 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def _choose(index: Index, budget: int) -> Index:
-    """Every k-th step back from the last, with the smallest k that fits; of a single step that is too long, its first rows."""
+    """Every k-th step back from the last, with the smallest k that fits; of a single step that is
+    too long, its first rows.
+    """
     steps = sorted(index)
     sizes = {step: sum(size for _, size in rows) for step, rows in index.items()}
     stride = 1
@@ -87,7 +94,9 @@ class Shortened:
 
 
 def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]:
-    """One row with every field of the schema: texts are strings, and each list is as long as `tokens`, None where unknown."""
+    """One row with every field of the schema: texts are strings, and each list is as long as
+    `tokens`, None where unknown.
+    """
     every = _list(row.get("tokens"))
     tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
     texts = {name: _text(row.get(name)) for name in TEXTS}

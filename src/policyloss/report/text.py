@@ -1,4 +1,6 @@
-"""Text from outside on its way into the page: nothing of it is markup, and nothing of it is invisible."""
+"""Text from outside on its way into the page: nothing of it is markup, and nothing of it is
+invisible.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ import json
 import re
 from typing import Any
 
-# Characters that are no text: controls but tab and newline, direction overrides and isolates, zero-width ones, lone surrogates.
+# Characters that are no text: controls but tab and newline, direction overrides and isolates,
+# zero-width ones, lone surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 def escaped(value: Any) -> str:
-    """`value` as HTML text, good in an element and in a quoted attribute; what cannot be seen is shown by its number."""
+    """`value` as HTML text, good in an element and in a quoted attribute; what cannot be seen is
+    shown by its number.
+    """
     return html.escape(visible(str(value)), quote=True)
 
 
@@ -22,7 +27,9 @@ def visible(text: str) -> str:
 
 
 def island(data: Any) -> str:
-    """JSON for a `<script type="application/json">`: no character in it can end the element or begin another."""
+    """JSON for a `<script type="application/json">`: no character in it can end the element or
+    begin another.
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

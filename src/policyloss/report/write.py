@@ -16,7 +16,8 @@ _READ = {"config.json", "environment.json", "lock", "metrics.jsonl", "rollouts.j
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None) -> dict[str, Any]:
-    """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each atomically; returns the data.
+    """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each
+    atomically; returns the data.
 
     Only regular files are written, and none that a run is made of.
     """

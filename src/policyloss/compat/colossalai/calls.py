@@ -14,7 +14,9 @@ EPSILON = 1e-8  # added to the number of a sample's tokens, and to the tokens of
 
 
 def all_rows(tokens: Tensor) -> Totals:
-    """The counts of a mean over the rows of `tokens`, in which one without a valid token counts as any other."""
+    """The counts of a mean over the rows of `tokens`, in which one without a valid token counts as
+    any other.
+    """
     return Totals(tokens.shape[0], tokens.shape[0])
 
 

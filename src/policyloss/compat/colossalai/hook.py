@@ -18,10 +18,11 @@ _installed: list[tuple[Any, Any]] = []
 
 
 def install() -> list[str]:
-    """Put these in place of coati's own, in every module of it that is or will be imported; returns what was replaced.
+    """Put these in place of coati's own, in every module of it that is or will be imported; returns
+    what was replaced.
 
-    A part of coati that cannot be imported is left out; it is an error if none can, or if one has other arguments than are known
-    here. A second call changes nothing; `uninstall` undoes it.
+    A part of coati that cannot be imported is left out; it is an error if none can, or if one has
+    other arguments than are known here. A second call changes nothing; `uninstall` undoes it.
     """
     if not _installed:
         _installed.extend([pair for name, classes in _OURS.items() for pair in _pairs(name, classes)])

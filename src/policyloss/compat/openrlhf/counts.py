@@ -1,4 +1,6 @@
-"""What OpenRLHF counts and reports beside its loss: shares that are 0 of nothing, filtered tokens and rows, a capped weight."""
+"""What OpenRLHF counts and reports beside its loss: shares that are 0 of nothing, filtered tokens
+and rows, a capped weight.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from policyloss.tokens import Tokens
 
 
 def mean_or_zero(total: Tensor, n: Tensor) -> Tensor:
-    """`total / n` of a sum and its count, wide enough not to be rounded; 0 where nothing was counted. 0-dim."""
+    """`total / n` of a sum and its count, wide enough not to be rounded; 0 where nothing was
+    counted. 0-dim.
+    """
     wide = accumulator_dtype(total.device)
     return total.to(wide) / n.to(wide).clamp(min=1)
 
 
 @torch.no_grad()
 def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "token") -> Tensor:
-    """The share that a correction rejects: of the valid tokens, or of this call's sequences — those it leaves without a token.
+    """The share that a correction rejects: of the valid tokens, or of this call's sequences — those
+    it leaves without a token.
 
-    A sequence that had no valid token is left without one as well. 0-dim, wide enough that it is not rounded; 0 of nothing.
+    A sequence that had no valid token is left without one as well. 0-dim, wide enough that it is
+    not rounded; 0 of nothing.
     """
     keep = part(t).keep
     kept = t.mask if keep is None else t.mask & keep
@@ -35,5 +41,7 @@ def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "to
 
 
 def capped_weight(log_ratio: Tensor, cap: float) -> Tensor:
-    """`min(exp(log_ratio), cap)`, gradient stopped: the weight on an unbiased KL's gradient, which cannot explode."""
+    """`min(exp(log_ratio), cap)`, gradient stopped: the weight on an unbiased KL's gradient, which
+    cannot explode.
+    """
     return log_ratio.detach().exp().clamp(max=cap)

@@ -15,10 +15,11 @@ _installed: list[tuple[Any, Any]] = []
 
 
 def install(release: str | None = None) -> str:
-    """Put these in place of OpenRLHF's own, in every module of it that is or will be imported; returns the release served.
+    """Put these in place of OpenRLHF's own, in every module of it that is or will be imported;
+    returns the release served.
 
-    Replaced are PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl. release: its version, if its metadata is not there
-    to tell. A second call changes nothing; `uninstall` undoes it.
+    Replaced are PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl. release: its version,
+    if its metadata is not there to tell. A second call changes nothing; `uninstall` undoes it.
     """
     version = release or installed_version("openrlhf")
     check_release(version)

@@ -43,17 +43,21 @@ KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased g
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of earlier releases.
+    """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of
+    earlier releases.
 
-    Those — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`, `vllm_is_correction_type` — are given by name, or by place
-    as in those releases: the sixth argument is then a bool, where 0.11.2 has a word. Whoever gives them gets the four values of
-    0.11.1 back, others the five of 0.11.2. release: whose numbers and return values, if not those.
+    Those — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`, `vllm_is_correction_type` —
+    are given by name, or by place as in those releases: the sixth argument is then a bool, where
+    0.11.2 has a word. Whoever gives them gets the four values of 0.11.1 back, others the five of
+    0.11.2. release: whose numbers and return values, if not those.
 
-    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3 to 0.10.2 ppo_kl is the
-    rollout's when a correction is on. A batch with nothing valid gives 0 here, with a zero gradient (OpenRLHF: NaN).
+    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3
+    to 0.10.2 ppo_kl is the rollout's when a correction is on. A batch with nothing valid gives 0
+    here, with a zero gradient (OpenRLHF: NaN).
 
-    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability the two policies agree, where
-    rounding puts the divergence below 0 (half of them, in float32); (-1, high) does not.
+    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability
+    the two policies agree, where rounding puts the divergence below 0 (half of them, in float32);
+    (-1, high) does not.
     """
 
     default_release: str | None = None
@@ -129,9 +133,11 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last ones None without a correction.
+        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last
+        ones None without a correction.
 
-        All are `[B, T]` but the counts: the valid tokens and the samples of the whole step, over all ranks.
+        All are `[B, T]` but the counts: the valid tokens and the samples of the whole step, over
+        all ranks.
         """
         mask = _mask(log_probs, action_mask, self.token_level_loss, batch_num_tokens, self.release, self.policy_loss_type)
         gate = self._gate()
@@ -170,7 +176,9 @@ class PolicyLoss(nn.Module):
     def _filter_ratio(
         self, gate: Gate, log_probs: Tensor, old: Tensor, rollout: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> Tensor | None:
-        """The share outside the threshold: of the tokens, or, at sequence level, of the rows (one without a token is outside)."""
+        """The share outside the threshold: of the tokens, or, at sequence level, of the rows (one
+        without a token is outside).
+        """
         if not self.returns_filter_ratio:
             return None
         part = correction(gate._replace(mode="mask"))
@@ -202,7 +210,9 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """OpenRLHF's value loss: half the squared error, with `clip_eps` the larger of it and the clipped one's. release: as above."""
+    """OpenRLHF's value loss: half the squared error, with `clip_eps` the larger of it and the
+    clipped one's. release: as above.
+    """
 
     default_release: str | None = None
 
@@ -249,7 +259,9 @@ def aggregate_loss(
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
 ) -> Tensor:
-    """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means. dp_size: only beside a given count."""
+    """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means.
+    dp_size: only beside a given count.
+    """
     mask = _mask(loss, loss_mask, token_level_loss, batch_num_tokens, CURRENT, called="loss_mask")
     totals = _totals(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
     return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
@@ -265,8 +277,8 @@ def compute_approx_kl(
 ) -> Tensor:
     """OpenRLHF's estimate of KL(current‖base) for each token, in float32, held within ±10.
 
-    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if that is given. Up to 0.11.0 the
-    third argument is the estimator, and may be here too.
+    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if
+    that is given. Up to 0.11.0 the third argument is the estimator, and may be here too.
     """
     old = None if isinstance(log_probs_old, str) else log_probs_old
     if old is not None:
@@ -315,7 +327,9 @@ def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> Toke
 def _totals(
     token_level: bool, dp_size: int, batch_num_tokens: float | None, global_batch_size: float | None
 ) -> Totals | Literal["local"]:
-    """The counts of the step; without the one that matters, the call is the whole batch and dp_size is not used."""
+    """The counts of the step; without the one that matters, the call is the whole batch and dp_size
+    is not used.
+    """
     count = batch_num_tokens if token_level else global_batch_size
     return "local" if count is None else Totals(number(count), number(count), dp_size=int(dp_size))
 

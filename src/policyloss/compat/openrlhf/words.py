@@ -1,4 +1,6 @@
-"""OpenRLHF's words for its policy loss: two families of correction arguments, by release, and the parts they stand for."""
+"""OpenRLHF's words for its policy loss: two families of correction arguments, by release, and the
+parts they stand for.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from policyloss.compat.releases import at_least
 from policyloss.errors import SpecError, unknown_name
 from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Truncate
 
-OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"  # the releases served: from the first to before the last
+# Releases from OLDEST to before UNKNOWN are served.
+OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"
 LAST_WITH_VLLM_NAMES = "0.11.1"
 BINARY_FLOOR = 1e-6  # the smallest probability in a binary KL
 
 Threshold = float | Sequence[float] | None
 _DIVERGENCES: dict[str, Literal["kl", "tv"]] = {"binary_kl": "kl", "tv": "tv"}
-# What the releases up to 0.11.1 call a correction, in the words of 0.11.2: level and mode, gated by the ratio.
+# What the releases up to 0.11.1 call a correction, in the words of 0.11.2: level and mode, gated by
+# the ratio.
 VLLM_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask"), "mis": ("seq", "mask")}
 
 
@@ -29,7 +33,9 @@ class Gate(NamedTuple):
 
 
 def by_place(words: tuple[Any, ...], vllm: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a bool."""
+    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a
+    bool.
+    """
     enable, threshold, kind, fourth = words
     if vllm != (None, None, None) or fourth != (0.5, 5.0):
         raise SpecError(

@@ -1,4 +1,6 @@
-"""Whether a loss of the user's own fits TRL's GRPOTrainer: what it reads is there, and no option of the config falls silent."""
+"""Whether a loss of the user's own fits TRL's GRPOTrainer: what it reads is there, and no option of
+the config falls silent.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _SLOTS = {
 
 
 def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str | None = None) -> LossSpec | None:
-    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the config's own loss, checked too."""
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the config's
+    own loss, checked too.
+    """
     config_spec = spec_from_config(config, release=release, handled=BESIDE)
     if policy_loss is None:
         return None

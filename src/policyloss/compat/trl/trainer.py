@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer with the policy loss of this library. Imports TRL; made on first use of `policyloss.compat.trl.GRPOTrainer`."""
+"""TRL's GRPOTrainer with the policy loss of this library. Imports TRL; made on first use of
+`policyloss.compat.trl.GRPOTrainer`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"
-# Metrics in which TRL describes the config's policy loss; with another loss they would describe what does not run.
+# Metrics in which TRL describes the config's policy loss; with another loss they would describe
+# what does not run.
 OF_THE_CONFIG = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 
 @dataclass
 class _Watched:
-    """What TRL's loss computed on the way: the model's log-probabilities and entropies, and the tokens it keeps (None: all)."""
+    """What TRL's loss computed on the way: the model's log-probabilities and entropies, and the
+    tokens it keeps (None: all).
+    """
 
     logp: Tensor = field(init=False)
     entropy: Tensor = field(init=False)
@@ -49,10 +54,12 @@ def trainer_class() -> type[Any]:
     class GRPOTrainer(parent):  # type: ignore[misc]  # TRL has no types
         """TRL's GRPOTrainer, its policy loss computed by policyloss; everything else is TRL's.
 
-        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes (`spec_from_config`), with the
-        numbers TRL has for it. TRL's generation, rewards, reference model, entropy bonus, router loss, evaluation and metrics stay
-        as they are; metrics of this library are logged beside them as "policyloss/…", exact over the micro-batches and processes of
-        an optimizer step. An option of the config that a given `policy_loss` would silence is an error.
+        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes
+        (`spec_from_config`), with the numbers TRL has for it. TRL's generation, rewards, reference
+        model, entropy bonus, router loss, evaluation and metrics stay as they are; metrics of this
+        library are logged beside them as "policyloss/…", exact over the micro-batches and processes
+        of an optimizer step. An option of the config that a given `policy_loss` would silence is an
+        error.
         """
 
         def __init__(self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any) -> None:
@@ -82,7 +89,9 @@ def trainer_class() -> type[Any]:
 
         @contextmanager
         def _watching(self) -> Iterator[_Watched]:
-            """TRL's policy term gets log-probabilities without their gradient; they are kept, with it, for ours."""
+            """TRL's policy term gets log-probabilities without their gradient; they are kept, with
+            it, for ours.
+            """
             self._watched = _Watched()
             try:
                 yield self._watched
@@ -135,7 +144,9 @@ def trainer_class() -> type[Any]:
             )
 
         def _record(self, metrics: Metrics) -> None:
-            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over its micro-batches and ranks."""
+            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over
+            its micro-batches and ranks.
+            """
             if not self.model.training:
                 self._evaluated.append(metrics.all_reduce())
                 return

@@ -1,4 +1,6 @@
-"""Put the drop-ins in place of verl's own functions: its registries return ours, under verl's names."""
+"""Put the drop-ins in place of verl's own functions: its registries return ours, under verl's
+names.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _replaced: list[tuple[Any, Any]] = []
 
 
 def install(release: str | None = None) -> tuple[str, ...]:
-    """Make an installed verl compute its losses, advantages, averages, KL and rollout correction here; returns what was replaced.
+    """Make an installed verl compute its losses, advantages, averages, KL and rollout correction
+    here; returns what was replaced.
 
-    Every module of verl that has bound one of these functions gets ours, and its registries return them, in the meaning of the
-    installed release (or of `release`, if its metadata is not there to tell). What that release does not have is left alone.
-    A second call changes nothing; `uninstall` undoes it. verl's workers are processes of their own: call it in each.
+    Every module of verl that has bound one of these functions gets ours, and its registries return
+    them, in the meaning of the installed release (or of `release`, if its metadata is not there to
+    tell). What that release does not have is left alone. A second call changes nothing; `uninstall`
+    undoes it. verl's workers are processes of their own: call it in each.
     """
     version = release or installed_version("verl")
     if not at_least(version, OLDEST):

@@ -1,8 +1,11 @@
-"""verl's policy losses under their own names: each a spec, verl's counts, and the numbers verl reports.
+"""verl's policy losses under their own names: each a spec, verl's counts, and the numbers verl
+reports.
 
-All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)` with `[B, T]` tensors and
-verl's `ActorConfig` (or anything with its attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl
-changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a loss is a function of one `Call`.
+All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+rollout_is_weights)` with `[B, T]` tensors and verl's `ActorConfig` (or anything with its
+attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl changed one
+(None: the current release). The signature is written once, in `_drop_in_averaged`; a loss is a
+function of one `Call`.
 """
 
 from __future__ import annotations
@@ -69,9 +72,11 @@ def compute_policy_loss(
     log_clamp: float | None = 20.0,
     release: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """verl's `compute_policy_loss`: PPO with dual clip, `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
+    """verl's `compute_policy_loss`: PPO with dual clip,
+    `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
 
-    log_clamp: the log-ratio is held within ±this (verl: 20; 10 in some published copies; None for none).
+    log_clamp: the log-ratio is held within ±this (verl: 20; 10 in some published copies; None for
+    none).
     """
     low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
     if low is None or high is None:
@@ -106,7 +111,9 @@ class PolicyLossFunction(Protocol):
 
 
 def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
-    """A function of one `Call` as a function with verl's signature, `mode` being the default of loss_agg_mode."""
+    """A function of one `Call` as a function with verl's signature, `mode` being the default of
+    loss_agg_mode.
+    """
 
     def with_signature(body: Callable[[Call], LossResult]) -> PolicyLossFunction:
         def loss(
@@ -153,19 +160,25 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
 
 @_drop_in
 def compute_policy_loss_dppo_tv(call: Call) -> LossResult:
-    """DPPO with total variation: `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    """DPPO with total variation:
+    `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
+    """
     return _probability_band(call, "tv")
 
 
 @_drop_in
 def compute_policy_loss_dppo_kl(call: Call) -> LossResult:
-    """DPPO with the binary KL: `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    """DPPO with the binary KL:
+    `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
+    """
     return _probability_band(call, "kl")
 
 
 @_drop_in_averaged("seq-mean-token-mean")
 def compute_policy_loss_gspo(call: Call) -> LossResult:
-    """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always "seq-mean-token-mean"."""
+    """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always
+    "seq-mean-token-mean".
+    """
     if not at_least(call.release, "0.9.1"):
         call = replace(call, loss_agg_mode="seq-mean-token-mean")
     ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
@@ -175,7 +188,9 @@ def compute_policy_loss_gspo(call: Call) -> LossResult:
 
 @_drop_in_averaged("seq-mean-token-mean")
 def compute_policy_loss_sapo(call: Call) -> LossResult:
-    """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever `loss_agg_mode` says."""
+    """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever
+    `loss_agg_mode` says.
+    """
     call = replace(call, loss_agg_mode="seq-mean-token-mean")
     # verl holds them in the dtype of the advantages.
     taus = (float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype)) for name in ("tau_pos", "tau_neg"))
@@ -191,7 +206,9 @@ def compute_policy_loss_gpg(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_clip_cov(call: Call) -> LossResult:
-    """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac` is the share dropped."""
+    """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac`
+    is the share dropped.
+    """
     low, high = clip_range(call.config)
     options = policy_options(call.config)
     fraction = either(read(options, "clip_cov_ratio"), 0.0002)
@@ -212,7 +229,8 @@ def compute_policy_loss_kl_cov(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_geo_mean(call: Call) -> LossResult:
-    """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no other mode, no global counts.
+    """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no
+    other mode, no global counts.
 
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
@@ -242,7 +260,9 @@ def compute_policy_loss_dro(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_cispo(call: Call) -> LossResult:
-    """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the sign of the advantage."""
+    """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the
+    sign of the advantage.
+    """
     out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(call.config))))
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), 0.0)
 
@@ -272,9 +292,11 @@ def _reinforce(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
-    """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the rejection and the loss.
+    """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the
+    rejection and the loss.
 
-    `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce" the REINFORCE loss with them.
+    `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce"
+    the REINFORCE loss with them.
     """
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:

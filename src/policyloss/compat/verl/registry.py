@@ -1,7 +1,8 @@
 """Hook into an installed verl: `actor.policy_loss.loss_mode="policyloss/<preset>"`.
 
-verl's workers are processes of their own, so the registration must run in each: name `policyloss.compat.verl.hook` in
-`actor_rollout_ref.model.external_lib`, and every worker imports it.
+verl's workers are processes of their own, so the registration must run in each: name
+`policyloss.compat.verl.hook` in `actor_rollout_ref.model.external_lib`, and every worker imports
+it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
-    """Put every preset, and `specs` under their own names, into verl's registry as "policyloss/<name>"; returns those names.
+    """Put every preset, and `specs` under their own names, into verl's registry as
+    "policyloss/<name>"; returns those names.
 
-    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. Means are reported as "policyloss/…",
-    which verl averages over micro-batches, as it does its own. verl hands a policy loss neither reference nor rollout
-    log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
-    too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting. A setting of the actor
-    that was set and that the spec overrides (clip_ratio, loss_agg_mode and the like) is named in a warning, once. A horizon that
-    is not set is `actor.loss_scale_factor`.
+    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. Means
+    are reported as "policyloss/…", which verl averages over micro-batches, as it does its own. verl
+    hands a policy loss neither reference nor rollout log-probabilities: a spec's KL must be
+    switched on in verl (`actor.use_kl_loss`), its rollout correction too
+    (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the
+    setting. A setting of the actor that was set and that the spec overrides (clip_ratio,
+    loss_agg_mode and the like) is named in a warning, once. A horizon that is not set is
+    `actor.loss_scale_factor`.
     """
     register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
     named = {**{name: preset(name) for name in presets()}, **(specs or {})}
@@ -68,7 +72,8 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         warn_of_overridden(name, complete_spec, config, loss_agg_mode)
         totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
-        # verl averages what a loss reports over micro-batches: right for means, wrong for counts, sums and extremes.
+        # verl averages what a loss reports over micro-batches: right for means, wrong for counts,
+        # sums and extremes.
         means = Metrics({key: record for key, record in out.metrics.items() if isinstance(record, Stat)})
         reported = {f"{PREFIX}{key}": value for key, value in means.compute().items()}
         if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
@@ -81,7 +86,9 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
 
 def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
-    """verl's `global_batch_info` as totals: what it counted over the whole step, and this call's own count where it did not."""
+    """verl's `global_batch_info` as totals: what it counted over the whole step, and this call's
+    own count where it did not.
+    """
     totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:
@@ -97,7 +104,8 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
     _check_entropy(name, spec.entropy_coef, config)
     spec = spec.replace(kl=None, entropy_coef=0.0)
     if isinstance(spec.trust, (CovClip, CovKL)):
-        # verl calls a loss one micro-batch at a time and cannot measure the step first; its own losses do the same.
+        # verl calls a loss one micro-batch at a time and cannot measure the step first; its own
+        # losses do the same.
         spec = spec.replace(trust=OfThisCall(spec.trust))
     kept = tuple(part for part in spec.correction if isinstance(part, OPSM) and part.source == "old")
     if kept != spec.correction:
@@ -143,7 +151,8 @@ def _check_entropy(name: str, coef: float, config: Any) -> None:
 def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
     """What verl adds must be averaged as the loss is: check that verl's mode is the spec's.
 
-    verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
+    verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the
+    spec.
     """
     mode = MODES.get(type(spec.aggregate))
     if (spec.kl is not None or spec.entropy_coef) and loss_agg_mode != mode:

@@ -1,4 +1,6 @@
-"""How verl rejected up to 0.7.0: by the importance weight itself, of a token, a sequence or a sequence's geometric mean."""
+"""How verl rejected up to 0.7.0: by the importance weight itself, of a token, a sequence or a
+sequence's geometric mean.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from policyloss.errors import SpecError, unknown_name
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import fill
 
-LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}  # of the logarithms of the weights
+# How each level reduces the logarithms of the weights.
+LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
 def rejection_by_weight(
     log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float, log_clamp: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the metrics of weights and mask."""
+    """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the
+    metrics of weights and mask.
+    """
     if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))
     log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])

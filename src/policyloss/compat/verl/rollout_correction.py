@@ -1,7 +1,9 @@
-"""verl's rollout correction under its own names: importance weights, rejection masks and their metrics, on `[B, T]` tensors.
+"""verl's rollout correction under its own names: importance weights, rejection masks and their
+metrics, on `[B, T]` tensors.
 
-`log_ratio` is log(π_train / π_rollout). Metrics are Python floats by verl's names. `release` is whose numbers to give where verl
-changed them (None: the current release). A NaN at a valid token is kept and shows, where verl drops the token unseen.
+`log_ratio` is log(π_train / π_rollout). Metrics are Python floats by verl's names. `release` is
+whose numbers to give where verl changed them (None: the current release). A NaN at a valid token is
+kept and shows, where verl drops the token unseen.
 """
 
 from __future__ import annotations
@@ -64,13 +66,16 @@ __all__ = [
 
 SAFETY_BOUND = 20.0
 Metrics = dict[str, float]
-# verl's word for each level of the weights: how their logarithms are reduced, and what its batch normalisation averages over.
+# verl's word for each level of the weights: how their logarithms are reduced, and what its batch
+# normalisation averages over.
 LEVELS = {"token": ("token", "tokens"), "sequence": ("sum", "sequences")}
 
 
 @dataclass
 class TensorBatch:
-    """What stands in for `verl.DataProto` where verl is not installed: tensors by name in `batch`, and `union`."""
+    """What stands in for `verl.DataProto` where verl is not installed: tensors by name in `batch`,
+    and `union`.
+    """
 
     batch: dict[str, Tensor]
 
@@ -113,8 +118,9 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, Metrics]:
     """Importance weights `[B, T]`, 0 at masked positions, and their metrics.
 
-    A weight is `exp(log_ratio)` of the "token", or the whole "sequence"'s product. One threshold truncates it, "lower_upper" zeroes
-    it outside; `rollout_is_batch_normalize` then divides by the mean (over the ranks, where `torch.distributed` is initialised).
+    A weight is `exp(log_ratio)` of the "token", or the whole "sequence"'s product. One threshold
+    truncates it, "lower_upper" zeroes it outside; `rollout_is_batch_normalize` then divides by the
+    mean (over the ranks, where `torch.distributed` is initialised).
     """
     if not isinstance(rollout_is, str) or rollout_is not in LEVELS:
         raise SpecError(unknown_name("rollout_is", rollout_is, LEVELS))
@@ -125,7 +131,8 @@ def compute_rollout_correction_weights(
     raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
     weights = bounded_weight(raw, low, high)
     metrics = compute_is_metrics(
-        weights if at_least(release, "0.8.0") else raw,  # before 0.8.0 verl measured the weights before it truncated them
+        # Before 0.8.0 verl measured the weights before it truncated them.
+        weights if at_least(release, "0.8.0") else raw,
         raw,
         log_weight if rollout_is == "token" else log_weight[:, :1],
         response_mask,
@@ -137,7 +144,8 @@ def compute_rollout_correction_weights(
     if low is not None:
         metrics["rollout_is_oob_ratio"] = float(outside_share(raw, means, low, high))
     if rollout_is_batch_normalize:
-        is_first = not at_least(release, "0.7.0")  # the first release averaged empty rows too, and on each rank alone
+        # The first release averaged empty rows too, and on each rank alone.
+        is_first = not at_least(release, "0.7.0")
         group = None if is_first else _world()
         weights, factor = normalised(weights, means, over, empty_sequences=is_first, least=EPSILON, group=group)
         metrics["rollout_is_batch_norm_factor"] = float(factor)
@@ -163,10 +171,11 @@ def compute_is_metrics(
     *,
     release: str | None = None,
 ) -> Metrics:
-    """Statistics of the applied weights; of the raw ones, how many leave the bounds. Without a lower bound it is 1/upper.
+    """Statistics of the applied weights; of the raw ones, how many leave the bounds. Without a
+    lower bound it is 1/upper.
 
-    Up to 0.8.0 the sequences beyond the bounds were judged by the applied weights; before it the spread was of weights within both
-    bounds (and `rollout_is_weights` were the raw ones).
+    Up to 0.8.0 the sequences beyond the bounds were judged by the applied weights; before it the
+    spread was of weights within both bounds (and `rollout_is_weights` were the raw ones).
     """
     means = _means(response_mask)
     low, high = reciprocal_band(rollout_is_threshold, rollout_is_threshold_lower)
@@ -193,10 +202,12 @@ def compute_rollout_rejection_mask(
     rollout_rs_threshold_lower: float | None = None,
     release: str | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """`response_mask` without the tokens that any option rejects, and the metrics of each option and of all together.
+    """`response_mask` without the tokens that any option rejects, and the metrics of each option
+    and of all together.
 
-    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric" and the bounds were on the weight: with such a `release`, give
-    them as `rollout_rs_threshold` and `rollout_rs_threshold_lower` (None: the reciprocal).
+    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric" and the bounds were on the
+    weight: with such a `release`, give them as `rollout_rs_threshold` and
+    `rollout_rs_threshold_lower` (None: the reciprocal).
     """
     if not at_least(release, "0.7.1"):
         if rollout_rs_threshold is None:
@@ -286,10 +297,12 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
     release: str | None = None,
 ) -> tuple[Any, Tensor, Metrics]:
-    """Weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and all metrics under "rollout_corr/".
+    """Weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and all
+    metrics under "rollout_corr/".
 
-    Without verl the weights come in a `TensorBatch`, which has the same `.batch`. `rollout_rs_threshold_lower` and
-    `rollout_token_veto_threshold` belong to releases up to 0.7.0, whose veto rejects a sequence with a token of smaller weight.
+    Without verl the weights come in a `TensorBatch`, which has the same `.batch`.
+    `rollout_rs_threshold_lower` and `rollout_token_veto_threshold` belong to releases up to 0.7.0,
+    whose veto rejects a sequence with a token of smaller weight.
     """
     means = _means(response_mask)
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
@@ -345,7 +358,9 @@ def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
 @drop_in
 @torch.no_grad()
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
-    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `rollout_metrics.policy_gap`)."""
+    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see
+    `rollout_metrics.policy_gap`).
+    """
     return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
 
 
@@ -360,7 +375,9 @@ def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_pro
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Correct a `DataProto` (or `TensorBatch`) as its config says: its response_mask always, rollout_is_weights if asked for."""
+    """Correct a `DataProto` (or `TensorBatch`) as its config says: its response_mask always,
+    rollout_is_weights if asked for.
+    """
     defaults = {
         "rollout_is": None,
         "rollout_is_threshold": 2.0,
@@ -383,7 +400,9 @@ def compute_rollout_correction_and_add_to_batch(
 
 @drop_in
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's loss_mode to "bypass_mode"."""
+    """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's
+    loss_mode to "bypass_mode".
+    """
     if "rollout_log_probs" not in batch.batch:
         raise InputError("bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true.")
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -393,7 +412,9 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
 
 
 def _open(config: Any) -> Any:
-    """A context in which new keys may be set: an OmegaConf node must be opened for that, a mapping need not."""
+    """A context in which new keys may be set: an OmegaConf node must be opened for that, a mapping
+    need not.
+    """
     try:
         omegaconf = import_module("omegaconf")
     except ImportError:

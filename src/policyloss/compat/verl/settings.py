@@ -1,6 +1,8 @@
-"""What verl's own settings say beside a loss of this library: which of them it overrides, and which it needs.
+"""What verl's own settings say beside a loss of this library: which of them it overrides, and which
+it needs.
 
-A preset fills its slots itself, so verl's numbers for the same things have no effect. One that was set is named, once.
+A preset fills its slots itself, so verl's numbers for the same things have no effect. One that was
+set is named, once.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ _OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ppo_kl_coef": (0.1, ("coef",)),
     "dro_beta": (None, ("beta",)),
 }
-# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard deviation unless
-# algorithm.norm_adv_by_std_in_grpo is false.
+# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard
+# deviation unless algorithm.norm_adv_by_std_in_grpo is false.
 _ESTIMATORS = {
     "gae": "gae",
     "grpo": "grpo",
@@ -64,7 +66,9 @@ _ESTIMATORS = {
 
 
 def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
-    """Name, once, the settings of verl's actor that were set and that the parts of `spec` stand in the place of."""
+    """Name, once, the settings of verl's actor that were set and that the parts of `spec` stand in
+    the place of.
+    """
     overridden = list(_overridden_numbers(spec, config, "", _OF_THE_ACTOR))
     options = read(config, "policy_loss")
     if options is not None:
@@ -97,7 +101,9 @@ def _default(config: Any, option: str, default: Any) -> Any:
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon that verl is set to, `actor.loss_scale_factor`; two different ones are an error."""
+    """`spec` with the horizon that verl is set to, `actor.loss_scale_factor`; two different ones
+    are an error.
+    """
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
@@ -115,8 +121,9 @@ def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
 def check_config(config: Any) -> None:
     """Check the whole configuration of a verl run whose `loss_mode` is one of this library's.
 
-    config: what verl's main function gets. A preset that is defined with other advantages than `algorithm.adv_estimator` makes is
-    said in a warning; one that needs a horizon which is not set is an error. Another loss_mode is none of our business.
+    config: what verl's main function gets. A preset that is defined with other advantages than
+    `algorithm.adv_estimator` makes is said in a warning; one that needs a horizon which is not set
+    is an error. Another loss_mode is none of our business.
     """
     actor = read(read(config, "actor_rollout_ref"), "actor")
     mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
@@ -140,10 +147,12 @@ def _setting_for(advantage: str | None) -> str:
 
 
 def check_when_verl_does() -> bool:
-    """Let verl's own check of its configuration run `check_config` as well; returns whether there is one to follow.
+    """Let verl's own check of its configuration run `check_config` as well; returns whether there
+    is one to follow.
 
     verl checks in the process that is started by hand, so the hook must be imported there too:
-    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers see the actor's settings alone.
+    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers see the actor's settings
+    alone.
     """
     try:
         checked = import_module("verl.utils.config").validate_config
