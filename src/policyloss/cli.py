@@ -18,15 +18,15 @@ from policyloss.errors import PolicyLossError
 
 
 class Command:
-    """A subcommand: what it is called, what it does in one line, its arguments, and the function
-    that gives its text.
+    """A subcommand: its name, one line about it, its arguments, and the function that returns its
+    text.
     """
 
     def __init__(self, name: str, about: str, run: Callable[[argparse.Namespace], str], *arguments: tuple[str, str]) -> None:
         self.name, self.about, self.run, self.arguments = name, about, run, arguments
 
     def add_to(self, subparsers: Any) -> None:
-        """Give the subcommand a parser of its own."""
+        """Add a parser for this subcommand."""
         parser = subparsers.add_parser(self.name, help=self.about, description=self.about)
         for argument, meaning in self.arguments:
             parser.add_argument(argument, help=meaning)
@@ -90,7 +90,7 @@ COMMANDS = (
         "explain-trl",
         "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
         explain_trl_command,
-        ("config", "the path of a JSON file with the config's options; one that is not there has TRL's default"),
+        ("config", "the path of a JSON file with options of the config; an option that is missing has TRL's default"),
     ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
 )
@@ -105,9 +105,7 @@ TRAINING = {
 
 
 def _loss(name: str) -> Any:
-    """`read_loss`, of a file that holds TRL's own parts too, as `explain-trl --json`
-    writes them.
-    """
+    """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
@@ -129,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 if what was asked for makes no sense, 130
-    after Ctrl-C.
+    """Run the command line and return its exit code: 0, or 2 for a wrong argument, or 130 after
+    Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -149,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("policyloss: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it flushes at
-        # exit, so give it a sink.
+        # The reader closed the pipe (`| head`). Python would fail again when it flushes at exit, so
+        # give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

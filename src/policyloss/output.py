@@ -1,4 +1,4 @@
-"""Files that a command was asked to write: only regular ones, whole or not at all."""
+"""Writes the files that a command was asked for: only regular files, completely or not at all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def kind_of(mode: int) -> str | None:
 
 
 def check_output(path: Path, argument: str) -> None:
-    """Refuse a path that is taken by something else than a regular file: to replace a device or a
-    link would destroy it.
+    """Refuse a path where something other than a regular file exists: replacing a device or a link
+    would destroy it.
     """
     try:
         kind = kind_of(os.lstat(path).st_mode)
@@ -39,8 +39,8 @@ def check_output(path: Path, argument: str) -> None:
 
 
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
-    """Give `path` the contents `data`, and make its folder if there is none. argument: what to call
-    it in an error.
+    """Write `data` to `path`, and make its folder if there is none. argument: the name of the path
+    in an error.
 
     The bytes go to a temporary file beside the target first, which is then renamed over it: a
     reader never sees half a file, and a full disk leaves the old one.

@@ -1,4 +1,5 @@
-"""`partition_check`: does the gradient of your own training step depend on how the batch was cut?
+"""`partition_check` tests whether the gradient of your training step depends on how the batch is
+cut.
 
 def step(micro_batches):            # one optimizer step of your trainer, without the optimizer
     model.zero_grad()
@@ -31,8 +32,8 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class CutResult:
-    """One cut: how far its gradient is from the whole batch's, `‖g_cut − g‖ / ‖g‖`, and the f with
-    `g_cut ≈ f · g`.
+    """One cut: the distance of its gradient from that of the uncut batch, `‖g_cut − g‖ / ‖g‖`, and
+    the factor f with `g_cut ≈ f · g`.
     """
 
     name: str
@@ -45,11 +46,12 @@ class CutResult:
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """What `partition_check` found; `str()` is a table and a diagnosis.
+    """The result of `partition_check`; `str()` is a table and a diagnosis.
 
     moved: the gradient depends on what it must not: the cut, the ranks, or tokens outside the mask.
     diagnosis: what explains it, one paragraph each. notes: what this batch could not show.
-    gradient: of the whole batch, `[P]` float64; give it as `reference=` to a run on several ranks.
+    gradient: that of the uncut batch, `[P]` float64; pass it as `reference=` to a run on several
+    ranks.
     """
 
     cuts: list[CutResult]
@@ -66,7 +68,9 @@ class PartitionReport:
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
-        """Raise an AssertionError with the whole report, for a test of your trainer."""
+        """Raise an AssertionError with the report if the gradient moved, for a test of your
+        trainer.
+        """
         if self.moved:
             raise AssertionError(str(self))
 
@@ -81,12 +85,14 @@ class PartitionReport:
         return "\n\n".join([headline, "\n".join(table), *paragraphs])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The report as HTML, for a notebook."""
         table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
         return notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
-        """Of each cut: its name, its pieces, how far the gradient moved, and by which factor."""
+        """For each cut: its name, the number of its pieces, how far the gradient moved, and by
+        which factor.
+        """
         return [
             (
                 cut.name,
@@ -118,24 +124,25 @@ def partition_check(
     group: Any = None,
     reference: Any = None,
 ) -> PartitionReport:
-    """Cut `batch` in several ways, run your own training step on each, and say whether the gradient
+    """Cut `batch` in several ways, run your training step on each, and report whether the gradient
     moved, how far, and why.
 
     step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for
-      ONE optimizer step: zero the gradients, forward and backward of each. No optimizer step, no
-      gradient clipping. It returns the model, its parameters, or the gradients (a mapping or an
-      iterable of tensors; a few layers are enough).
+      ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without an
+      optimizer step and without gradient clipping. It returns the model, its parameters, or the
+      gradients (a mapping or an iterable of tensors; a few layers are enough).
     batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows,
       tokens or sequences are cut with it, everything else is passed through.
-    cuts: name → micro-batches, each a list of sequences. By default halves, one sequence each, one
-    and the rest, short and long.
-    tolerance: of `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients' machine epsilon
-      (3e-4 in float32). Under autocast give that of the half precision, 1e-1 for bfloat16, or check
-      in float32.
+    cuts: name → micro-batches, each a list of sequences. The default cuts are halves, single
+    sequences, one and the rest, short and long.
+    tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
+    machine epsilon (3e-4 in float32). Under autocast, pass that of the half precision, 1e-1 for
+    bfloat16, or check in float32.
     group: the data-parallel ranks; None is the default group if there is one. Every rank makes this
-      call with the same batch; the batch is then shared among the ranks too.
-    reference: a gradient computed elsewhere, in any form `step_fn` may return: `report.gradient` of
-      a run in one process. Only this shows a factor that every run on these ranks has.
+    call with the same batch, which is then also shared among the ranks.
+    reference: a gradient from another run, in any form that `step_fn` may return, such as
+    `report.gradient` of a run in one process. Nothing else can show a factor that every run on
+    these ranks has.
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
@@ -173,8 +180,8 @@ class _Check:
         return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient)
 
     def _check_mask(self) -> None:
-        """Mask half of the longest sequence. If only the denominator notices, the gradient is the
-        same times n / (n // 2).
+        """Mask half of the longest sequence. If only the denominator reads the mask, the gradient
+        is multiplied by n / (n // 2).
         """
         longest = int(self.data.lengths.argmax())
         n = int(self.data.lengths[longest])
@@ -193,8 +200,8 @@ class _Check:
             self.diagnosis.append(wording.MASK)
 
     def _over_ranks(self) -> list[CutResult]:
-        """Every rank the whole batch, against rank r the r-th share W times: the same sequences in
-        the step, and as often.
+        """Compare two runs that contain the same sequences equally often: every rank with the
+        complete batch, and rank r with the r-th share W times.
         """
         shares = self.data.over_ranks(self.ranks.size)
         name = f"over {self.ranks.size} ranks"
@@ -211,8 +218,8 @@ class _Check:
         return gradient
 
     def _against(self, reference: Any) -> CutResult:
-        """The batch once over all ranks (or in one micro-batch) against a gradient from
-        elsewhere.
+        """Compare the batch, shared once among all ranks (or in one micro-batch), with
+        `reference`.
         """
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:

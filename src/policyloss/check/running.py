@@ -1,4 +1,4 @@
-"""Running the user's step on pieces of the batch, and reading its gradient as one vector."""
+"""Runs the user's step on pieces of the batch, and reads its gradient as one vector."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
     """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype
     among them.
 
-    result: a module or parameters (their `.grad`; one without is 0), or gradients: a tensor, a
-    mapping or an iterable of tensors.
+    result: a module or parameters, whose `.grad` is read (None counts as 0), or the gradients
+    themselves: a tensor, a mapping or an iterable of tensors.
     """
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
@@ -63,8 +63,8 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`. What is run next depends on it, and ranks that ran different
-        things would wait forever.
+        """The first rank's `number`. The next run depends on it, and ranks that run different
+        things would wait for each other forever.
         """
         if self.size == 1:
             return number
@@ -73,7 +73,7 @@ class Ranks:
         return float(shares[0])
 
     def check_same(self, numbers: list[float], tolerance: float, otherwise: str) -> None:
-        """Raise on every rank unless all ranks hold the same `numbers`: a collective."""
+        """Raise on every rank unless all ranks have the same `numbers`. This is a collective."""
         if self.size == 1:
             return
         shares: list[Any] = [None] * self.size
@@ -85,8 +85,8 @@ class Ranks:
 
 
 class Steps:
-    """The user's step, run on pieces of one batch. `whole` is its gradient of all of it;
-    `tolerance` comes from its dtype.
+    """The user's step, run on pieces of one batch. `full_gradient` is that of the uncut batch, and
+    `tolerance` follows from its dtype.
     """
 
     def __init__(self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None) -> None:
@@ -94,8 +94,8 @@ class Steps:
         self._alone: dict[tuple[int, ...], Tensor] = {}
         everything = list(range(batch.sequences.count))
         self.full_gradient, dtype = flat_gradient(step_fn([batch.take(everything)]))
-        # Half of the digits: rounding in another order of sums stays far below, and a wrong
-        # denominator far above.
+        # Half of the digits: another order of sums changes far less, and a wrong denominator far
+        # more.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
         if not self.full_gradient.isfinite().all():
             raise InputError("step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it.")
@@ -127,8 +127,8 @@ class Steps:
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:
-        """The gradient of one micro-batch that is the whole step: normalised as the trainer
-        normalises it. Run once each.
+        """The gradient of a step that consists of this micro-batch alone, normalised as the trainer
+        normalises it. Each micro-batch is run once.
         """
         key = tuple(part)
         if key not in self._alone:

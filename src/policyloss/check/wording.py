@@ -10,8 +10,8 @@ from policyloss.check.diagnosis import LAWS, Experiment, Weighing
 
 
 class Place(NamedTuple):
-    """Where the pieces of a cut went: the word for one, for several, for their number, and how to
-    count over all of them.
+    """Where the pieces of a cut run: the words for one piece, for several and for their number, and
+    how to count over all of them.
     """
 
     one: str
@@ -36,7 +36,7 @@ _COUNTED = {"tokens": "valid tokens", "sequences": "sequences", "packs": "sequen
 
 
 def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
-    """The diagnosis and the remedy, for laws that were found."""
+    """The diagnosis and the remedy where laws explain the gradients."""
     k, law = place.number, LAWS[weighing.full_law]
     on_top = _ON_TOP[weighing.power].format(k=k)
     words = [
@@ -76,7 +76,7 @@ def factor_words(power: int, place: Place) -> str:
 
 
 def unequal_factors_words(factors: list[tuple[int, float]], place: Place) -> str:
-    """Where only the length is off, by no power of the number of pieces."""
+    """The diagnosis where only the length is off, and by no power of the number of pieces."""
     listed = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
     return f"The direction is right and the length is off by a factor that no count here explains: {listed}."
 
@@ -89,7 +89,7 @@ COMPANIONS = (
 
 
 def unknown_words(experiment: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, place: Place) -> str:
-    """What is left to say where no law fits: the weights that do, if they are unique."""
+    """The report where no law fits: the fitted weights, if they are unique."""
     start = "No normalisation that is known here explains it."
     if full_weights is None or cut_weights is None:
         return (
@@ -108,7 +108,7 @@ def _numbers(x: Tensor) -> str:
 
 
 def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
-    """What a comparison with a gradient computed elsewhere says; factor: None where the direction
+    """The diagnosis of a comparison with a reference gradient. factor: None where the direction
     differs too.
     """
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"

@@ -114,8 +114,8 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`, those of a token alone and those that its whole group
-    must meet.
+    """The conditions of `explain`, both those of a single token and those that every token of its
+    group must meet.
     """
     parts = []
     if zero["alone"]:
@@ -145,7 +145,9 @@ def _folded(title: str, body: str) -> str:
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
-    """The settings of all runs side by side: what differs in full view, all of it folded away."""
+    """The settings of all runs side by side: those that differ are visible, and the complete list
+    is folded.
+    """
     runs = data["runs"]
     tables = [flat(run[name]) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)

@@ -47,8 +47,8 @@ def _run_folder(path: Path) -> Path:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """A short name for each run, different for each: the folder's, with its parent's if two are
-    alike, else with a number.
+    """A short, unique name for each run: that of its folder, with the parent folder if two are
+    equal, and with a number if that does not help.
     """
     names = [folder.resolve().name for folder in folders]
     longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
@@ -104,15 +104,15 @@ def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table
 
 
 def _named(value: Any) -> str | None:
-    """The name of a model or task, which a config holds as text or in an object of its own."""
+    """The name of a model or task, which a config holds as text or in an object."""
     if isinstance(value, Mapping):
         value = value.get("name") or value.get("path")
     return value if isinstance(value, str) and value else None
 
 
 def _state(folder: Path, trained: int, planned: int | None) -> str:
-    """The run is finished, running (a process holds its lock), stopped before the planned end, or
-    unknown if none was planned.
+    """Whether the run is "finished", "running" (a process holds its lock), "stopped" before the
+    planned end, or "unknown" because no end was planned.
     """
     lock = read_bytes(folder / "lock", LOCK_BYTES, [])
     if lock is not None and is_held(lock):

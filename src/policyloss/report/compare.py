@@ -17,7 +17,7 @@ _NO_LOSS = (PolicyLossError, ArithmeticError, AttributeError, LookupError, Recur
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as {"a.b": JSON text}; lists stay whole."""
+    """Nested settings as {"a.b": JSON text}; a list is one value."""
     out: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -1,5 +1,5 @@
-"""How much of a run a page shows. A run directory may hold anything; a page must open, and reading
-it must end.
+"""How much of a run a page shows. A run directory may hold anything, but the command must finish
+and the page must open.
 """
 
 from __future__ import annotations

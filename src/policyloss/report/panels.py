@@ -12,8 +12,8 @@ OTHER = "More metrics"
 
 
 class Panel(NamedTuple):
-    """One chart: a name for links, its place and title, what to know about it, the metrics it
-    draws, and its first scale.
+    """One chart: its name in links, its section and title, a hint for the reader, the metrics it
+    draws, and the scale it starts with.
     """
 
     id: str
@@ -85,5 +85,5 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _matching(patterns: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """In the order of the patterns, which is the order of the line styles."""
+    """The keys that match, in the order of the patterns, which is the order of the line styles."""
     return list(dict.fromkeys(key for pattern in patterns for key in keys if fnmatchcase(key, pattern)))

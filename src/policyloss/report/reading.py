@@ -1,5 +1,5 @@
-"""Reading what a run wrote, also while it is still writing: what cannot be read is left out and
-said in a note, never hidden.
+"""Reads what a run wrote, also while it is still writing. What cannot be read is left out, and a
+note says so.
 
 A run directory may come from anybody. Links in it are not followed, only regular files are read,
 and what is kept in memory is bounded, however large a file or a line is.
@@ -34,8 +34,8 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 
 
 def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
-    """The regular file `path`, open for reading; None, and a note, if there is none or it is
-    something else.
+    """The regular file `path`, open for reading; None and a note if there is no file or it is not
+    regular.
     """
     try:
         kind = kind_of(os.lstat(path).st_mode)
@@ -103,7 +103,7 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
     """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is
     left out, with a note.
 
-    The notes are complete when the reader has come to the end, or has gone away before it.
+    The notes are complete once the generator has ended or was closed.
     """
     offset = number = broken = first_broken = long = 0
     try:
@@ -133,7 +133,7 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Read on to the end of the line, or for about `limit` bytes; gives how many were read."""
+    """Read to the end of the line, or about `limit` bytes; returns how many bytes were read."""
     skipped = 0
     while skipped < limit and (part := file.readline(MIB)):
         skipped += len(part)
@@ -193,8 +193,8 @@ def strict(value: Any, name: str, notes: Notes) -> Any:
     """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read
     it.
 
-    What is nested deeper than `DEPTH`, and what comes after the first `SETTINGS` values, is left
-    out, with a note that says so of the file `name`.
+    Values that are nested deeper than `DEPTH`, and those after the first `SETTINGS` values, are
+    left out; a note names the file, `name`.
     """
     count = deep = 0
 

@@ -1,5 +1,5 @@
-"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. It asks
-the network for nothing.
+"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. The
+page makes no request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of `data`, which is what `collect` gave. A policy in its head forbids every request
-    and every other script.
+    """The page of `data`, which `collect` returned. A content policy in its head forbids every
+    request and every other script.
     """
     shown = view(data)
     style = _asset("page.css")
@@ -56,7 +56,9 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Only this very style and script, pictures only from the page itself, no request at all."""
+    """A content policy that allows this style, this script and pictures from the page itself, and
+    no request.
+    """
     allowed = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "img-src": "data:"}
     rules = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", *(f"{name} {value}" for name, value in allowed.items())]
     return "; ".join(rules)

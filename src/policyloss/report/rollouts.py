@@ -1,5 +1,5 @@
-"""Sampled completions, token by token. A long run has more of them than a page can hold, so whole
-steps are chosen.
+"""Sampled completions, token by token. A long run has more of them than a page can show, so some
+steps are chosen and shown completely.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def _choose(index: Index, budget: int) -> Index:
-    """Every k-th step back from the last, with the smallest k that fits; of a single step that is
-    too long, its first rows.
+    """Every k-th step, counted back from the last, with the smallest k that fits. If a single step
+    is too long, its first rows are chosen.
     """
     steps = sorted(index)
     sizes = {step: sum(size for _, size in rows) for step, rows in index.items()}
@@ -78,7 +78,7 @@ def _choose(index: Index, budget: int) -> Index:
 
 
 class Shortened:
-    """Counts what was shown up to some length only."""
+    """Counts the texts that were cut to a maximal length."""
 
     def __init__(self) -> None:
         self.texts = self.tokens = self.rows = 0
@@ -118,7 +118,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, a number in digits, and of a list or an object only that it is one."""
+    """A text as it is, a number in digits, and for a list or an object only the name of
+    its kind.
+    """
     if isinstance(value, (dict, list)):
         return f"({type(value).__name__})"
     return value if isinstance(value, str) else "" if value is None else str(value)

@@ -19,8 +19,8 @@ _EXPECTED = {name.removeprefix("timing/") for panel in PANELS for name in panel.
 
 
 class Line:
-    """One metric over the steps: its points, thinned if there are many, and what the summary says
-    of all of them.
+    """One metric over the steps: its points, thinned if there are many, and the numbers that the
+    summary needs of all of them.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Line:
         self._newest: tuple[int, float | int | None] = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
-        """The next point; None is NaN or infinite."""
+        """Add the next point; None stands for NaN or infinity."""
         if self.count % self._stride == 0:
             self._points.append((step, value))
             if len(self._points) > 2 * limits.POINTS:
@@ -79,7 +79,7 @@ class Table:
         self._left_out: set[str] = set()
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """The row of a step; steps come in order, each once."""
+        """Add the row of a step. Steps come in order, each once."""
         # Strict JSON has no NaN: such numbers are written as null, and their names stand here.
         names = row.get("nonfinite")
         nonfinite = names if isinstance(names, dict) else {}
@@ -136,8 +136,8 @@ class Table:
 
 
 def read_table(path: Path, notes: Notes) -> Table:
-    """The rows of a file by their step, in order. A step written twice counts once, as last
-    written.
+    """The rows of a file by their step, in order. Of a step that was written twice, the last row
+    counts.
     """
     table = Table()
     # step → the byte offset of its last row, because a file may be larger than memory
@@ -176,7 +176,7 @@ class Histograms:
         self._stride = 1
 
     def add(self, step: int, value: Any) -> None:
-        """The histogram of the next step, as the run wrote it."""
+        """Add the histogram of the next step, as the run wrote it."""
         usable = _histogram(value)
         if usable is None or (self._edges and usable[0] != self._edges):
             self._odd += 1

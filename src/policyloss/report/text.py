@@ -1,5 +1,5 @@
-"""Text from outside on its way into the page: nothing of it is markup, and nothing of it is
-invisible.
+"""Makes text from a run safe for the page: none of it can act as markup, and every character is
+visible.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import json
 import re
 from typing import Any
 
-# Characters that are no text: controls but tab and newline, direction overrides and isolates,
-# zero-width ones, lone surrogates.
+# Characters that show nothing or deceive: controls except tab and newline, direction overrides and
+# isolates, zero-width characters, lone surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 def escaped(value: Any) -> str:
-    """`value` as HTML text, good in an element and in a quoted attribute; what cannot be seen is
+    """`value` as HTML text, safe in an element and in a quoted attribute; an invisible character is
     shown by its number.
     """
     return html.escape(visible(str(value)), quote=True)
 
 
 def visible(text: str) -> str:
-    """`text` with what cannot be seen, or would command a terminal, shown by its number."""
+    """`text` with the number of every character that is invisible or would control a terminal."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -35,7 +35,9 @@ def island(data: Any) -> str:
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """A number for people: `digits` significant ones, thousands apart; an en dash for none."""
+    """A number for people, with `digits` significant digits and separated thousands; an en dash for
+    None.
+    """
     if value is None:
         return "–"
     if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):

@@ -1,5 +1,5 @@
-"""What the page's own code needs, as compact data: series with shared step lists, histograms cut to
-where they are not empty.
+"""The data that the page's script needs, in compact form: series share their lists of steps, and
+histograms lose their empty outer bins.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(values: Iterable[Any]) -> list[Any]:
-    """Six significant digits are more than a screen can show; beside the largest numbers, the
-    smallest are nothing.
+    """The values with six significant digits, which is more than a screen can show; tiny values
+    become 0.
     """
     return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0 for v in values]
 
@@ -59,8 +59,8 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _band(spec: Any) -> list[float] | None:
-    """The ratios between which the trust region holds nothing, if the loss has such and is of
-    tokens, as the histogram is.
+    """The ratios between which the trust region limits nothing; None if the loss has no such band,
+    or if its ratio is not that of tokens, as the histogram's is.
     """
     parts = spec if isinstance(spec, dict) else {}
     ratio, trust = parts.get("ratio"), parts.get("trust")
@@ -74,8 +74,8 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """For each colouring, the size that gets the full colour: 98 % of the tokens lie within, and
-    one scale serves all runs.
+    """For each colouring, the size that gets the full colour. 98 % of the tokens do not exceed it,
+    and all runs share one scale.
     """
     values: dict[str, list[float]] = {"ratio": [], "advantage": [], "rollout": []}
     for row in rows:
