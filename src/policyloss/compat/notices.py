@@ -1,4 +1,4 @@
-"""What a hook says about the options of its framework: each sentence once in a process."""
+"""The warnings of a hook about the options of its framework, each once in a process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from policyloss.spec import LossSpec
 
 @cache
 def warn_once(text: str) -> None:
-    """A `UserWarning`, unless the same one was given before."""
+    """Issue a `UserWarning`, unless the same one was issued before."""
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def check_advantages(name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str) -> None:
-    """Warn if `loss` is defined with other advantages than the framework makes.
+    """Warn if `loss` is defined with other advantages than the framework computes.
 
-    name: what the framework calls the loss. made: the estimator of `policyloss.advantage` that
-    stands for what it makes, or None if there is none. setting: the option that decides, as it is
-    set. fix: how to get the others, or "" if there is no way.
+    name: what the framework calls the loss. estimator: the function of `policyloss.advantage` that
+    computes what the framework computes, or None if there is none. setting: the option that
+    decides, with its value. fix: how to get the right advantages, or "" if there is no way.
     """
     wanted = defined_with(loss)
     if wanted is None or wanted == estimator:

@@ -56,8 +56,8 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
 
 
 def _loss_name(asked: str, explanation: Explanation) -> str:
-    """What the run called its loss, if that is what it is; else the preset it is, or the one it is
-    a change of.
+    """The name that the run gave its loss if that is right, else the preset that equals it or is
+    nearest to it.
     """
     if explanation.preset is not None:
         return asked if asked in explanation.also else explanation.preset

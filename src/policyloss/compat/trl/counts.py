@@ -1,5 +1,5 @@
-"""What TRL's trainer keeps beside its loss: the counts of a step as one micro-batch knows them,
-unscored tokens, a sum's terms.
+"""What TRL's trainer computes beside its loss: the counts of a step from one micro-batch, tokens
+without a score, and the terms of a sum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from policyloss.functional.masking import accumulator_dtype
 
 
 def tokens_in(mask: Tensor, calls: int = 1, ranks: int = 1) -> Tensor:
-    """Tokens of a step of `calls` micro-batches on `ranks` ranks that all hold as many as `mask`
+    """The tokens of a step of `calls` micro-batches on `ranks` ranks, if each has as many as `mask`
     (at least 1). 0-dim.
     """
     return mask.sum().clamp(min=1).to(accumulator_dtype(mask.device)) * calls * ranks
@@ -35,14 +35,14 @@ def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> T
 
 
 def where_scored(logp: Tensor, instead: Tensor) -> Tensor:
-    """`logp`, with `instead` where the engine could not score a token and reported NaN.
+    """`logp`, or `instead` where the engine could not score a token and reported NaN.
     Token-shaped.
     """
     return torch.where(logp.isnan(), instead.to(logp.dtype), logp)
 
 
 def exchanged(total: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """A sum with one of its terms replaced: `total − old + new`. `old` is the value that is in it,
-    without its gradient.
+    """A sum with one of its terms replaced: `total − old + new`. `old` is the value that `total`
+    contains, without its gradient.
     """
     return total + (new - old.detach())

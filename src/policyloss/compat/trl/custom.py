@@ -1,5 +1,5 @@
-"""Whether a loss of the user's own fits TRL's GRPOTrainer: what it reads is there, and no option of
-the config falls silent.
+"""Checks whether a user's loss fits TRL's GRPOTrainer: the trainer has what it reads, and every
+option of the config that is set has an effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from policyloss.parts.kl import KL
 from policyloss.presets import defined_with, preset
 from policyloss.spec import LossSpec
 
-# The slots an option acts on: it is silent if a given loss has other parts in all of them.
+# The slots that an option acts on. It has no effect if `policy_loss` has other parts in all of
+# them.
 _SLOTS = {
     "loss_type": ("trust", "aggregate"),
     "importance_sampling_level": ("ratio",),
@@ -30,8 +31,8 @@ _SLOTS = {
 
 
 def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str | None = None) -> LossSpec | None:
-    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the config's
-    own loss, checked too.
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
+    the config describes, which is checked too.
     """
     config_spec = spec_from_config(config, release=release, handled=BESIDE)
     if policy_loss is None:

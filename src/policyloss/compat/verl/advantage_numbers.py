@@ -1,16 +1,14 @@
-"""Advantages in plain arithmetic, with verl's own rounding: its drop-ins must give its very
-numbers.
+"""Advantages with verl's rounding, because its drop-ins must give exactly its numbers.
 
 `policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0
 at masked tokens. verl computes as the formula is written: in the dtype of the rewards, in the order
 of the rows and tokens, with its small constants. The difference is rounding, but rounding is
 amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are standardised to
-±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean says. For
-everything but verl's numbers, use `policyloss.advantage`.
+±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean gives. Use
+`policyloss.advantage` unless you need verl's numbers.
 
 Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or
-0/1 in any dtype, and that dtype takes part where verl divides by its sum. Nothing carries a
-gradient.
+0/1 in any dtype, and that dtype matters where verl divides by its sum. Nothing carries a gradient.
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ class PlainGroups:
     @classmethod
     @torch.no_grad()
     def stacked(cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None) -> PlainGroups:
-        """The members of a group side by side, reduced as `torch.mean` and `torch.std` of that
-        vector are, in their dtype.
+        """Statistics that reduce the members of a group as `torch.mean` and `torch.std` reduce a
+        vector, in its dtype.
 
-        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of one size
-        are reduced at once, so this reads the sizes that occur back to the host.
+        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of the same
+        size are reduced at once, so this reads the sizes back to the host.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
@@ -63,7 +61,7 @@ class PlainGroups:
         for rows in by_size:
             members = rewards[rows]
             center = members.mean(1, keepdim=True) if weight is None else _weighted_mean(members, weight[rows])
-            # As torch.std: squares in float64, measured from the mean as it was rounded, and added
+            # As torch.std does it: squares in float64 of the distances from the rounded mean, added
             # up one after the other.
             wide = accumulator_dtype(rewards.device)
             squares = (members.to(wide) - center.to(wide)).square().cumsum(1)[:, -1:]
@@ -83,8 +81,8 @@ class PlainGroups:
         variance: Literal["centered", "moments"] = "centered",
         floor: float = 0.0,
     ) -> PlainGroups:
-        """Sums added up one row after the other, as `index_add_` and `bincount` do. dtype: of the
-        statistics (None: the rewards').
+        """Statistics that add up one row after the other, as `index_add_` and `bincount` do. dtype:
+        that of the statistics (None: that of the rewards).
 
         variance: "centered" `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels.
         floor: its least value.
@@ -173,10 +171,11 @@ def sequence_lengths(mask: Tensor) -> Tensor:
 
 
 def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """One number per sequence, given to each of its valid tokens; 0 at the others. `[B]`, `[B, T]`
-    → `[B, T]`.
+    """Each valid token gets the number of its sequence, the others get 0. `[B]`, `[B, T]` →
+    `[B, T]`.
 
-    In the dtype of the product of the two: a float64 mask makes float64 of float32 numbers.
+    The result has the dtype of the product of the two: a float64 mask makes float32 numbers
+    float64.
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
         raise InputError(f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}.")
@@ -207,8 +206,8 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True) -> GAE:
     """GAE, one token after the other from the end; not whitened. All token-shaped.
 
-    A masked token holds the advantage of the next valid one (0 if there is none), and as return
-    that plus its own value.
+    A masked token gets the advantage of the next valid one (0 if there is none), and that plus its
+    value as its return.
     bridge: False runs over masked tokens as if they were valid.
     """
     valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
@@ -221,9 +220,9 @@ def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: Literal["bridge", "cut"] = "bridge") -> Tensor:
     """Discounted returns, one token after the other from the end. All token-shaped.
 
-    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has a
-    return of its own, `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so a row of
-    several turns credits each turn alone.
+    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has the
+    return `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so that in a row of
+    several turns each turn is credited separately.
     """
     valid = as_mask(mask, rewards)
     if holes == "bridge":

@@ -1,10 +1,10 @@
-"""verl's advantage estimators under their own names: arguments, defaults, `(advantages, returns)`
-and numbers as in verl.
+"""verl's advantage estimators under verl's names, with its arguments, defaults, results
+`(advantages, returns)` and numbers.
 
 Tensors are `[B, T]`; `index` holds one label per row (a numpy array, a list or a tensor), and rows
-with equal labels are a group. `release` is whose meaning to keep where verl changed a number (None:
-the current release). Nothing given is modified. A row's score is the sum of all its token rewards,
-at masked tokens too, as in verl.
+with equal labels are a group. `release` says which release's meaning to keep where verl changed a
+number (None: the current release). No argument is modified. A row's score is the sum of all its
+token rewards, at masked tokens too, as in verl.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def compute_gae_advantage_return(
     *,
     release: str | None = None,
 ) -> AdvantageResult:
-    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 time ran over
-    masked tokens too.
+    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 masked tokens
+    counted as time steps too.
     """
     check_scalar("gamma", gamma)
     check_scalar("lam", lam)
@@ -134,8 +134,8 @@ def compute_gdpo_outcome_advantage(
     `gdpo_reward_weights`, then whitened.
 
     The rewards are read from `non_tensor_batch`, in float32. Without config, non_tensor_batch or
-    batch, `token_level_rewards` are the only reward. (verl looks up in `batch` where to put a
-    reward, then sums it up again: it is not needed here.)
+    batch, `token_level_rewards` are the only reward. (verl reads from `batch` where to put a
+    reward, and then sums it up again; neither is needed here.)
     """
     rewards, weights = [sequence_scores(token_level_rewards)], None
     if config is not None and non_tensor_batch is not None and batch is not None:
@@ -157,7 +157,7 @@ def compute_grpo_passk_outcome_advantage(
     **kwargs: Any,
 ) -> AdvantageResult:
     """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo`
-    counts, not the argument.
+    decides, not the argument.
     """
     by_std = read(_required(config), "norm_adv_by_std_in_grpo", True)
     scores = sequence_scores(token_level_rewards)
@@ -198,7 +198,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> AdvantageResult:
     """REINFORCE++: returns discounted by `config.gamma`, whitened over the valid tokens.
 
-    Before 0.9.0 a masked token cut the line: a turn got nothing from the turns after it.
+    Before 0.9.0 a masked token interrupted the sum, so that a turn got nothing from the turns after
+    it.
     """
     gamma = read(_required(config), "gamma")
     if gamma is None:
@@ -304,8 +305,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(estimate: Callable[[bool
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:
-    """`index` as one integer per row of `rows`: labels of any kind (uids, numbers, tensors), equal
-    labels the same number.
+    """`index` as one integer per row of `rows`. Labels may be of any kind (uids, numbers, tensors),
+    and equal labels get the same number.
     """
     try:
         labels = index.tolist() if hasattr(index, "tolist") else list(index)

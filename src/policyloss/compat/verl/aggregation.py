@@ -1,4 +1,4 @@
-"""verl's words for averaging, and the functions it averages with: `agg_loss`, `compute_value_loss`,
+"""verl's names of averages, and its functions that average: `agg_loss`, `compute_value_loss`,
 `kl_penalty`.
 """
 
@@ -30,13 +30,13 @@ OLDEST = "0.4.1"
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """A word of verl's that means nothing here. verl raises a NotImplementedError; every error of
+    """An option of verl that is not offered here. verl raises a NotImplementedError; every error of
     this library is a ValueError.
     """
 
 
 class Aggregation(NamedTuple):
-    """A `loss_agg_mode` with its counts, as this library says it."""
+    """A `loss_agg_mode` as a part and totals of this library."""
 
     part: Any
     totals: Totals
@@ -55,9 +55,9 @@ def aggregation(
     """Translate `agg_loss`'s arguments: which aggregation, and the counts it divides by. `mask` is
     `[B, T]`.
 
-    release: whose meaning. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum over the scale, with
-    neither a mean over rows nor dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up
-    to 0.5.0 rows without a valid token count as rows.
+    release: the release whose meaning to follow. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum
+    over the scale, with neither a mean over rows nor dp_size; up to 0.6.1 a token mean has 1e-8 in
+    its denominator; up to 0.5.0 rows without a valid token count as rows.
     """
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
@@ -188,5 +188,5 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def mean(record: Any, mask: Tensor) -> Tensor:
-    """A share as verl averages it, its guard in the denominator: 0 where nothing is valid."""
+    """A share as verl averages it, with its guard in the denominator: 0 where nothing is valid."""
     return share(guarded_mean(record, guard(mask)), mask)

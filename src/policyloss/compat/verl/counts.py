@@ -1,4 +1,4 @@
-"""Means and shares of tokens as verl takes them, its 1e-8 in the count."""
+"""Means and shares of tokens as verl computes them, with 1e-8 added to the count."""
 
 from __future__ import annotations
 

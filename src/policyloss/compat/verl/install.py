@@ -1,5 +1,5 @@
-"""Put the drop-ins in place of verl's own functions: its registries return ours, under verl's
-names.
+"""Replaces verl's functions by the drop-ins: its registries then return ours, under
+verl's names.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _replaced: list[tuple[Any, Any]] = []
 
 def install(release: str | None = None) -> tuple[str, ...]:
     """Make an installed verl compute its losses, advantages, averages, KL and rollout correction
-    here; returns what was replaced.
-
-    Every module of verl that has bound one of these functions gets ours, and its registries return
-    them, in the meaning of the installed release (or of `release`, if its metadata is not there to
-    tell). What that release does not have is left alone. A second call changes nothing; `uninstall`
-    undoes it. verl's workers are processes of their own: call it in each.
+    with this library; returns what was replaced. Every module of verl that has bound one of these
+    functions gets ours, and the registries return ours, with the meaning of the installed release
+    (or of `release`, if the package has no metadata). Functions that the release does not have are
+    not added. A second call changes nothing, and `uninstall` undoes it. verl's workers are separate
+    processes, so call it in each.
     """
     version = release or installed_version("verl")
     if not at_least(version, OLDEST):
@@ -47,7 +46,7 @@ def install(release: str | None = None) -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Put verl's own functions back."""
+    """Restore verl's functions."""
     back = [(new, old) for old, new in _replaced]
     _set_registries(back)
     swap("verl", back)
@@ -55,7 +54,9 @@ def uninstall() -> None:
 
 
 def _pairs(module: Any, our_modules: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
-    """Every function of `module` that a module of ours has under the same name: (verl's, ours)."""
+    """The pair (verl's, ours) for every function of `module` that one of our modules has under the
+    same name.
+    """
     pairs = []
     for name, function in inspect.getmembers(module, callable):
         ours = next((getattr(m, name) for m in our_modules if hasattr(m, name)), None)

@@ -1,11 +1,11 @@
-"""verl's policy losses under their own names: each a spec, verl's counts, and the numbers verl
+"""verl's policy losses under verl's names: each is a spec, verl's counts, and the numbers that verl
 reports.
 
 All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
 rollout_is_weights)` with `[B, T]` tensors and verl's `ActorConfig` (or anything with its
-attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl changed one
-(None: the current release). The signature is written once, in `_drop_in_averaged`; a loss is a
-function of one `Call`.
+attributes), and return `(loss, metrics)`. `release` says which release's meaning to keep where verl
+changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a
+loss is a function of one `Call`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def compute_policy_loss(
     """verl's `compute_policy_loss`: PPO with dual clip,
     `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
 
-    log_clamp: the log-ratio is held within ±this (verl: 20; 10 in some published copies; None for
-    none).
+    log_clamp: the bound of the log-ratio's size (verl: 20; 10 in some published copies; None for no
+    bound).
     """
     low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
     if low is None or high is None:
@@ -111,7 +111,7 @@ class PolicyLossFunction(Protocol):
 
 
 def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
-    """A function of one `Call` as a function with verl's signature, `mode` being the default of
+    """Turns a function of one `Call` into one with verl's signature. mode: the default of
     loss_agg_mode.
     """
 
@@ -279,7 +279,9 @@ def compute_policy_loss_reinforce(
     *,
     release: str | None = None,
 ) -> LossResult:
-    """REINFORCE: `-w·A·logp`, the weights given. `ppo_kl` is the drift from the rollout policy."""
+    """REINFORCE: `-w·A·logp`, with the weights w as an argument. `ppo_kl` is the drift from the
+    rollout policy.
+    """
     return _reinforce(
         Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     )
@@ -292,11 +294,9 @@ def _reinforce(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
-    """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the
-    rejection and the loss.
-
-    `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce"
-    the REINFORCE loss with them.
+    """The old policy is the rollout policy; `policy_loss.rollout_correction` sets the weights, the
+    rejection and the loss. `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens,
+    without weights; "reinforce" is the REINFORCE loss with weights.
     """
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:

@@ -1,5 +1,5 @@
-"""How verl rejected up to 0.7.0: by the importance weight itself, of a token, a sequence or a
-sequence's geometric mean.
+"""verl's rejection up to 0.7.0: by the importance weight of a token or a sequence, or by a
+sequence's geometric mean weight.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
 def rejection_by_weight(
     log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float, log_clamp: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the
-    metrics of weights and mask.
+    """The mask, 0 where the weight lies outside [low, high] and float as in verl, and the metrics
+    of weights and mask.
     """
     if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))

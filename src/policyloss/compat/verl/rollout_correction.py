@@ -1,9 +1,9 @@
-"""verl's rollout correction under its own names: importance weights, rejection masks and their
+"""verl's rollout correction under verl's names: importance weights, rejection masks and their
 metrics, on `[B, T]` tensors.
 
-`log_ratio` is log(π_train / π_rollout). Metrics are Python floats by verl's names. `release` is
-whose numbers to give where verl changed them (None: the current release). A NaN at a valid token is
-kept and shows, where verl drops the token unseen.
+`log_ratio` is log(π_train / π_rollout). Metrics are Python floats under verl's names. `release`
+says which release's numbers to return where verl changed them (None: the current release). A NaN at
+a valid token is kept and shows, where verl silently drops the token.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ __all__ = [
 
 SAFETY_BOUND = 20.0
 Metrics = dict[str, float]
-# verl's word for each level of the weights: how their logarithms are reduced, and what its batch
+# For verl's name of each level: how the logarithms of the weights are reduced, and what the batch
 # normalisation averages over.
 LEVELS = {"token": ("token", "tokens"), "sequence": ("sum", "sequences")}
 
 
 @dataclass
 class TensorBatch:
-    """What stands in for `verl.DataProto` where verl is not installed: tensors by name in `batch`,
+    """A substitute for `verl.DataProto` where verl is not installed: tensors by name in `batch`,
     and `union`.
     """
 
@@ -118,9 +118,10 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, Metrics]:
     """Importance weights `[B, T]`, 0 at masked positions, and their metrics.
 
-    A weight is `exp(log_ratio)` of the "token", or the whole "sequence"'s product. One threshold
-    truncates it, "lower_upper" zeroes it outside; `rollout_is_batch_normalize` then divides by the
-    mean (over the ranks, where `torch.distributed` is initialised).
+    A weight is `exp(log_ratio)` of the "token", or the product of these over the "sequence". One
+    threshold truncates it, and "lower_upper" makes it 0 outside of the two bounds;
+    `rollout_is_batch_normalize` then divides by the mean (over the ranks, where `torch.distributed`
+    is initialised).
     """
     if not isinstance(rollout_is, str) or rollout_is not in LEVELS:
         raise SpecError(unknown_name("rollout_is", rollout_is, LEVELS))
@@ -171,11 +172,10 @@ def compute_is_metrics(
     *,
     release: str | None = None,
 ) -> Metrics:
-    """Statistics of the applied weights; of the raw ones, how many leave the bounds. Without a
-    lower bound it is 1/upper.
-
-    Up to 0.8.0 the sequences beyond the bounds were judged by the applied weights; before it the
-    spread was of weights within both bounds (and `rollout_is_weights` were the raw ones).
+    """Statistics of the applied weights, and how many raw weights lie outside the bounds. The
+    default of the lower bound is 1/upper. Up to 0.8.0 the applied weights decided which sequences
+    lie outside; before 0.8.0 the spread was that of weights clamped to both bounds (and
+    `rollout_is_weights` were the raw ones).
     """
     means = _means(response_mask)
     low, high = reciprocal_band(rollout_is_threshold, rollout_is_threshold_lower)
@@ -206,7 +206,7 @@ def compute_rollout_rejection_mask(
     and of all together.
 
     Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric" and the bounds were on the
-    weight: with such a `release`, give them as `rollout_rs_threshold` and
+    weight: with such a `release`, pass them as `rollout_rs_threshold` and
     `rollout_rs_threshold_lower` (None: the reciprocal).
     """
     if not at_least(release, "0.7.1"):
@@ -375,8 +375,8 @@ def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_pro
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Correct a `DataProto` (or `TensorBatch`) as its config says: its response_mask always,
-    rollout_is_weights if asked for.
+    """Correct a `DataProto` (or `TensorBatch`) as the config says: change its response_mask, and
+    add rollout_is_weights if the config asks for them.
     """
     defaults = {
         "rollout_is": None,

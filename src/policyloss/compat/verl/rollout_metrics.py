@@ -1,10 +1,10 @@
-"""How far the inference engine is from the trainer: verl's diagnostics of one batch. Pure functions
-of detached tensors.
+"""verl's diagnostics of how far the inference engine is from the trainer in one batch. All are pure
+functions of detached tensors.
 
-Legend: `logp` the trainer's and `rollout_logp` the engine's log-probabilities, d = logp −
-rollout_logp, a weight is `exp(d)`; all token-shaped. S sequences. Results are 0-dim tensors by
-name. They are computed in the dtype of the inputs and in the order they are written: a variance as
-E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
+Legend: `logp` are the trainer's and `rollout_logp` the engine's log-probabilities, d = logp −
+rollout_logp, and a weight is `exp(d)`; all are token-shaped. S sequences. Results are 0-dim tensors
+by name. They are computed in the dtype of the inputs and in the order they are written: a variance
+as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Statistics = dict[str, Tensor]
 class Means:
     """Means over a batch's valid tokens and over those of each sequence.
 
-    mask: bool or 0/1, token-shaped; counts are sums in its own dtype. epsilon is added to every
-    count before dividing: 0 is exact, but an empty sequence is then 0/0; verl uses 1e-8, and its
-    mean is 0.
+    mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon is added to every count
+    before dividing: 0 is exact, but an empty sequence is then 0/0; verl uses 1e-8, and its mean
+    is 0.
     """
 
     mask: Tensor
@@ -96,8 +96,8 @@ def _share(flags: Tensor) -> Tensor:
 
 
 def _log(threshold: float, like: Tensor) -> Tensor:
-    """The logarithm of a bound in the default dtype whatever `like`'s, because verl compares with
-    that.
+    """The logarithm of a bound, in torch's default dtype whatever that of `like` is, because verl
+    compares with such a number.
     """
     return torch.tensor(float(threshold), device=like.device).log()
 
@@ -115,7 +115,7 @@ def policy_gap(logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clam
     mean_S exp(log_ppl_diff); kl = mean −d and k3_kl = mean eᵈ − 1 − d over tokens, both estimates
     of KL(rollout‖trainer); chi2_token = mean e²ᵈ − 1, chi2_seq = mean_S e^(2 Σd) − 1, with d and Σd
     clamped to ±log_clamp. Means over sequences are over all of them: an empty one has m = 0.
-    Without `rollout_logp` only training_*.
+    Without `rollout_logp` there are only the numbers training_*.
     """
     mean_logp = means.of_sequences(logp)
     gap = _perplexity("training", mean_logp)
@@ -166,9 +166,9 @@ def normalised(
     """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences"
     (of each one's mean weight).
 
-    A mean not above `least` counts as 1, so weights that are all 0 stay 0. empty_sequences: they
-    too count, with weight 0. With a process group the mean is over its ranks. Only the mean over
-    the tokens of one process has epsilon in its last division.
+    A mean that is not above `least` counts as 1, so that weights which are all 0 stay 0.
+    empty_sequences: whether they count too, with weight 0. With a process group the mean is taken
+    over its ranks. Only the mean over the tokens of one process has epsilon in its last division.
     """
     if over == "tokens":
         x, counted = means.filled(weight), means.mask
@@ -238,8 +238,8 @@ def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float
     """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
     deviation is from 1.
 
-    The shares of sequences above `high` and below `low` are of the mean of `judged`, such as the
-    weight before it was truncated.
+    The mean of `judged`, such as the weight before it was truncated, decides which sequences count
+    as above `high` or below `low`.
     """
     mean, judged_mean = means.of_sequences(weight), means.of_sequences(judged)
     return {
@@ -256,8 +256,8 @@ def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float
 def rejection_statistics(
     stat: Tensor, of_sequence: Tensor | None, nonempty: Tensor, means: Means, low: float | None, high: float, by_sequence: bool
 ) -> Statistics:
-    """Statistics of the number a rejection is decided by. Kept are `low <= stat <= high`; a `low`
-    of None does not bind.
+    """Statistics of the number that decides a rejection. Tokens with `low <= stat <= high` are
+    kept; a `low` of None does not bind.
 
     stat: token-shaped; of_sequence: the same number once per sequence `[S]`, None for the mean of
     each. by_sequence: whether max, min and the shares beyond the bounds are taken over the
@@ -310,7 +310,8 @@ def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statis
     """Which tokens survive a veto (bool): those of sequences without a valid token of weight below
     `low`.
 
-    Also the share of sequences vetoed, of all, and the share of valid tokens that veto.
+    It also returns the share of all sequences that are vetoed, and the share of valid tokens that
+    veto.
     """
     impossible = (log_weight < _log(low, log_weight)) & means.valid
     keep = ~any_in_sequence(impossible, means.sequences)

@@ -26,14 +26,14 @@ TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
 
 
 class ThresholdTypeError(SpecError, TypeError):
-    """A threshold of a type that means nothing. verl raises a TypeError; every error of this
-    library is a ValueError.
+    """A threshold of a wrong type. verl raises a TypeError; every error of this library is a
+    ValueError.
     """
 
 
 class Rule(NamedTuple):
-    """One rejection: kept are `low <= reduce(estimator) <= high`, in nats; a low of None does not
-    bind.
+    """One rejection, which keeps `low <= reduce(estimator) <= high`, in nats; a low of None does
+    not bind.
     """
 
     option: str
@@ -63,8 +63,8 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
 
 
 def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None) -> list[Rule]:
-    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. One threshold serves all,
-    or there is one for each.
+    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. There is one threshold
+    for all options, or one for each.
 
     For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2
     and k3 have one, on the estimate.

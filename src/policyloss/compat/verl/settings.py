@@ -1,8 +1,6 @@
-"""What verl's own settings say beside a loss of this library: which of them it overrides, and which
-it needs.
-
-A preset fills its slots itself, so verl's numbers for the same things have no effect. One that was
-set is named, once.
+"""How verl's settings go with a loss of this library: which of them the loss overrides, and which
+it needs. A preset fills its slots itself, so verl's numbers for the same things have no effect. If
+one of them was set, a warning names it once.
 """
 
 from __future__ import annotations
@@ -66,9 +64,7 @@ _ESTIMATORS = {
 
 
 def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
-    """Name, once, the settings of verl's actor that were set and that the parts of `spec` stand in
-    the place of.
-    """
+    """Warn once about the settings of verl's actor that were changed and that `spec` overrides."""
     overridden = list(_overridden_numbers(spec, config, "", _OF_THE_ACTOR))
     options = read(config, "policy_loss")
     if options is not None:
@@ -94,14 +90,14 @@ def _overridden_numbers(spec: LossSpec, config: Any, prefix: str, options: dict[
 
 
 def _default(config: Any, option: str, default: Any) -> Any:
-    """The default of an option: the config's own if it is a dataclass."""
+    """The default of an option, from the config if that is a dataclass."""
     if dataclasses.is_dataclass(config):
         return {field.name: field.default for field in dataclasses.fields(config)}.get(option, default)
     return default
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon that verl is set to, `actor.loss_scale_factor`; two different ones
+    """`spec` with the horizon of verl's setting `actor.loss_scale_factor`; two different horizons
     are an error.
     """
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
@@ -119,11 +115,10 @@ def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
 
 
 def check_config(config: Any) -> None:
-    """Check the whole configuration of a verl run whose `loss_mode` is one of this library's.
-
-    config: what verl's main function gets. A preset that is defined with other advantages than
-    `algorithm.adv_estimator` makes is said in a warning; one that needs a horizon which is not set
-    is an error. Another loss_mode is none of our business.
+    """Check the complete configuration of a verl run whose `loss_mode` is one of this library's.
+    config: what verl's main function gets. It is a warning if the preset is defined with other
+    advantages than `algorithm.adv_estimator` computes, and an error if the preset needs a horizon
+    that is not set. Other loss modes are not checked.
     """
     actor = read(read(config, "actor_rollout_ref"), "actor")
     mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
@@ -147,12 +142,10 @@ def _setting_for(advantage: str | None) -> str:
 
 
 def check_when_verl_does() -> bool:
-    """Let verl's own check of its configuration run `check_config` as well; returns whether there
-    is one to follow.
-
-    verl checks in the process that is started by hand, so the hook must be imported there too:
-    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers see the actor's settings
-    alone.
+    """Make verl's check of its configuration run `check_config` as well; returns whether verl has
+    such a check. verl makes it in the process that the user starts, so the hook must be imported
+    there too: `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers know only the
+    actor's settings.
     """
     try:
         checked = import_module("verl.utils.config").validate_config
