@@ -24,17 +24,12 @@ from policyloss.functional.stats import count
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary.
-
-    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
-    float64 and rounded once.
-    """
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, ids)
-        wide = x.to(accumulator_dtype(x.device))
-        return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0).to(sum_dtype(x))
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -53,7 +48,18 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         offsets, ids = ctx.saved_tensors
-        return _SegmentSum.apply(grads[0].contiguous(), offsets, ids), None, None  # type: ignore[no-untyped-call]
+        return segment_sum(grads[0].contiguous(), offsets, ids), None, None
+
+
+def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    """The sum of each segment of `x` `[N]`, differentiable, `[S]`.
+
+    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
+    float64 and rounded once. The two casts stand outside the autograd function: torch 2.11 compiled them
+    to a wrong gradient inside it.
+    """
+    total: Tensor = _SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)  # type: ignore[no-untyped-call]
+    return total.to(sum_dtype(x))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -163,15 +169,30 @@ class Sequences:
         Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
         every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot
         be read without waiting for the device, it is an error.
+        With a context-parallel group N is the size of a shard, which differs from rank to rank: an
+        error that depends on it would leave the other ranks waiting. So there a pack's 1-D numbers
+        are one per token, and one per sequence is `[S, 1]`.
         """
         n = self.shape[0]
-        if self.offsets is None or x.dim() != 1 or x.shape[0] != n or self.count != n:
+        if self.offsets is None or x.dim() != 1:
+            return x
+        ways = (
+            f"{called}.unsqueeze(1), shape ({self.count}, 1), is one per sequence; "
+            f"{called}.unsqueeze(0), shape (1, {n}), is one per token."
+        )
+        if self.cp_group is not None:
+            if x.shape[0] == self.count != n:
+                raise InputError(
+                    f"{called} has shape ({self.count},), one per sequence, but with cp_group the "
+                    f"1-D numbers of a pack are one per token, ({n},). Say which: {ways}"
+                )
+            return x.unsqueeze(0) if x.shape[0] == n else x
+        if x.shape[0] != n or self.count != n:
             return x
         if n and not (can_be_read(self.offsets) and holds((self.offsets.diff() == 1).all())):
             raise InputError(
                 f"{called} has shape ({n},), which may mean one per token or one per sequence: "
-                f"this pack has {n} of both. Say which: {called}.unsqueeze(1), shape ({n}, 1), is "
-                f"one per sequence; {called}.unsqueeze(0), shape (1, {n}), is one per token."
+                f"this pack has {n} of both. Say which: {ways}"
             )
         return x.unsqueeze(0)
 
@@ -193,8 +214,7 @@ class Sequences:
     def _sum_here(self, x: Tensor) -> Tensor:
         if self.offsets is None or self.ids is None:
             return x.sum(dim=-1, dtype=sum_dtype(x))
-        s: Tensor = _SegmentSum.apply(x.reshape(-1), self.offsets, self.ids)  # type: ignore[no-untyped-call]
-        return s
+        return segment_sum(x.reshape(-1), self.offsets, self.ids)
 
     def _across(self, s: Tensor) -> Tensor:
         if self.cp_group is None:
