@@ -14,7 +14,7 @@ from policyloss.report.reading import Notes, finite, is_number, json_lines, open
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
-# The metrics that the page's own charts name are kept however many others there are.
+# The metrics that the charts of the page name are kept, however many others there are.
 _EXPECTED = {name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name} | {"tokens"}
 
 
@@ -74,7 +74,7 @@ class Table:
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
-        self.trained = 0  # an evaluation after the last step has a line of its own, and is no step
+        self.trained = 0  # an evaluation after the last step has a separate line, and is no step
         self.histograms = Histograms()
         self._left_out: set[str] = set()
 
