@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from policyloss.errors import SpecError
+from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
 from policyloss.functional.covariances import step_covariance, step_means
@@ -285,7 +285,7 @@ class BySign:
                 raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
             if not isinstance(part, VARIANTS):
                 raise SpecError(
-                    f"BySign.{field} must be a trust region of the library, got {part!r}; put your own function in the trust slot."
+                    f"BySign.{field} must be a trust region of the library, got {safe_repr(part)}; put your own function in the trust slot."
                 )
         choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
         if len(choosing) > 1:
