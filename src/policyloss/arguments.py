@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -60,12 +60,6 @@ def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tens
         raise InputError(f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense().")
     if like is not None and x.device != like[1].device:
         raise InputError(f"{name} is on {x.device} and {like[0]} on {like[1].device}; move them to one device.")
-
-
-def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], meaning: str) -> None:
-    """Raise unless the shape of `x` is one of `shapes`. meaning: what would fit, in words."""
-    if tuple(x.shape) not in shapes:
-        raise InputError(f"{name} has shape {tuple(x.shape)}; give {meaning}.")
 
 
 def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:

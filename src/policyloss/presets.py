@@ -611,8 +611,8 @@ def defined_with(loss: LossSpec | str) -> str | None:
     """
     if isinstance(loss, str):
         return find_preset(loss).advantage
-    found = {p.advantage for p in presets_equal_to(loss)}
-    return found.pop() if len(found) == 1 else None
+    estimators = {p.advantage for p in presets_equal_to(loss)}
+    return estimators.pop() if len(estimators) == 1 else None
 
 
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:

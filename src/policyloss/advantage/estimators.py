@@ -110,8 +110,8 @@ def reinforce_pp_baseline(
     group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
-    (r, ids, counts), own = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
-    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[own].to(compute_dtype(rewards))
+    (r, ids, counts), this_rank = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
+    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[this_rank].to(compute_dtype(rewards))
 
 
 def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def gpg(
     check_choice("valid", valid, ("informative", "nonzero"))
     check_number("f_norm", f_norm, above=0)
     check_rewards(rewards, group_ids)
-    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
     centered = dr_grpo(r, ids, single=single, group="local")
     if valid == "nonzero" or r.numel() == 0:
         counts = r != 0
@@ -165,7 +165,7 @@ def gpg(
         g = RankedGroups.of(r, ids)
         counts = ~g.constant | ((g.size == 1) & (single == "raw"))
     alpha = counts.numel() / counts.sum().clamp(min=1).to(centered.dtype)
-    return (centered * (alpha / f_norm))[own].to(compute_dtype(rewards))
+    return (centered * (alpha / f_norm))[this_rank].to(compute_dtype(rewards))
 
 
 @torch.no_grad()
@@ -194,7 +194,7 @@ def gdpo(
     k, dtype = rewards.shape[1], compute_dtype(rewards)
     weight = rewards.new_ones(k, dtype=dtype) if weights is None else _weights(weights, k, rewards.device)
     counts = torch.ones_like(group_ids) if lengths is None else per_sequence("lengths", lengths, group_ids)
-    (counts, group_ids, *columns), own = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
+    (counts, group_ids, *columns), this_rank = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
     s = counts.shape[0]
     if s == 0:
         return rewards.new_zeros(0, dtype=dtype)
@@ -206,7 +206,7 @@ def gdpo(
     each = torch.cat([counts[:0], *columns])
     parts = group_advantages(each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local")
     summed = (weight.to(parts).unsqueeze(1) * parts.view(k, s)).sum(0)
-    return _whitened_by_length(summed, counts, 1e-8)[own].to(dtype)
+    return _whitened_by_length(summed, counts, 1e-8)[this_rank].to(dtype)
 
 
 def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, single: Single = "zero", group: Any = None) -> Tensor:
@@ -237,13 +237,13 @@ def passk_max_gap(
     """
     _check_passk(rewards, group_ids, scale, eps, ddof)
     dtype = compute_dtype(rewards)
-    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
     if r.numel() == 0:
         return r.to(dtype)
     g = RankedGroups.of(r, ids)
     second = g.at((g.rank - 1).clamp(min=0))
     gap = torch.where(g.rank == g.size - 1, g.rewards - second, 0)
-    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[own]
+    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[this_rank]
 
 
 @torch.no_grad()
@@ -263,7 +263,7 @@ def passk_combinatorial(
     _check_passk(rewards, group_ids, scale, eps, 0)
     check_integer("k", k, 1)
     dtype = compute_dtype(rewards)
-    (rewards, group_ids), own = of_all_ranks(group, rewards, group_ids)
+    (rewards, group_ids), this_rank = of_all_ranks(group, rewards, group_ids)
     if rewards.numel() == 0:
         return rewards.to(dtype)
     g = RankedGroups.of(rewards, group_ids)
@@ -280,7 +280,7 @@ def passk_combinatorial(
     flat = g.at((g.size - 1).clamp(max=k - 1)) == g.highest
     advantage = torch.where(flat, 0, mean_with - mean)
     advantage = advantage if scale is None else divided(advantage, torch.where(flat, 0, std), eps)
-    return g.back(advantage + g.total(g.rewards * 0), dtype)[own]
+    return g.back(advantage + g.total(g.rewards * 0), dtype)[this_rank]
 
 
 def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:

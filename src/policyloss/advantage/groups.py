@@ -144,14 +144,14 @@ def group_advantages(
     if weights is not None and center != "mean":
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
-    given = () if weights is None else (per_sequence("weights", weights, rewards),)
-    (rewards, group_ids, *more), own = of_all_ranks(group, rewards, group_ids, *given)
+    columns = () if weights is None else (per_sequence("weights", weights, rewards),)
+    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(group, rewards, group_ids, *columns)
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
     if center is not None and single == "zero":
         _warn_of_single_groups(g)
-    weight = more[0][g.order] if more else None
+    weight = weight_column[0][g.order] if weight_column else None
     alone_raw = (g.size == 1) & (single == "raw")
     advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
     if scale is not None:
@@ -159,7 +159,7 @@ def group_advantages(
         if scale != "batch_std":
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
         advantage = divided(advantage, spread, eps)
-    return g.back(advantage, dtype)[own]
+    return g.back(advantage, dtype)[this_rank]
 
 
 def _warn_of_single_groups(g: RankedGroups) -> None:

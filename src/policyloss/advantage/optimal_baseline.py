@@ -53,26 +53,28 @@ def optimal_token_baseline(
     """
     check_flag("zero_tail", zero_tail)
     check_flag("bridge", bridge)
-    valid = _checked(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
+    valid = _checked_mask(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
         if not bridge:
             raise InputError("bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True.")
         others = (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
-        whole, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
-        reward = whole.padded(whole.columns[-1]) if len(whole.columns) > len(others) else reward.squeeze(1)
-        logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
+        sequences, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
+        reward = sequences.padded(sequences.columns[-1]) if len(sequences.columns) > len(others) else reward.squeeze(1)
+        logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
-        return whole.own(optimal_token_baseline(reward, group_ids, whole.inside, logp, squared, **same)[whole.inside])
+        inside = sequences.inside
+        advantages = optimal_token_baseline(reward, group_ids, inside, logp, squared, **same)
+        return sequences.on_this_rank(advantages[inside])
     returns = reward_to_go(token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
     if weights is not None:
         energy = energy * fill(weights, valid, dtype) ** 2
     path = fill(energy, valid).cumsum(-1)
-    rows, own = gather_rows([returns, path, valid, group_ids], statistics_group(group))
-    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[own, : valid.shape[1]]
+    rows, this_rank = gather_rows([returns, path, valid, group_ids], statistics_group(group))
+    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[this_rank, : valid.shape[1]]
 
 
 def _less_baseline(
@@ -83,7 +85,7 @@ def _less_baseline(
         return returns
     lengths = valid.sum(-1)
     if bridge:
-        group_ids, width = _apart(group_ids, lengths == 0), max(int(lengths.max()), 1)
+        group_ids, width = _without_empty_rows(group_ids, lengths == 0), max(int(lengths.max()), 1)
         place = (valid.long().cumsum(-1) - 1).clamp(min=0)
     else:
         width = valid.shape[1]
@@ -93,10 +95,10 @@ def _less_baseline(
     for rows in rows_by_size(group_ids)[2]:
         mean = weighted[rows].sum(1, keepdim=True) / (weight[rows].sum(1, keepdim=True) + eps)
         baseline[rows] = mean.expand(*rows.shape, width)
-    own = baseline.gather(1, place)
+    token_baseline = baseline.gather(1, place)
     if zero_tail:
-        own = torch.where(place < _tail(lengths, group_ids), own, 0)
-    return fill(returns - own, valid)
+        token_baseline = torch.where(place < _tail(lengths, group_ids), token_baseline, 0)
+    return fill(returns - token_baseline, valid)
 
 
 def _placed(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
@@ -104,7 +106,7 @@ def _placed(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
     return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[:, :width]
 
 
-def _apart(group_ids: Tensor, empty: Tensor) -> Tensor:
+def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
     """The same groups, numbered anew, without the empty rows: each of those is a group of its own."""
     order, groups = group_index(group_ids)
     assert groups.ids is not None
@@ -120,7 +122,7 @@ def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
     return g.back(torch.where(longest, second, torch.inf), second.dtype).unsqueeze(-1)
 
 
-def _checked(
+def _checked_mask(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, old_logp: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
 ) -> Tensor:
     """The mask as bool, after checking every shape against it."""

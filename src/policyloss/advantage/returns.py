@@ -61,15 +61,15 @@ def gae(
     check_tensor("rewards", rewards)
     check_tensor("values", values)
     if cp_group is not None:
-        layout, mask = _layout("values", values, mask, cu_seqlens, cp_group)
+        layout, mask = _checked_layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
-        whole, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
-        found = gae(reward, whole.columns[0], whole.mask, gamma, lam, cu_seqlens=whole.cu_seqlens, last_values=last_values)
-        return GAE(*map(whole.own, found))
+        pack, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
+        result = gae(reward, pack.columns[0], pack.mask, gamma, lam, cu_seqlens=pack.cu_seqlens, last_values=last_values)
+        return GAE(*map(pack.on_this_rank, result))
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
     with torch.no_grad():
-        layout, mask = _layout("values", values, mask, cu_seqlens)
+        layout, mask = _checked_layout("values", values, mask, cu_seqlens)
         dtype = compute_dtype(rewards, values)
         value = fill(values, mask, dtype)
         reward = token_rewards(rewards, mask, layout, dtype)
@@ -94,10 +94,10 @@ def discounted_returns(
     """
     _check_fraction("gamma", gamma)
     check_tensor("rewards", rewards)
-    layout, mask = _layout("mask", mask, mask, cu_seqlens, cp_group)
+    layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
-        whole, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
-        return whole.own(discounted_returns(reward, whole.mask, gamma, cu_seqlens=whole.cu_seqlens))
+        pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
+        return pack.on_this_rank(discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens))
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
     return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
 
@@ -191,11 +191,13 @@ def whole_sequences(
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     by_token = (rewards.reshape(layout.shape).to(dtype),) if tuple(rewards.shape) in _token_shapes(layout) else ()
-    whole = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return whole, whole.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
+    pack = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
+    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
 
 
-def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None) -> tuple[Sequences, Tensor]:
+def _checked_layout(
+    name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None
+) -> tuple[Sequences, Tensor]:
     check_tensor(name, tokens)
     return Sequences.of(tokens, cu_seqlens, cp_group, name), as_mask(mask, tokens, like_called=name)
 

@@ -66,18 +66,18 @@ class _Recorder:
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
         """What a part states, each line of which keeps its name; a line may also be another part."""
-        whole: dict[str, Expression] = {}
+        lines: dict[str, Expression] = {}
         label = ""
         for label, line in part.formula(t.anchor):
             if isinstance(line, str):
-                whole[label] = with_names(parse(line), whole)
+                lines[label] = with_names(parse(line), lines)
             else:
-                whole[label] = expression_of(_runnable(line, self)(t).loss)
-            self.labels[unstopped(whole[label])] = label + self.suffix
-            self.record(whole[label], label)
-            self.stated.add(unstopped(whole[label]))
-        last: Any = Symbol(whole[label])
-        self.stated.discard(unstopped(whole[label]))
+                lines[label] = expression_of(_runnable(line, self)(t).loss)
+            self.labels[unstopped(lines[label])] = label + self.suffix
+            self.record(lines[label], label)
+            self.stated.add(unstopped(lines[label]))
+        last: Any = Symbol(lines[label])
+        self.stated.discard(unstopped(lines[label]))
         return Corrected(keep=last) if label == "keep" else Surrogate(last)
 
     @contextmanager

@@ -102,9 +102,9 @@ def plain(value: Any) -> Any:
     return number(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _label(given: LossSpec | str, spec: LossSpec) -> str:
-    if isinstance(given, str):
-        return given
+def _label(spec_or_name: LossSpec | str, spec: LossSpec) -> str:
+    if isinstance(spec_or_name, str):
+        return spec_or_name
     same = presets_equal_to(spec)
     return same[0].name if same else "a LossSpec"
 
@@ -139,8 +139,8 @@ def _name(value: Any) -> str:
         return "none" if value is None else str(shown(value))
     if not is_part(value):
         return part_name(value)
-    given = ", ".join(f"{f.name}={_written(getattr(value, f.name))}" for f in dataclasses.fields(value) if _set(value, f))
-    return f"{part_name(value)}({given})"
+    arguments = ", ".join(f"{f.name}={_written(getattr(value, f.name))}" for f in dataclasses.fields(value) if _set(value, f))
+    return f"{part_name(value)}({arguments})"
 
 
 def _written(value: Any) -> str:

@@ -94,17 +94,17 @@ class Expression:
 
 
 def name(text: str) -> Expression:
-    """A name."""
+    """A name, as an expression."""
     return Expression("name", (), text)
 
 
-def number(x: float) -> Expression:
-    """A number."""
+def constant(x: float) -> Expression:
+    """A number, as an expression."""
     return Expression("number", (), float(x))
 
 
 def boolean(x: bool) -> Expression:
-    """True or False."""
+    """True or False, as an expression."""
     return Expression("boolean", (), x)
 
 
@@ -167,15 +167,15 @@ def _parsed(node: ast.expr) -> Expression:
         if isinstance(node.op, ast.Invert):
             return Expression("~", (inner,))
         if inner.operator == "number":
-            return number(-float(inner.value))
+            return constant(-float(inner.value))
         return Expression("negative", (inner,))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         return call(node.func.id, *(_parsed(argument) for argument in node.args))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return boolean(node.value)
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        return number(node.value)
+        return constant(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
         text = ast.unparse(node)
-        return number(math.inf) if text == "inf" else name(text)
+        return constant(math.inf) if text == "inf" else name(text)
     raise ValueError(f"{ast.unparse(node)!r} is not an expression of the printed formulas.")

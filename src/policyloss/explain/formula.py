@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explain.expression import Expression, name, parse
-from policyloss.explain.expression import number as number_tree
+from policyloss.explain.expression import Expression, constant, name, parse
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 
@@ -197,7 +196,7 @@ def raw_log_ratio(part: Any) -> Expression | None:
 
 def _ratio(spec: LossSpec) -> _Slot:
     limit = clamp_bounds(getattr(spec.ratio, "log_clamp", 20.0))
-    low, high = (None if bound is None else number_tree(bound) for bound in limit)
+    low, high = (None if bound is None else constant(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
     clamped = bounded(lines[-1].tree, low, high)
     return [
@@ -257,7 +256,7 @@ def normalises(part: Any) -> bool:
 
 def _corrections(spec: LossSpec) -> _Slot:
     lines, callables = [Line("log_weight", "old_logp - rollout_logp")], []
-    seen: set[str] = set()
+    written: set[str] = set()
     for part in spec.correction:
         if normalises(part):
             continue
@@ -266,19 +265,19 @@ def _corrections(spec: LossSpec) -> _Slot:
         for (key, operator), stated in zip((("weight", "*"), ("keep", "&")), verdict[:2], strict=True):
             if not stated:
                 continue
-            joined = Expression(operator, (name(key), stated[-1].tree)) if key in seen else stated[-1].tree
+            joined = Expression(operator, (name(key), stated[-1].tree)) if key in written else stated[-1].tree
             lines += [
                 *(line for line in stated[:-1] if line not in lines[-4:]),
                 Line(key, str(joined)),
             ]
-            seen.add(key)
-    if spec.rejected != "keep" and "keep" in seen:
+            written.add(key)
+    if spec.rejected != "keep" and "keep" in written:
         if spec.rejected == "drop_sequence":
             lines.append(Line("keep", "~seq_any(~keep)"))
         lines.append(Line("mask", "mask & keep"))
     for part in spec.correction:
         if normalises(part):
-            if "keep" in seen:
+            if "keep" in written:
                 lines.append(Line("weight", "where(keep, weight, 0)"))
             lines.append(Line("weight", part.normalised("weight")))
     return lines, callables

@@ -35,7 +35,7 @@ def nearest(spec: LossSpec) -> Preset | None:
 
 def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
     """Every choice and number of `spec`, with its source, seen from the preset `base` (or from none)."""
-    found: list[Sourced] = []
+    rows: list[Sourced] = []
     for slot in _PARTS:
         if slot == "ratio" and not spec.reads_ratio:
             continue
@@ -43,12 +43,12 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
         for i, part in enumerate(mine):
             label = slot if len(mine) == 1 else f"{slot}[{i}]"
             other = next((t for t in theirs if kind(t) is kind(part)), None)
-            found += _of_part(slot, label, part, other, theirs, base)
+            rows += _of_part(slot, label, part, other, theirs, base)
     if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
-        found.append(_plain(spec, base, "rejected"))
+        rows.append(_plain(spec, base, "rejected"))
     if spec.entropy_coef:
-        found.append(_plain(spec, base, "entropy_coef"))
-    return tuple(found)
+        rows.append(_plain(spec, base, "entropy_coef"))
+    return tuple(rows)
 
 
 def is_part(part: Any) -> bool:

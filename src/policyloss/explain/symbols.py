@@ -17,7 +17,7 @@ import torch
 
 from policyloss.explain import algebra
 from policyloss.explain.algebra import FALSE, LENGTHS, ONE, TRUE, ZERO, binary, function
-from policyloss.explain.expression import Expression, boolean, number
+from policyloss.explain.expression import Expression, boolean, constant
 
 
 class NotDerivableError(Exception):
@@ -33,7 +33,7 @@ class Written(float):
         """`value`, printed as `expression` (as the number it is if none is given)."""
         self = super().__new__(cls, value)
         plain = expression is None or math.isinf(value)
-        self.expression = number(value) if plain or expression is None else expression
+        self.expression = constant(value) if plain or expression is None else expression
         return self
 
     def __add__(self, other: Any) -> Any:
@@ -79,7 +79,7 @@ def expression_of(x: Any) -> Expression:
     if isinstance(x, bool):
         return boolean(x)
     if isinstance(x, (int, float)):
-        return number(x)
+        return constant(x)
     raise NotDerivableError(f"a {type(x).__name__} is neither a symbol nor a number")
 
 

@@ -21,8 +21,8 @@ class Trap(NamedTuple):
 
 def traps(spec: LossSpec) -> tuple[Trap, ...]:
     """The traps that concern `spec`."""
-    found = traits(spec)
-    return tuple(trap for trap in TRAPS if fits(trap.needs, found))
+    words = traits(spec)
+    return tuple(trap for trap in TRAPS if fits(trap.needs, words))
 
 
 _FIRST_STEP = (

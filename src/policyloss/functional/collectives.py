@@ -47,7 +47,7 @@ class Gathered(NamedTuple):
     """The rows of all ranks, one rank after the other, and where this rank's own are."""
 
     columns: list[Tensor]
-    own: slice
+    this_rank: slice
 
 
 def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> Gathered:
@@ -74,9 +74,9 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
     for i, x in enumerate(columns):
         wide = x.to(device, torch.float64).view(torch.int64) if x.is_floating_point() else x.to(device, torch.int64)
         bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = wide.view(n, -1) if n else wide.new_zeros(0, 1)
-    whole = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
+    all_bits = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
     before = sum(row[0] for row in table[: dist.get_rank(group)])
-    return Gathered([_as_given(whole[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
+    return Gathered([_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
 
 
 _PER_TOKEN = (
@@ -85,7 +85,8 @@ _PER_TOKEN = (
 )
 
 
-def _as_given(bits: Tensor, like: Tensor) -> Tensor:
+def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
+    """The numbers that `bits` stand for, in the dtype of `like` and with as many dimensions."""
     bits = bits.contiguous() if like.dim() == 2 else bits[:, 0].contiguous()
     return (bits.view(torch.float64) if like.is_floating_point() else bits).to(like.device, like.dtype)
 

@@ -103,28 +103,28 @@ class _Spans(NamedTuple):
 
 def _joined(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     """Join intervals where one begins right after another ends."""
-    order = _sorted(sequence, first)
+    order = _order_by_position(sequence, first)
     sequence, first, last = sequence[order], first[order], last[order]
     begins, ends = (torch.ones_like(order, dtype=torch.bool) for _ in range(2))
     begins[1:] = (sequence[1:] != sequence[:-1]) | (first[1:] != last[:-1] + 1)
     ends[:-1] = begins[1:]
-    return _Spans((begins.cumsum(0) - 1)[_undone(order)], sequence[begins], first[begins], last[ends])
+    return _Spans((begins.cumsum(0) - 1)[_inverse(order)], sequence[begins], first[begins], last[ends])
 
 
 def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
     """Each rank joins its own tokens; only the ends of what it found travel, and are joined once more."""
     at, sequence, position = _valid_tokens(sequences, mask, positions)
     here = _joined(sequence, position, position)
-    ends, own = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
-    whole = _joined(*ends)
-    _refuse_overlap(whole.sequence, whole.first, whole.last)
-    count = whole.first.shape[0]
-    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, whole.span_of[own][here.span_of])
+    ends, this_rank = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
+    spans = _joined(*ends)
+    _refuse_overlap(spans.sequence, spans.first, spans.last)
+    count = spans.first.shape[0]
+    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, spans.span_of[this_rank][here.span_of])
     ordered, order = torch.sort(ids, stable=True)
     offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
     runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
-    lengths = torch.nn.functional.pad(whole.last - whole.first + 1, (0, 1))
-    return _TurnsAcross(runs, order, _undone(order), tuple(mask.shape), lengths)
+    lengths = torch.nn.functional.pad(spans.last - spans.first + 1, (0, 1))
+    return _TurnsAcross(runs, order, _inverse(order), tuple(mask.shape), lengths)
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,14 @@ class WholeSequences:
         """Bring together the valid tokens of `xs` from the ranks of the context-parallel group of `sequences`."""
         at, sequence, position = _valid_tokens(sequences, mask, positions)
         values = [x.reshape(-1)[at] for x in xs]
-        whole, own = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
-        order = _sorted(whole[0], whole[1])
-        ordered = whole[0][order]
-        _refuse_overlap(ordered, whole[1][order], whole[1][order])
-        cu_seqlens = torch.searchsorted(ordered, torch.arange(sequences.count + 1, device=at.device))
+        columns, this_rank = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
+        order = _order_by_position(columns[0], columns[1])
+        sequence, position = columns[0][order], columns[1][order]
+        _refuse_overlap(sequence, position, position)
+        cu_seqlens = torch.searchsorted(sequence, torch.arange(sequences.count + 1, device=at.device))
         valid = torch.ones_like(order, dtype=torch.bool)
-        return cls([x[order] for x in whole[2:]], valid, cu_seqlens, at, _undone(order)[own], sequences.shape)
+        place = _inverse(order)[this_rank]
+        return cls([x[order] for x in columns[2:]], valid, cu_seqlens, at, place, sequences.shape)
 
     @property
     def inside(self) -> Tensor:
@@ -167,11 +168,11 @@ class WholeSequences:
         inside = self.inside
         return x.new_zeros(inside.shape).masked_scatter(inside, x)
 
-    def own(self, x: Tensor) -> Tensor:
+    def on_this_rank(self, x: Tensor) -> Tensor:
         """The tokens of `x` `[M]` that this rank holds, token-shaped, 0 at masked ones."""
-        mine = x.new_zeros(self.shape)
-        mine.view(-1)[self.at] = x[self.place]
-        return mine
+        tokens = x.new_zeros(self.shape)
+        tokens.view(-1)[self.at] = x[self.place]
+        return tokens
 
 
 def _valid_tokens(sequences: Sequences, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,13 +182,13 @@ def _valid_tokens(sequences: Sequences, mask: Tensor, positions: Tensor) -> tupl
     return at, sequence, positions.reshape(-1)[at].to(torch.int64)
 
 
-def _sorted(sequence: Tensor, position: Tensor) -> Tensor:
+def _order_by_position(sequence: Tensor, position: Tensor) -> Tensor:
     """The order by sequence, then position."""
     by_position = position.argsort(stable=True)
     return by_position[sequence[by_position].argsort(stable=True)]
 
 
-def _undone(order: Tensor) -> Tensor:
+def _inverse(order: Tensor) -> Tensor:
     """The permutation that brings `order` back."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
 

@@ -50,20 +50,26 @@ class _Clipped(torch.autograd.Function):
         return grads[0] * slope, None, None, None, None, None
 
 
-def _clip(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
-    # A compiler derives and fuses the slope by itself, and a symbol has none.
-    if torch.compiler.is_compiling() or not isinstance(r, Tensor):
-        return _clip_formula(r, a, low, high, cap, dual)[0]
-    loss: Tensor = _Clipped.apply(r, a, low, high, cap, dual)  # type: ignore[no-untyped-call]
-    return loss
+def clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual: float | None = None,
+    *,
+    cap: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`.
 
-
-def clipped(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual: float | None = None) -> Tensor:
-    """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, and at most `-A·dual` where A < 0.
-
+    dual: the loss is at most `-A·dual` where A < 0. cap: the unclipped term is `-A·min(r, cap)`.
     Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
     """
-    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, None, dual)
+    low, high = 1 - eps_low, 1 + eps_high
+    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    if torch.compiler.is_compiling() or not isinstance(ratio, Tensor):
+        return _clip_formula(ratio, advantages, low, high, cap, dual)[0]
+    loss: Tensor = _Clipped.apply(ratio, advantages, low, high, cap, dual)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float) -> Tensor:
@@ -71,7 +77,7 @@ def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: 
 
     The same as dual clip with dual = delta when delta ≥ 1+eps_high.
     """
-    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, delta, None)
+    return clipped(ratio, advantages, eps_low, eps_high, cap=delta)
 
 
 def detached_clipped(

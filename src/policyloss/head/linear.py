@@ -201,26 +201,23 @@ class _LinearLogprobs(torch.autograd.Function):
         # A second backward through a retained graph finds the stash used up, and makes the logits again.
         stash, ctx.stash = ctx.stash, None
         if stash is None:
-            index = _moved(index, dlogp, dentropy)
+            index = _rows_with_gradient(index, dlogp, dentropy)
         at = slice(None) if index is None else index
         rows = head.rows(at)
         s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
         derivatives = (dlogp[at], None if dentropy is None else dentropy[at])
         if stash is None:
-            found = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
+            gradients = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
         else:
-            found = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
-        dhidden = None if found.hidden is None else at_rows(found.hidden, index, ids.shape[0]).view(ctx.shape)
-        return dhidden, found.weight, found.bias, None, None, None, None, None
+            gradients = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
+        dhidden = None if gradients.hidden is None else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
+        return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
-def _moved(index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
+def _rows_with_gradient(index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
     """Of the rows that were computed, those that have a gradient: the others are not worth a matmul. Reads their number back."""
-    moved = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-    kept = (moved if index is None else moved[index]).nonzero().squeeze(-1)
-    if index is None:
-        return None if kept.shape[0] == moved.shape[0] else kept
-    return index[kept]
+    has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+    return live_rows(has_gradient) if index is None else index[has_gradient[index]]
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:

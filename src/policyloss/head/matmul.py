@@ -83,15 +83,15 @@ def _rounds_once(a: Tensor, out: Tensor) -> bool:
 def _sums_in_float32() -> Iterator[None]:
     """Without leave to add the parts of a long sum in bfloat16, which torch gives the device by default."""
     flags = torch.backends.cuda.matmul
-    given = flags.allow_bf16_reduced_precision_reduction
-    if not given:
+    allowed = flags.allow_bf16_reduced_precision_reduction
+    if not allowed:
         yield
         return
     flags.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        flags.allow_bf16_reduced_precision_reduction = given
+        flags.allow_bf16_reduced_precision_reduction = allowed
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:

@@ -7,7 +7,7 @@ Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.head.head import Head
 from policyloss.head.matmul import WIDE_BYTES
 
-NAMES = ("one_pass", "recompute", "stash", "forward")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")
 
@@ -89,8 +88,8 @@ def free_bytes(like: Tensor) -> int:
     """Memory that can still be had on the device of `like`, the allocator's own unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
-        unused = held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"] if held else 0
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
+        unused = memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"] if memory else 0
         return torch.cuda.mem_get_info(device)[0] + int(unused)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -100,54 +99,49 @@ def free_bytes(like: Tensor) -> int:
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    _check_kind(plan)
-    if isinstance(plan, str) and plan not in ("auto", *LOGPROB_PLANS):
-        why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
-        raise InputError(unknown_name("plan", plan, ("auto", *LOGPROB_PLANS)) + why)
-    if isinstance(plan, Plan):
-        if plan.name not in (*LOGPROB_PLANS, "forward"):
-            raise InputError(unknown_name("plan", plan.name, LOGPROB_PLANS))
-        return _forced(head, work, plan)
-    if not work.any_gradient:
-        return _forward(head, work)
-    if plan == "stash":
-        return _stash(head, work, "asked for")
-    if plan == "recompute":
-        return _recompute(head, work, "asked for")
-    return _kept_or_recomputed(head, work, "the loss on logp is not known here")
+    why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
+    _checked_name(plan, LOGPROB_PLANS, why)
+    return _settled(head, work, plan) or _stash_or_recompute(head, work, "the loss on logp is not known here")
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
     """The plan of `linear_policy_loss` for a loss of this `reach`; `why` says what makes it "batch"."""
-    _check_kind(plan)
-    if isinstance(plan, str) and plan not in ("auto", *LOSS_PLANS):
-        raise InputError(unknown_name("plan", plan, ("auto", *LOSS_PLANS)))
-    name = plan.name if isinstance(plan, Plan) else plan
+    name = _checked_name(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
         raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
-    if isinstance(plan, Plan):
-        if plan.name not in NAMES:
-            raise InputError(unknown_name("plan", plan.name, LOSS_PLANS))
-        if name == "one_pass" and plan.rows < work.longest and reach == "sequence":
-            raise InputError(
-                f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
-                f"{work.longest} tokens."
-            )
-        return _forced(head, work, plan)
-    if not work.any_gradient:
-        return _forward(head, work)
-    if name == "stash":
-        return _stash(head, work, "asked for")
-    if name == "recompute":
-        return _recompute(head, work, "asked for")
+    if isinstance(plan, Plan) and name == "one_pass" and plan.rows < work.longest and reach == "sequence":
+        raise InputError(
+            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
+            f"{work.longest} tokens."
+        )
+    settled = _settled(head, work, plan)
+    if settled is not None:
+        return settled
     if reach == "batch":
-        return _kept_or_recomputed(head, work, why)
+        return _stash_or_recompute(head, work, why)
     return _one_pass(head, work, reach, forced=name == "one_pass")
 
 
-def _check_kind(plan: object) -> None:
+def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
+    """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
     if not isinstance(plan, (str, Plan)):
         raise InputError(f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}.")
+    name = plan.name if isinstance(plan, Plan) else plan
+    # Only the library chooses "forward", and a plan that it chose may be passed again.
+    if name not in valid and name != ("forward" if isinstance(plan, Plan) else "auto"):
+        raise InputError(unknown_name("plan", name, valid if isinstance(plan, Plan) else ("auto", *valid)) + why)
+    return name
+
+
+def _settled(head: Head, work: Work, plan: str | Plan) -> Plan | None:
+    """The plan, where the caller has chosen it or nothing needs a gradient; else None."""
+    if isinstance(plan, Plan):
+        return _as_asked(head, work, plan)
+    if not work.any_gradient:
+        return _forward(head, work)
+    if plan == "stash":
+        return _stash(head, work, "asked for")
+    return _recompute(head, work, "asked for") if plan == "recompute" else None
 
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
@@ -165,8 +159,10 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if need > budget and not forced:
         what = f"a window of {rows} rows" if reach == "token" else f"a window that holds the longest sequence, {rows} rows,"
         return _recompute(head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free")
-    said = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
-    return _told(head, work, Plan("one_pass", rows, 0, gathered, reason=f"{said}, so it is known as soon as its logits are"))
+    known = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
+    return _with_figures(
+        head, work, Plan("one_pass", rows, 0, gathered, reason=f"{known}, so it is known as soon as its logits are")
+    )
 
 
 def _gathered(head: Head, work: Work, budget: float) -> int:
@@ -176,16 +172,16 @@ def _gathered(head: Head, work: Work, budget: float) -> int:
     return n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
 
 
-def _kept_or_recomputed(head: Head, work: Work, why: str) -> Plan:
+def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
     if head.hidden.device.type != "cpu" and head.softcap is None:
-        kept = _stash(head, work, f"{why}; the probabilities fit into memory")
-        if kept.extra_bytes <= STASH_SHARE * _free(head):
-            return kept
+        stash = _stash(head, work, f"{why}; the probabilities fit into memory")
+        if stash.extra_bytes <= STASH_SHARE * _free(head):
+            return stash
     return _recompute(head, work, why)
 
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
-    return _told(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+    return _with_figures(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -197,14 +193,14 @@ def _columns(head: Head, work: Work) -> int:
 def _stash(head: Head, work: Work, reason: str) -> Plan:
     if head.softcap is not None:
         raise InputError("plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'.")
-    return _told(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+    return _with_figures(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
 
 
 def _forward(head: Head, work: Work) -> Plan:
-    return _told(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
+    return _with_figures(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
 
 
-def _forced(head: Head, work: Work, plan: Plan) -> Plan:
+def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
@@ -217,7 +213,7 @@ def _forced(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
     columns = plan.columns or _columns(head, work)
-    return _told(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
+    return _with_figures(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
 
 
 def _free(head: Head) -> int:
@@ -250,7 +246,7 @@ def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
     return _window_bytes(head, work, rows) + kept + sums
 
 
-def _told(head: Head, work: Work, plan: Plan) -> Plan:
+def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
     """`plan` with its figures."""
     backward = work.hidden_gradient + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
@@ -268,15 +264,11 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
         extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide)
     elif plan.name == "forward":
         backward = 0
-    return Plan(
-        plan.name,
-        plan.rows,
-        plan.columns,
-        plan.gathered,
+    return replace(
+        plan,
         tokens=work.tokens,
         computed=work.computed,
         with_gradient=work.with_gradient if work.any_gradient else 0,
         matmuls=forward + backward * share,
         extra_bytes=extra,
-        reason=plan.reason,
     )

@@ -36,10 +36,10 @@ def strays(head: Head, valid: Tensor | None) -> Tensor:
     """Lowest and highest id at valid positions, and how many temperatures there are not positive if each token has its own."""
     if head.ids.numel() == 0:
         return head.ids.new_zeros(2)
-    found = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    numbers = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
     if isinstance(head.inverse_temperature, Tensor):
-        found.append(_unusable(head.inverse_temperature, valid).sum())
-    return torch.stack(found)
+        numbers.append(_unusable(head.inverse_temperature, valid).sum())
+    return torch.stack(numbers)
 
 
 def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:

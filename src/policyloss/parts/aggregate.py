@@ -197,10 +197,10 @@ class PromptMean:
             )
         if isinstance(groups, GroupTokens):
             n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
-            number: Tensor | int | float = (groups.tokens > 0).sum()
+            group_count: Tensor | int | float = (groups.tokens > 0).sum()
         else:
-            n_g, number = group_sum(t.counts, t.group_ids), groups
-        each = totals.dp_size * reciprocal(number, t.lengths)
+            n_g, group_count = group_sum(t.counts, t.group_ids), groups
+        each = totals.dp_size * reciprocal(group_count, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
     def sentence(self) -> str:

@@ -364,18 +364,18 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}
     for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
-        said = part(t)
-        if not isinstance(said, Corrected):
-            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(said).__name__}.")
-        for x in said:
+        verdict = part(t)
+        if not isinstance(verdict, Corrected):
+            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}.")
+        for x in verdict:
             if x is not None:
                 check_alignment("a correction must return one weight and one verdict per token", x, t.mask)
-        if said.weight is not None:
-            weight = said.weight if weight is None else weight * said.weight
-        if said.keep is not None:
-            keep = said.keep if keep is None else keep & said.keep
+        if verdict.weight is not None:
+            weight = verdict.weight if weight is None else weight * verdict.weight
+        if verdict.keep is not None:
+            keep = verdict.keep if keep is None else keep & verdict.keep
             name = correction_name(part)
-            verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
+            verdicts[name if name not in verdicts else f"{name}_{i}"] = verdict.keep
     if keep is not None:
         # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
