@@ -1,4 +1,7 @@
-"""The errors of the library. All are `ValueError`s, so callers need not import them to catch them."""
+"""The errors of the library.
+
+All are `ValueError`s, so callers need not import them to catch them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ class PolicyLossError(ValueError):
 
 
 class SpecError(PolicyLossError):
-    """A loss specification that means nothing: a bad number, an unknown name, parts that do not fit."""
+    """A loss specification that means nothing: a bad number, an unknown name, parts that clash."""
 
 
 class InputError(PolicyLossError):
@@ -33,7 +36,7 @@ class InputTypeError(InputError, TypeError):
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
+    """The sentence for a name that is not one of `valid`, with the closest valid name if any."""
     names = sorted(valid)
     plain = {_plain(known): known for known in names}
     near = get_close_matches(_plain(name), plain, n=1) if isinstance(name, str) else []
@@ -43,8 +46,9 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
 
 
 def safe_repr(value: object) -> str:
-    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an
-    integer of many digits).
+    """`repr(value)`, cut to the length of a message.
+
+    Where it has none (an integer of many digits), its type.
     """
     try:
         text = repr(value)

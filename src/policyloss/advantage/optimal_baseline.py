@@ -1,4 +1,7 @@
-"""The optimal token baseline: one for each token of a group's samples, weighted by how noisy their gradients are so far."""
+"""The optimal token baseline: one for each token of a group's samples.
+
+It is weighted by how noisy the gradients of the samples are up to that token.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,30 @@ def optimal_token_baseline(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`, the sums over the group's sequences that have a token t.
+    """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`.
 
-    G is the reward-to-go and W the squared length of the gradient so far: `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is
-    the probability of the sampled token and Σ_v π_v² runs over the vocabulary; the term is ‖onehot − π‖², the squared gradient of
-    logp in the logits. So the baseline is the mean return of the group at that token, weighted by gradient variance.
+    The sums run over the sequences of the group that have a token t.
+    G is the reward-to-go and W the squared length of the gradient so far:
+    `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is the probability of the sampled token
+    and Σ_v π_v² runs over the vocabulary; the term is ‖onehot − π‖², the squared gradient of logp
+    in the logits. So the baseline is the mean return of the group at that token, weighted by
+    gradient variance.
 
-    rewards: `[B, T]`, or `[B]`, then put on the last valid token. group_ids: `[B]`. mask, old_logp, sum_pi_squared (`Σ_v π_v²`) and
-    weights w (of a rollout correction, 1 by default): `[B, T]`. Result `[B, T]`, 0 at masked tokens, without gradient.
-    zero_tail: where only the group's longest sequence is left, its own return would be its baseline and A = 0; True uses
-    baseline 0 there, so that A = G.
-    bridge: token t is the t-th valid one of its sequence, and a sequence without one does not count; False compares columns as
-    they stand (and the tail begins at the column numbered by the second-largest count), as for single turns.
+    rewards: `[B, T]`, or `[B]`, then put on the last valid token. group_ids: `[B]`. mask, old_logp,
+    sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by default): `[B, T]`.
+    Result `[B, T]`, 0 at masked tokens, without gradient.
+    zero_tail: where only the group's longest sequence is left, its own return would be its baseline
+    and A = 0; True uses baseline 0 there, so that A = G.
+    bridge: token t is the t-th valid one of its sequence, and a sequence without one does not
+    count; False compares columns as they stand (and the tail begins at the column numbered by the
+    second-largest count), as for single turns.
     A group of one has baseline 0. Computed in the inputs' dtype (half precision in float32).
-    group: ranks that a prompt's samples may be spread over (T may differ), as in `group_advantages`; ids are global.
-    cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with `bridge=True`.
-    Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's optimal_token_baseline (`bridge=False`) and
-    tir_optimal_token_baseline (`bridge=True`).
+    group: ranks that a prompt's samples may be spread over (T may differ), as in
+    `group_advantages`; ids are global.
+    cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with
+    `bridge=True`.
+    Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's
+    optimal_token_baseline (`bridge=False`) and tir_optimal_token_baseline (`bridge=True`).
     """
     check_flag("zero_tail", zero_tail)
     check_flag("bridge", bridge)
@@ -80,7 +90,7 @@ def optimal_token_baseline(
 def _less_baseline(
     returns: Tensor, path: Tensor, valid: Tensor, group_ids: Tensor, *, zero_tail: bool, bridge: bool, eps: float
 ) -> Tensor:
-    """`returns` less their baselines, of all rows that may share a group; path is W. `[B, T]`."""
+    """`returns` minus their baselines, for all rows that may share a group. path: W. `[B, T]`."""
     if valid.numel() == 0:
         return returns
     lengths = valid.sum(-1)
@@ -107,7 +117,7 @@ def _placed(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
 
 
 def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
-    """The same groups, numbered anew, without the empty rows: each of those is a group of its own."""
+    """The same groups, renumbered; each empty row becomes a group by itself."""
     order, groups = group_index(group_ids)
     assert groups.ids is not None
     dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
@@ -115,7 +125,10 @@ def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
 
 
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Where a group's longest row has no other left to compare with: the second-largest length; inf for others. `[B, 1]`."""
+    """Where the longest row of a group has no other left to compare with. `[B, 1]`.
+
+    That is the second-largest length of the group; inf for all other rows.
+    """
     g = RankedGroups.of(lengths, group_ids)
     second = g.at((g.size - 2).clamp(min=0))
     longest = (g.rank == g.size - 1) & (g.highest > second)

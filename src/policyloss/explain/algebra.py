@@ -1,7 +1,7 @@
-"""How expressions are put together: each function builds one node, or something simpler.
+"""Functions that build expressions: each returns one node, or something simpler.
 
-What it builds is equal to the node in value and gradient. What is left out is what a reader does
-not need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
+What it returns is equal to the node in value and gradient. It leaves out what a reader does not
+need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def _built(x: Expression, arguments: list[Expression]) -> Expression:
 
 
 def function(called: str, *arguments: Expression) -> Expression:
-    """A call. A function of stopped arguments is written as the stopped function of the arguments."""
+    """A call.
+
+    A function of stopped arguments is written as the stopped function of the arguments.
+    """
     if called.endswith(("_mean", "_sum", "_max")) and arguments[0].operator == "number":
         return arguments[0] if arguments[0] == ZERO else call(called, *arguments)
     if called == "where":

@@ -1,8 +1,8 @@
 """From a part to the lines of its formula: run it on symbols, and name what is used twice.
 
-The names are those of the part's own local variables: where `tau = …` stands in the code and τ is
-used twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or
-that symbols cannot follow, states its own in a method `formula`.
+The names are those of local variables in the part's code: where it says `tau = …` and τ is used
+twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or that
+symbols cannot follow, states its formula in a method `formula`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from policyloss.parts.trust import Surrogate
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 Lines = list[tuple[str, Expression]]
-# Replaced wherever they stand: every formula has lines for these.
+# Every formula has lines for these two, so they are replaced wherever they occur.
 _KNOWN = {
     parse("exp(log_ratio)"): name("ratio"),
     parse("old_logp - rollout_logp"): name("log_weight"),
@@ -52,7 +52,7 @@ def symbolic_tokens(anchor: str) -> Tokens:
 
 
 class _Recorder:
-    """What the local variables of the functions that run are called, by what they hold."""
+    """The names of the local variables of the functions that run, by the expressions they hold."""
 
     def __init__(self) -> None:
         self.labels: dict[Expression, str] = {}
@@ -65,7 +65,10 @@ class _Recorder:
         self.every_label[label + self.suffix] = unstopped(expression)
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
-        """What a part states, each line of which keeps its name; a line may also be another part."""
+        """The result of a part that states its formula.
+
+        Every line keeps its name. A line is a text, or another part, which is run.
+        """
         lines: dict[str, Expression] = {}
         label = ""
         for label, line in part.formula(t.anchor):
@@ -82,7 +85,7 @@ class _Recorder:
 
     @contextmanager
     def inside(self, field: str) -> Iterator[None]:
-        """While the part in `field` of another part runs, its names end in that."""
+        """While a part inside another part runs, end its names in the field that holds it."""
         before, self.suffix = self.suffix, f"_{field}{self.suffix}"
         yield
         self.suffix = before
@@ -109,11 +112,11 @@ class _Recorder:
 
 
 class Derived(NamedTuple):
-    """What was derived of a part.
+    """The derived formula of a part.
 
-    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the
-    last line of an entry is called by its key. other_names: of lines that two parts inside a part
-    share.
+    lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
+    lead to it; the last one has the name of the result. other_names: the second name of a line that
+    two parts inside a part share, and the name that is printed.
     """
 
     lines: dict[str, Lines]

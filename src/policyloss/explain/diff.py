@@ -27,7 +27,10 @@ class FieldChange(NamedTuple):
 
 
 class SlotChange(NamedTuple):
-    """One slot that differs: what fills it on either side, the fields that differ if it is the same part, and what it means."""
+    """One slot that differs: the part on either side, and what the change means.
+
+    fields: those that differ, if both are the same part.
+    """
 
     slot: str
     a: str
@@ -77,15 +80,16 @@ class Difference:
 
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
-    """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
+    """How `a` and `b` differ, and what it means; each is a `LossSpec` or the name of a preset."""
     first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
 
 
 def shown(value: Any, where: str = "") -> Any:
-    """A number as it is printed in formulas; a horizon that is None as "not set"; anything else as it is.
+    """A number as it is printed in formulas; other values as they are.
 
+    A horizon of None is "not set".
     where: the name of the number, such as "aggregate.horizon".
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -123,7 +127,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
-    """The fields of two parts of one kind that differ; those of a part inside a part as "field.field"."""
+    """The fields that differ in two parts of one kind; "field.field" for a part inside a part."""
     for field in dataclasses.fields(a):
         name, first, second = prefix + field.name, getattr(a, field.name), getattr(b, field.name)
         if _alike(first, second):

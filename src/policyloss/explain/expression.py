@@ -79,13 +79,16 @@ class Expression:
         return self.operator == "call" and self.value == function
 
     def walk(self) -> Iterator[Expression]:
-        """It and everything below, parents first."""
+        """The expression and all subexpressions, parents first."""
         yield self
         for argument in self.arguments:
             yield from argument.walk()
 
     def replaced(self, change: Callable[[Expression], Expression | None]) -> Expression:
-        """It with each subexpression for which `change` gives another one exchanged, from the top."""
+        """A copy with subexpressions replaced, from the top.
+
+        change: returns what to put in the place of a subexpression, or None to go on below it.
+        """
         other = change(self)
         if other is not None:
             return other
@@ -109,7 +112,7 @@ def boolean(x: bool) -> Expression:
 
 
 def call(function: str, *arguments: Expression) -> Expression:
-    """A function of the vocabulary, applied."""
+    """The call of a function of the vocabulary, as an expression."""
     return Expression("call", arguments, function)
 
 

@@ -19,7 +19,7 @@ _PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
 
 
 class Sourced(NamedTuple):
-    """One choice or number: where it stands ("trust" or "trust.eps_low"), its value, and where that comes from."""
+    """One choice or number: its place ("trust" or "trust.eps_low"), its value, and its source."""
 
     where: str
     value: Any
@@ -27,14 +27,17 @@ class Sourced(NamedTuple):
 
 
 def nearest(spec: LossSpec) -> Preset | None:
-    """The preset that `spec` is a small change of, or None: the same kind of trust region, and a few things changed."""
+    """The preset that `spec` is a small change of, or None.
+
+    It has the same kind of trust region, and few other things differ.
+    """
     costs = {name: distance(spec, p.spec) for name, p in PRESETS.items() if type(p.spec.trust) is type(spec.trust)}
     best = min(costs, key=lambda name: costs[name], default=None)
     return PRESETS[best] if best is not None and costs[best] <= 4 else None
 
 
 def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
-    """Every choice and number of `spec`, with its source, seen from the preset `base` (or from none)."""
+    """Every choice and number of `spec` with its source, compared with the preset `base` if any."""
     rows: list[Sourced] = []
     for slot in _PARTS:
         if slot == "ratio" and not spec.reads_ratio:
@@ -108,7 +111,10 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
 
 
 def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
-    """The fields worth a row: numbers that have an effect, and choices that are not the default or have a source of their own."""
+    """The fields that get a row: numbers that have an effect, and choices that need a word.
+
+    A choice needs one if it is not the default, or if it has a source.
+    """
 
     def worth(field: Any) -> bool:
         value = getattr(part, field.name)
@@ -129,10 +135,11 @@ def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
 
 
 def distance(a: LossSpec, b: LossSpec) -> float:
-    """How far `a` is from `b`, as a reader would say it: the price of every change that leads from `b` to `a`.
+    """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
 
-    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term costs little either way, because
-    people leave it out of every loss, and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
+    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
+    costs little either way, because people leave it out of every loss, and guards cost next to
+    nothing. A horizon that `b` leaves open costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in _PARTS:
@@ -156,7 +163,10 @@ _ADDED = 0.9
 
 
 def _change(field: Any, mine: Any, theirs: Any) -> float:
-    """The price of one changed field: of a number, a little more the further it moved; of what was off; of a choice."""
+    """The price of one changed field: it is low for a guard and highest for a choice.
+
+    A number costs a little more the further it moved.
+    """
     if mine == theirs or (field.name == "horizon" and theirs is None):
         return 0.0
     if field.name in (*_GUARDS, *_ROUNDING):

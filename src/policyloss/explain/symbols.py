@@ -235,7 +235,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class SymbolicSequences:
-    """Stands for `Sequences`: sums and maxima over the sequences ("seq") or the runs of the mask ("run")."""
+    """Stands for `Sequences`. over: "seq" for the sequences, "run" for the runs of the mask."""
 
     cp_group = offsets = ids = None
 

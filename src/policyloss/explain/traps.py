@@ -1,6 +1,7 @@
 """Known traps, as data: what surprises people about a part, and where one name means two things.
 
-Each hangs on traits of a spec (`names.traits`), so that `explain` shows those that concern the loss at hand.
+Each hangs on traits of a spec (see `traits`), so that `explain` shows those that concern the loss
+at hand.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _any_of(conditions: Conditions) -> str:
 
 
 def _once(conditions: Conditions) -> Conditions:
-    """The conditions without those that stand there already."""
+    """The conditions without repetitions."""
     return tuple(dict.fromkeys(conditions))
 
 

@@ -1,7 +1,7 @@
 """Plans: how the head's matmuls are ordered, how much is kept, and which plan a call takes.
 
-Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden size. One unit of matmul is
-2·N·V·D floating-point operations.
+Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden
+size. One unit of matmul is 2·N·V·D floating-point operations.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from policyloss.head.matmul import WIDE_BYTES
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")
 
-# Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated weight gradient; beyond 4096
-# there is little left to gain. The forward alone has no such passes, and the least-memory plan wants them small.
+# Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated
+# weight gradient; beyond 4096 there is little left to gain. The forward alone has no such passes,
+# and the least-memory plan wants them small.
 GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
-# Where the gradients of all logits fit into so many bytes, in half precision, they are gathered: the weight's gradient is then one
-# product, and needs no float32 sum. Windows of logits may be smaller, but still take the device longer than the host.
+# Where the gradients of all logits fit into so many bytes, in half precision, they are gathered:
+# the weight's gradient is then one product, and needs no float32 sum. Windows of logits may be
+# smaller, but still take the device longer than the host.
 GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
 CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
@@ -35,14 +37,19 @@ SHARE, STASH_SHARE = 0.8, 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of the head does. Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+    """What a call of the head does.
 
-    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute" keeps nothing and makes the
-    logits again in the backward (4); "stash" keeps probabilities in the type of the weight (3); "forward" has no backward (1).
-    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute". gathered: rows of
-    their gradient that "one_pass" keeps in half precision until they are multiplied together; 0 multiplies each window's by itself.
-    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in the backward. matmuls: of the
-    size `tokens`·V·D. extra_bytes: memory beyond inputs and gradients, at most about this. reason: why this plan.
+    Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+
+    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute"
+    keeps nothing and makes the logits again in the backward (4); "stash" keeps probabilities in the
+    type of the weight (3); "forward" has no backward (1).
+    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of
+    "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
+    are multiplied together; 0 multiplies each window's by itself.
+    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
+    the backward. matmuls: of the size `tokens`·V·D. extra_bytes: memory beyond inputs and
+    gradients, at most about this. reason: why this plan.
     """
 
     name: str
@@ -69,7 +76,10 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """What has to be done: how many rows of which, and for whom. longest: rows of the longest sequence a window must hold."""
+    """The work of a call: how many rows it has, computes and differentiates, and which gradients.
+
+    longest: rows of the longest sequence that a window must hold.
+    """
 
     tokens: int
     computed: int
@@ -85,7 +95,7 @@ class Work(NamedTuple):
 
 
 def free_bytes(like: Tensor) -> int:
-    """Memory that can still be had on the device of `like`, the allocator's own unused blocks included."""
+    """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
         memory = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
@@ -93,7 +103,7 @@ def free_bytes(like: Tensor) -> int:
         return torch.cuda.mem_get_info(device)[0] + int(unused)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not every system says
+    except (AttributeError, OSError, ValueError):  # not every system tells
         return 1 << 33
 
 
@@ -105,7 +115,7 @@ def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
-    """The plan of `linear_policy_loss` for a loss of this `reach`; `why` says what makes it "batch"."""
+    """The plan of `linear_policy_loss` for a loss of this `reach`. why: what makes it "batch"."""
     name = _checked_name(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
         raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
@@ -166,7 +176,10 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
 
 
 def _gathered(head: Head, work: Work, budget: float) -> int:
-    """How many rows of dlogits to gather: all, if they are in half precision and fit; float16 is scaled window by window."""
+    """How many rows of dlogits to gather: all, if they are in half precision and fit; else 0.
+
+    float16 is not gathered, because it is scaled window by window.
+    """
     n, size = work.with_gradient, head.weight.element_size()
     fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
     return n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
@@ -201,6 +214,7 @@ def _forward(head: Head, work: Work) -> Plan:
 
 
 def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
+    """The plan that the caller made, checked, with the figures of this call."""
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
@@ -217,7 +231,10 @@ def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
 
 
 def _free(head: Head) -> int:
-    """Of a vocabulary over several ranks, what the fullest of them has: all must choose the same plan."""
+    """Free memory; with a vocabulary over several ranks, the least of them.
+
+    All ranks must choose the same plan.
+    """
     return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
 
 
@@ -247,14 +264,14 @@ def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
 
 
 def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
-    """`plan` with its figures."""
+    """`plan` with the figures that describe it: rows, matmuls and memory."""
     backward = work.hidden_gradient + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     extra = _window_bytes(head, work, plan.rows)
     if plan.name == "one_pass":
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.name == "stash":
-        share = forward  # what was kept is used whole
+        share = forward  # everything kept is multiplied
         extra += work.computed * head.vocabulary.largest * head.weight.element_size()
     elif plan.name == "recompute":
         backward += 1

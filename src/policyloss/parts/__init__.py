@@ -1,1 +1,4 @@
-"""The parts a loss is made of: tiny frozen dataclasses, one module per slot, each callable on `Tokens`."""
+"""The parts that a loss consists of: small frozen dataclasses, each callable on `Tokens`.
+
+There is a module for each slot; the trust regions fill three.
+"""

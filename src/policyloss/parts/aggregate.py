@@ -1,11 +1,14 @@
-"""The `aggregate` slot: how is it averaged? Each is called with `Tokens` (totals set) and returns the weight of each token.
+"""The `aggregate` slot: how are the tokens averaged?
 
-`loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
-any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
+Each part is called with `Tokens` (totals set) and returns the weight of each token.
+`loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step,
+so the loss is additive over any partition of the batch. The two `Local…` ones break that on
+purpose, because published runs used them; their names say so.
 divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
 `Totals.sequences`.
 
-Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence i.
+Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence
+i.
 """
 
 from __future__ import annotations
@@ -158,8 +161,9 @@ class TokenSum:
 
 @dataclass(frozen=True)
 class TokenSumNorm:
-    """Legacy: the sum over a constant with no mean over sequences, `1 / horizon` (verl up to 0.7.0, ROLL, Trinity).
+    """Legacy: token sums over a constant, no mean over sequences, `1 / horizon`.
 
+    Used by verl up to 0.7.0, ROLL and Trinity.
     horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
     """
 
@@ -183,7 +187,10 @@ class TokenSumNorm:
 
 @dataclass(frozen=True)
 class PromptMean:
-    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`. Reads group_ids."""
+    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`.
+
+    Reads group_ids.
+    """
 
     def __call__(self, t: Tokens) -> Tensor:
         totals = _totals(t)
@@ -213,7 +220,10 @@ class PromptMean:
 
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
+    """The step's tokens of each sequence's group.
+
+    NaN, which shows in the loss, for a group that was not counted.
+    """
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
     place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
@@ -222,7 +232,10 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class LengthWeighted:
-    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`, which is `SeqMeanTokenSum`'s weight."""
+    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`.
+
+    This is the weight of `SeqMeanTokenSum`.
+    """
 
     divides_by: ClassVar[str] = "sequences"
 
@@ -245,7 +258,10 @@ class LengthWeighted:
 
 @dataclass(frozen=True)
 class LocalTokenMean:
-    """Legacy: mean over the tokens *of this call*, whatever totals say. Depends on how the batch is cut (TRL `bnpo`)."""
+    """Legacy: mean over the tokens *of this call*, whatever totals say.
+
+    Depends on how the batch is cut (TRL `bnpo`).
+    """
 
     def __call__(self, t: Tokens) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
@@ -261,7 +277,10 @@ class LocalTokenMean:
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
-    """Legacy: mean over the sequences *of this call* of their token means. Depends on how the batch is cut (TRL `grpo`)."""
+    """Legacy: mean over the sequences *of this call* of their token means.
+
+    Depends on how the batch is cut (TRL `grpo`).
+    """
 
     def __call__(self, t: Tokens) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)

@@ -1,7 +1,10 @@
-"""The `correction` slot: the rollout engine is not the trainer. Each is called with `Tokens` and returns a `Corrected`.
+"""The `correction` slot: the rollout engine is not the trainer.
 
-Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are `exp(old_logp - rollout_logp)` at a
-level: "token"; "geomean", the sequence's geometric mean; "product", the sequence's whole likelihood ratio. All are detached.
+Each is called with `Tokens` and returns a `Corrected`.
+
+Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are
+`exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the sequence's geometric mean;
+"product", the sequence's whole likelihood ratio. All are detached.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ LEVELS = {"token": "token's", "geomean": "sequence's geometric-mean", "product":
 
 
 class Corrected(NamedTuple):
-    """What a correction says of each token: a weight on the policy term (None: 1) and whether to keep it (None: all)."""
+    """What a correction says of each token.
+
+    weight: of the policy term (None: 1). keep: whether the token is kept (None: all are).
+    """
 
     weight: Tensor | None = None
     keep: Tensor | None = None
@@ -43,7 +49,10 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
-    """`correction.reduced`; the sum and the count of a mean cross context-parallel ranks in one all-reduce."""
+    """`correction.reduced` over context-parallel ranks, too.
+
+    The sum and the count of a mean are exchanged in one all-reduce.
+    """
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
     return correction.reduced(x, reduce, t.mask, None, t.sequences)
@@ -112,9 +121,11 @@ class Band:
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected; tokens of the others keep a weight.
+    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected.
 
-    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio (TRL); None: 1, mask only.
+    Tokens of the other sequences keep a weight:
+    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio
+    (TRL); None: 1, mask only.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -155,12 +166,14 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class DivergenceMask:
-    """Reject where rollout and old policy disagree on the probability of a token: a divergence outside [low, high].
+    """Reject where rollout and old policy disagree on a token: divergence outside [low, high].
 
-    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, or "tv" `|p−q|`, with
-    p = exp(rollout_logp), q = exp(old_logp), both held in [floor, 1−floor]. level: each "token", or a whole "sequence" by the mean
-    over its valid tokens. low: None, as a divergence is never negative (0.0 would reject what rounding puts below it). The others
-    keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask only.
+    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
+    in nats, or "tv" `|p−q|`, with p = exp(rollout_logp), q = exp(old_logp), both held in [floor,
+    1−floor]. level: each "token", or a whole "sequence" by the mean over its valid tokens. low:
+    None, as a divergence is never negative (0.0 would reject what rounding puts below it). The
+    others keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask
+    only.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -211,10 +224,11 @@ class DivergenceMask:
 
 @dataclass(frozen=True)
 class Reject:
-    """Reject by an estimate of KL(rollout‖old): k1 = −d, k2 = ½d², k3 = eᵈ−1−d, with d = old_logp − rollout_logp.
+    """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
-    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where `low <= estimate <= high` (None: no bound);
-    the bounds are on the estimate itself, in nats.
+    estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
+    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where
+    `low <= estimate <= high` (None: no bound); the bounds are on the estimate itself, in nats.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -252,7 +266,10 @@ class Reject:
 
 @dataclass(frozen=True)
 class Veto:
-    """Reject a whole sequence if any of its tokens has a weight below `low` or above `high`: one impossible token spoils it."""
+    """Reject a sequence if any of its tokens has a weight below `low` or above `high`.
+
+    One impossible token spoils the sequence.
+    """
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
@@ -288,8 +305,9 @@ class Veto:
 
 @dataclass(frozen=True)
 class OPSM:
-    """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 in sequences where `mean(source_logp - logp) > delta`.
+    """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
+    A sequence has drifted if `mean(source_logp - logp) > delta`.
     source: whose log-probabilities the drift is measured from, "old" or "rollout".
     """
 
@@ -316,10 +334,12 @@ class OPSM:
 
 @dataclass(frozen=True)
 class SelfNormalise:
-    """Divide the weights by their mean over the step: over its tokens, or over its sequences (each sequence's mean weight).
+    """Divide the weights by their mean over the step.
 
-    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a rejected token enters the mean with
-    weight 0; otherwise it has left the mask, and the mean is over the survivors.
+    over: its tokens, or its sequences (each with its mean weight).
+    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a
+    rejected token enters the mean with weight 0; otherwise it has left the mask, and the mean is
+    over the survivors.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -350,7 +370,11 @@ class SelfNormalise:
 
 
 class Combined(NamedTuple):
-    """All corrections together: the weight on the policy term, the tokens kept, and each one's own verdict by name."""
+    """All corrections together.
+
+    weight: of the policy term. keep: the tokens that no correction rejects. verdicts: those that
+    each correction keeps, by its name. statistics: the batch-wide numbers that were used.
+    """
 
     weight: Tensor | None
     keep: Tensor | None
@@ -359,7 +383,10 @@ class Combined(NamedTuple):
 
 
 def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
-    """Apply every correction of a spec to `t`, but for `SelfNormalise`, which comes after rejected tokens have left the mask."""
+    """Apply every correction of a spec to `t`.
+
+    `SelfNormalise` is left out: it comes after rejected tokens have left the mask.
+    """
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}
@@ -377,7 +404,8 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
             name = correction_name(part)
             verdicts[name if name not in verdicts else f"{name}_{i}"] = verdict.keep
     if keep is not None:
-        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its
+        # weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
         weight = torch.where(keep | weight.isnan(), weight, 0)
     return Combined(weight, keep, verdicts, {})
@@ -389,7 +417,7 @@ def correction_name(part: Any) -> str:
 
 
 def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
-    """Divide the weight by its mean over `t` (the tokens that still count) if the corrections say so."""
+    """Divide the weight by its mean over `t` (the tokens that still count), if a part says so."""
     weight = corrected.weight
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:

@@ -1,4 +1,7 @@
-"""Trust regions that bound the ratio or the probability of a token, and `Surrogate`, what each returns."""
+"""Trust regions that bound the ratio or the probability of a token.
+
+`Surrogate` is what each of them returns.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval, number, spoken
 from policyloss.tokens import Tokens
 
-# Stands for "as far up as down" until the part is made; no part holds it afterwards.
+# The default of eps_high, which stands for "the same as eps_low"; no finished part holds it.
 _SYMMETRIC = cast("float", None)
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit binds: `upper`, `lower`, `dual` (at the largest weight), `dropped` (by lot).
+    """A per-token loss, and flags for the tokens where the limit binds.
 
-    Flags are bool and token-shaped. The parts here flag a token once at most, and no masked one.
+    upper, lower: at the bounds of the ratio. dual: at the largest weight. dropped: chosen at
+    random. Flags are bool and token-shaped. The parts here flag a token once at most, and no masked
+    one.
     """
 
     loss: Tensor
@@ -71,7 +76,7 @@ def check_eps(owner: _HasEps) -> None:
 
 @dataclass(frozen=True)
 class Clip:
-    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
+    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, at most `-A·dual` where A < 0.
 
     eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
     dual: None for off, else > 1 (Ye et al. use 3).
@@ -123,7 +128,7 @@ class Clip:
 
 
 def clipped_surrogate(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
-    """PPO's clip, and which tokens it holds."""
+    """PPO's clip, with flags for the tokens that it limits."""
     r, a = ratio_of(t), t.advantages
     loss = trust.clipped(r, a, eps_low, eps_high, dual)
     with torch.no_grad():
@@ -146,7 +151,7 @@ def _stops(low: float, high: float) -> str:
 
 
 def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
-    """PPO's three bounds, those that can bind: a ratio is never below 0."""
+    """PPO's three bounds as conditions, without those that no ratio reaches."""
     conditions = []
     if not high.endswith("inf"):
         conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
@@ -227,7 +232,7 @@ class DetachedClip:
 
     @classmethod
     def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
-        """The band [1 − eps_low, 1 + eps_high], for those who give CISPO's bounds as distances (verl, SkyRL)."""
+        """The band [1 − eps_low, 1 + eps_high], for CISPO with distances (verl, SkyRL)."""
         return cls(max(1 - eps_low, 0.0), 1 + eps_high)
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -260,11 +265,12 @@ class DetachedClip:
 
 @dataclass(frozen=True)
 class ProbabilityBand:
-    """DPPO: a token counts only while its probability is near the anchor's; the weight is the ratio.
+    """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
 
-    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest divergence downward and
-    upward. sides="advantage" drops a token only when it left in the direction the advantage pushes, "both" on either side.
-    form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest
+    divergence downward and upward. sides="advantage" drops a token only when it left in the
+    direction the advantage pushes, "both" on either side. form="score": `-sg[min(r, cap)]·A·logp`;
+    form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
     """
 
     reach: ClassVar[str] = "token"
@@ -327,9 +333,11 @@ class ProbabilityBand:
 
 @dataclass(frozen=True)
 class GeometricClip:
-    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
+    """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
+    It is clipped to [-eps_low, eps_high] where the advantage pushes it out.
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the
+    sequence is taken here.
     """
 
     reach: ClassVar[str] = "sequence"

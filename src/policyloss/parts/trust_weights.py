@@ -81,7 +81,7 @@ class GammaWeight:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
@@ -107,7 +107,10 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class TaperedNegative:
-    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
+    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
+
+    So a bad token that is already unlikely fades out.
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
