@@ -1,6 +1,6 @@
 """The `aggregate` slot: how are the tokens averaged?
 
-Each part is called with `Tokens` (totals set) and returns the weight of each token.
+Each part is called with a `Layout` and returns the weight of each token.
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step,
 so the loss is additive over any partition of the batch. The two `Local…` ones break that on
 purpose, because published runs used them; their names say so.
@@ -24,13 +24,8 @@ from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.segments import group_sum
 from policyloss.parts import validate
 from policyloss.parts.wording import number, spoken
-from policyloss.tokens import Tokens
-from policyloss.totals import GroupTokens, Totals
-
-
-def _totals(t: Tokens) -> Totals:
-    assert t.totals is not None, "totals are resolved before the aggregation"
-    return t.totals
+from policyloss.tokens import Layout
+from policyloss.totals import GroupTokens
 
 
 def _check_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> None:
@@ -65,9 +60,9 @@ class TokenMean:
 
     divides_by: ClassVar[str] = "tokens"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.tokens, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -84,8 +79,8 @@ class SeqMeanTokenMean:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
         return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
     def sentence(self) -> str:
@@ -103,9 +98,9 @@ class SeqMeanTokenSum:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.sequences, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -130,9 +125,9 @@ class SeqMeanTokenSumNorm:
     def __post_init__(self) -> None:
         _check_horizon(self)
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -147,8 +142,8 @@ class SeqMeanTokenSumNorm:
 class TokenSum:
     """The plain sum: `1` per token."""
 
-    def __call__(self, t: Tokens) -> Tensor:
-        return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
+    def __call__(self, t: Layout) -> Tensor:
+        return torch.full((), float(t.totals.dp_size), device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -172,8 +167,8 @@ class TokenSumNorm:
     def __post_init__(self) -> None:
         _check_horizon(self)
 
-    def __call__(self, t: Tokens) -> Tensor:
-        scale = _totals(t).dp_size / known_horizon(self)
+    def __call__(self, t: Layout) -> Tensor:
+        scale = t.totals.dp_size / known_horizon(self)
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
@@ -192,8 +187,8 @@ class PromptMean:
     Reads group_ids.
     """
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
         if t.group_ids is None:
             raise InputError("PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence).")
         groups = totals.groups
@@ -239,7 +234,7 @@ class LengthWeighted:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return SeqMeanTokenSum()(t)
 
     def sentence(self) -> str:
@@ -263,7 +258,7 @@ class LocalTokenMean:
     Depends on how the batch is cut (TRL `bnpo`).
     """
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
 
     def sentence(self) -> str:
@@ -282,7 +277,7 @@ class LocalSeqMeanTokenMean:
     Depends on how the batch is cut (TRL `grpo`).
     """
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
 
     def sentence(self) -> str:
