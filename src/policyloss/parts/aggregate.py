@@ -65,11 +65,9 @@ class TokenMean:
         return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every token of the step counts the same"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / N"
 
 
@@ -84,11 +82,9 @@ class SeqMeanTokenMean:
         return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence counts the same, each as the mean of its tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / L) / B"
 
 
@@ -103,11 +99,9 @@ class SeqMeanTokenSum:
         return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence as the sum of its tokens, mean over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / B"
 
 
@@ -130,11 +124,9 @@ class SeqMeanTokenSumNorm:
         return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / (B * {_horizon(self.horizon)})"
 
 
@@ -146,11 +138,9 @@ class TokenSum:
         return torch.full((), float(t.totals.dp_size), device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "the plain sum over all tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x})"
 
 
@@ -172,11 +162,9 @@ class TokenSumNorm:
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"token sums over {_horizon_in_words(self.horizon)}, not averaged over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / {_horizon(self.horizon)}"
 
 
@@ -206,11 +194,9 @@ class PromptMean:
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every prompt counts the same, each as the mean over all tokens of its group"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / N_group) / G"
 
 
@@ -238,7 +224,6 @@ class LengthWeighted:
         return SeqMeanTokenSum()(t)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence as its mean times its length, mean over sequences"
 
     def note_beside(self, other: object) -> str:
@@ -247,7 +232,6 @@ class LengthWeighted:
         return same if isinstance(other, SeqMeanTokenSum) else ""
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum(L * ({x} / L)) / B"
 
 
@@ -262,11 +246,9 @@ class LocalTokenMean:
         return reciprocal(t.counts.sum(), t.lengths)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every token of this call counts the same, whatever the step holds"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / n"
 
 
@@ -281,11 +263,9 @@ class LocalSeqMeanTokenMean:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence of this call counts the same, each as the mean of its tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / L) / b"
 
 

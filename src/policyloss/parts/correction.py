@@ -82,11 +82,9 @@ class Truncate:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         return ("untruncated",) if math.isinf(self.high) else ()
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if math.isinf(self.high):
             return f"{_weighted(self.level)}, whatever its size"
         return f"{_weighted(self.level)}, kept {interval(self.low, self.high)}"
@@ -115,7 +113,6 @@ class Band:
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"{_weighted(self.level)}, and rejected unless that is {interval(self.low, self.high)}"
 
 
@@ -158,7 +155,6 @@ class SequenceMask:
         return Corrected(weight, keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
         test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval(self.low, self.high)}"
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
@@ -212,7 +208,6 @@ class DivergenceMask:
         return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         measure = "binary KL" if self.divergence == "kl" else "change"
         measure = f"the {measure} of its probability, rollout to old,"
         of_token = self.level == "token"
@@ -253,7 +248,6 @@ class Reject:
         return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         over = {
             "token": "of the token",
             "sum": "summed over the sequence",
@@ -298,7 +292,6 @@ class Veto:
         return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
 
     def sentence(self) -> str:
-        """What it does, in words."""
         outside = " or ".join(bounds(self.low, self.high, ("below", "above")))
         return f"a sequence is rejected if any token's exp(old_logp - rollout_logp) is {outside}"
 
@@ -327,7 +320,6 @@ class OPSM:
         return Corrected(correction.nan_where_undecided(drift), keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         drifted = f"in sequences where mean({self.source}_logp - logp) exceeds {spoken(self.delta)}"
         return f"tokens with negative advantage are rejected {drifted}"
 
@@ -360,7 +352,6 @@ class SelfNormalise:
         return {"weight_mean": total / n.clamp(min=1)}
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"the weights are divided by their mean over the step's {self.over}"
 
     def normalised(self, weight: str) -> str:

@@ -85,7 +85,6 @@ class KL:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         weight = self.weight or ("other" if self.reads_ratio else None)
         choices = (self.estimator, f"grad_{self.grad}", f"weight_{weight}", f"anchor_{self.anchor}")
         return "KL", *(f"kl_{choice}" for choice in choices)

@@ -52,7 +52,6 @@ class TokenRatio:
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        """What it is, in words."""
         return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
 
 
@@ -89,11 +88,9 @@ class SequenceRatio:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
 
     def sentence(self) -> str:
-        """What it is, in words."""
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
         return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
 
@@ -124,7 +121,6 @@ class SequenceProduct:
         return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
 
     def sentence(self) -> str:
-        """What it is, in words."""
         if self.anchor == "current":
             return ON_POLICY
         to = f"to {ANCHOR_NAMES[self.anchor]}"
@@ -162,7 +158,6 @@ class SegmentRatio:
         return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
 
     def sentence(self) -> str:
-        """What it is, in words."""
         over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
         return ON_POLICY if self.anchor == "current" else over
 

@@ -92,7 +92,6 @@ class Unbounded:
         return self.form == "ratio"
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
         if self.form == "current":
@@ -100,7 +99,6 @@ class Unbounded:
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         conditions = (NO_ADVANTAGE,)
         return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
 
@@ -181,13 +179,11 @@ class CovClip:
         ]
 
     def sentence(self) -> str:
-        """What it does, in words."""
         pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
         many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
         return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
         drawn = Condition("dropped", "drawn from the tokens of high covariance")
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped, drawn)),)
@@ -247,12 +243,10 @@ class CovKL:
         ]
 
     def sentence(self) -> str:
-        """What it does, in words."""
         some = f"the {spoken(100 * self.fraction)} % of the tokens with the highest covariance"
         return f"no clipping; {some} pay {spoken(self.coef)} times their absolute log-ratio"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
         return (Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),)
 
@@ -351,7 +345,6 @@ class BySign:
         return Surrogate(loss, *flags)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
 
     def slopes(self) -> tuple[Slopes, ...]:

@@ -98,21 +98,18 @@ class Clip:
         return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
             return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
         outer = "" if self.dual is None else f"; where the advantage is negative, also above {spoken(self.dual)}"
         return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         dual = math.inf if self.dual is None else self.dual
         clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", number(dual))
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         holds = {
             "dual": self.dual is not None,
             "aipo": math.isinf(self.eps_low) and self.dual == 1 + self.eps_high,
@@ -187,7 +184,6 @@ class TwoSidedClip:
             )
 
     def sentence(self) -> str:
-        """What it does, in words."""
         first, last = sorted((self.delta, 1 + self.eps_high))
         return f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above {spoken(last)}"
 
@@ -197,7 +193,6 @@ class TwoSidedClip:
         return "Dual clip and two-sided clip with these numbers are the same surrogate." if same else ""
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         first, last = sorted((self.delta, 1 + self.eps_high))
         clipped = bounds_of_clip(self.eps_low, number(first), number(last))
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
@@ -236,7 +231,6 @@ class DetachedClip:
             return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         band = interval(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
             return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
@@ -244,7 +238,6 @@ class DetachedClip:
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         if self.outside == "clip":
             return (Slopes(through_logp=(NO_ADVANTAGE,)),)
         up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
@@ -312,7 +305,6 @@ class ProbabilityBand:
         return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
         side = "either way" if self.sides == "both" else "in the direction of its advantage"
         weight = "the ratio" if self.form == "ratio" else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
@@ -320,7 +312,6 @@ class ProbabilityBand:
         return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
         return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
 
@@ -359,13 +350,11 @@ class GeometricClip:
             )
 
     def sentence(self) -> str:
-        """What it does, in words."""
         band = f"[{spoken(-self.eps_low)}, {spoken(self.eps_high)}]"
         clipped = f"each log-ratio is held within {band} on the side the advantage pushes to"
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         up = Condition(f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above")
         down = Condition(f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below")
         return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)
