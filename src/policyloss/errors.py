@@ -23,11 +23,11 @@ class InputError(PolicyLossError):
 
 def match_name(name: str, valid: Iterable[str]) -> str | None:
     """The entry of `valid` that `name` means: letter case and "-" for "_" make no difference."""
-    plain = {_plain(known): known for known in valid}
-    return plain.get(_plain(name)) if isinstance(name, str) else None
+    by_spelling = {_one_spelling(known): known for known in valid}
+    return by_spelling.get(_one_spelling(name)) if isinstance(name, str) else None
 
 
-def _plain(name: str) -> str:
+def _one_spelling(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
@@ -38,9 +38,9 @@ class InputTypeError(InputError, TypeError):
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the closest valid name if any."""
     names = sorted(valid)
-    plain = {_plain(known): known for known in names}
-    near = get_close_matches(_plain(name), plain, n=1) if isinstance(name, str) else []
-    close, shown = [plain[key] for key in near], safe_repr(name)
+    by_spelling = {_one_spelling(known): known for known in names}
+    near = get_close_matches(_one_spelling(name), by_spelling, n=1) if isinstance(name, str) else []
+    close, shown = [by_spelling[key] for key in near], safe_repr(name)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
 

@@ -289,7 +289,12 @@ def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple
 def _holds_fields(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_holds_fields, value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return has_fields(value)
+
+
+def has_fields(part: Any) -> bool:
+    """Whether `part` is a dataclass, as every part of the library is, and no plain callable."""
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:

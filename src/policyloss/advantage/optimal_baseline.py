@@ -100,7 +100,7 @@ def _less_baseline(
     else:
         width = valid.shape[1]
         place = torch.arange(width, device=valid.device).expand_as(valid)
-    weighted, weight = (_placed(x, place, valid, width) for x in (path * returns, path))
+    weighted, weight = (_at_places(x, place, valid, width) for x in (path * returns, path))
     baseline = torch.zeros_like(weighted)
     for rows in rows_by_size(group_ids)[2]:
         mean = weighted[rows].sum(1, keepdim=True) / (weight[rows].sum(1, keepdim=True) + eps)
@@ -111,7 +111,7 @@ def _less_baseline(
     return fill(returns - token_baseline, valid)
 
 
-def _placed(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
+def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
     """The valid tokens of each row at their places, 0 elsewhere. `[B, T]` → `[B, width]`."""
     return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[:, :width]
 

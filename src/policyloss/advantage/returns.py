@@ -63,8 +63,8 @@ def gae(
     Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant
     rewards: nothing special.
     """
-    _check_fraction("gamma", gamma)
-    _check_fraction("lam", lam)
+    _check_discount("gamma", gamma)
+    _check_discount("lam", lam)
     check_tensor("rewards", rewards)
     check_tensor("values", values)
     if cp_group is not None:
@@ -100,7 +100,7 @@ def discounted_returns(
     token-shaped, 0 at masked tokens.
     cp_group, positions: as in `gae`.
     """
-    _check_fraction("gamma", gamma)
+    _check_discount("gamma", gamma)
     check_tensor("rewards", rewards)
     layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
@@ -249,7 +249,7 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
     return last_values.reshape(-1)
 
 
-def _check_fraction(name: str, x: float) -> None:
+def _check_discount(name: str, x: float) -> None:
     if not is_number(x) or not 0 <= x <= 1:
         raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
 

@@ -24,6 +24,7 @@ from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
 from policyloss.parts.correction import Corrected
 from policyloss.parts.trust import Surrogate
+from policyloss.spec import has_fields
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 Lines = list[tuple[str, Expression]]
@@ -159,7 +160,7 @@ def _runnable(part: Any, recorder: _Recorder) -> Any:
     """`part` with numbers that remember how they are written, or what it states as its formula."""
     if hasattr(part, "formula"):
         return partial(recorder.state, part)
-    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+    if not has_fields(part):
         return part
     written = copy.copy(part)
     for field in dataclasses.fields(part):
@@ -172,7 +173,7 @@ def _written(field: str, value: Any, recorder: _Recorder) -> Any:
         return tuple(_written(field, v, recorder) for v in value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Written(value)
-    if callable(value) and dataclasses.is_dataclass(value):
+    if callable(value) and has_fields(value):
         inner = _runnable(value, recorder)
 
         def run(t: Tokens) -> Surrogate:

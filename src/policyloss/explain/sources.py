@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from policyloss.explain.formula import callable_name
 from policyloss.presets import PRESETS, Preset
-from policyloss.spec import LossSpec, kind
+from policyloss.spec import LossSpec, has_fields, kind
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.
@@ -48,20 +48,15 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
             other = next((t for t in theirs if kind(t) is kind(part)), None)
             rows += _of_part(slot, label, part, other, theirs, base)
     if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
-        rows.append(_plain(spec, base, "rejected"))
+        rows.append(_of_setting(spec, base, "rejected"))
     if spec.entropy_coef:
-        rows.append(_plain(spec, base, "entropy_coef"))
+        rows.append(_of_setting(spec, base, "entropy_coef"))
     return tuple(rows)
-
-
-def is_part(part: Any) -> bool:
-    """Whether `part` is one of the library's parts, not a callable."""
-    return dataclasses.is_dataclass(part) and not isinstance(part, type)
 
 
 def part_name(part: Any) -> str:
     """The class of a part, or the name of a callable."""
-    return type(part).__name__ if is_part(part) else callable_name(part)
+    return type(part).__name__ if has_fields(part) else callable_name(part)
 
 
 def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
@@ -73,11 +68,11 @@ def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
 
 def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None) -> list[Sourced]:
     name = part_name(part)
-    if not is_part(part):
+    if not has_fields(part):
         return [Sourced(label, name, "your own function")]
     if base is not None and other is not None:
         rows = [Sourced(label, name, base.sources.get(slot, DEFAULT))]
-        for f in _shown(part, base, slot):
+        for f in _fields_with_a_row(part, base, slot):
             rows += _field(slot, label, part, other, f, base)
         return rows
     if base is not None:
@@ -85,10 +80,10 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
         rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
     else:
         rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you")]
-    for f in _shown(part, None, slot):
+    for f in _fields_with_a_row(part, None, slot):
         value = getattr(part, f.name)
         where = f"{label}.{f.name}"
-        if is_part(value):
+        if has_fields(value):
             rows += _of_part(f"{slot}.{f.name}", where, value, None, (), None)
         else:
             rows.append(Sourced(where, value, DEFAULT if value == f.default else "set by you"))
@@ -98,7 +93,7 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
 def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> list[Sourced]:
     value, theirs = getattr(part, field.name), getattr(other, field.name, field.default)
     where, key = f"{label}.{field.name}", f"{slot}.{field.name}"
-    if is_part(value):
+    if has_fields(value):
         alike = theirs if type(theirs) is type(value) else None
         return _of_part(key, where, value, alike, (theirs,), base)
     if value != theirs:
@@ -110,7 +105,7 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
     return [Sourced(where, value, stated or base.sources.get(slot, DEFAULT))]
 
 
-def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
+def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
     """The fields that get a row: numbers that have an effect, and choices that need a word.
 
     A choice needs one if it is not the default, or if it has a source.
@@ -126,7 +121,7 @@ def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
     return [f for f in dataclasses.fields(part) if worth(f)]
 
 
-def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
+def _of_setting(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
     value = getattr(spec, slot)
     if base is not None and value == getattr(base.spec, slot):
         return Sourced(slot, value, base.sources.get(slot, DEFAULT))
@@ -150,10 +145,10 @@ def distance(a: LossSpec, b: LossSpec) -> float:
             total += _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
-            if not is_part(x):
+            if not has_fields(x):
                 total += 2.0 * (x != y)
                 continue
-            total += sum(_change(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
+            total += sum(_price_of(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
     return total
 
 
@@ -162,7 +157,7 @@ _EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "
 _ADDED = 0.9
 
 
-def _change(field: Any, mine: Any, theirs: Any) -> float:
+def _price_of(field: Any, mine: Any, theirs: Any) -> float:
     """The price of one changed field: it is low for a guard and highest for a choice.
 
     A number costs a little more the further it moved.

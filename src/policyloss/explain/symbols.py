@@ -37,34 +37,34 @@ class Written(float):
         return self
 
     def __add__(self, other: Any) -> Any:
-        return self._joined("+", self, other)
+        return self._computed("+", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self._joined("+", other, self)
+        return self._computed("+", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self._joined("-", self, other)
+        return self._computed("-", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._joined("-", other, self)
+        return self._computed("-", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self._joined("*", self, other)
+        return self._computed("*", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self._joined("*", other, self)
+        return self._computed("*", other, self)
 
     def __truediv__(self, other: Any) -> Any:
-        return self._joined("/", self, other)
+        return self._computed("/", self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return self._joined("/", other, self)
+        return self._computed("/", other, self)
 
     def __neg__(self) -> Written:
         return Written(-float(self), algebra.negative(self.expression))
 
     @staticmethod
-    def _joined(operator: str, a: Any, b: Any) -> Any:
+    def _computed(operator: str, a: Any, b: Any) -> Any:
         if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
             return NotImplemented
         x, y = float(a), float(b)

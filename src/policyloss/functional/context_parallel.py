@@ -115,7 +115,7 @@ class _Spans(NamedTuple):
     last: Tensor
 
 
-def _joined(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
+def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     """Join intervals where one begins right after another ends."""
     order = _order_by_position(sequence, first)
     sequence, first, last = sequence[order], first[order], last[order]
@@ -132,9 +132,9 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turn
     them once more.
     """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
-    here = _joined(sequence, position, position)
+    here = _joined_spans(sequence, position, position)
     ends, this_rank = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
-    spans = _joined(*ends)
+    spans = _joined_spans(*ends)
     _refuse_overlap(spans.sequence, spans.first, spans.last)
     count = spans.first.shape[0]
     ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, spans.span_of[this_rank][here.span_of])

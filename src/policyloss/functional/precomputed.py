@@ -47,11 +47,11 @@ class _KnownGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.again()
-        scaled = (_scaled(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
+        scaled = (_scaled_gradient(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
         return None, None, None, *scaled
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`x · factor` in `dtype`, written over `x` if it has that dtype.
 
     Otherwise it is rounded in the same pass, so that there are never two float32 copies.

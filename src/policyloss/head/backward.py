@@ -126,7 +126,7 @@ class Sums:
 
     def _flush(self) -> None:
         if self.kept is not None and self.filled:
-            at = _joined(self.places, self.head.ids)
+            at = _one_index(self.places, self.head.ids)
             self._multiply(at, self.head.hidden[at], self.kept.logits(self.filled, self.head.weight.shape[0]), 1.0)
             self.places, self.filled = [], 0
 
@@ -155,7 +155,7 @@ class Sums:
         return Gradients(None if self.hidden is None else self.head.vocabulary.summed(self.hidden), self.weight, self.bias)
 
 
-def _joined(places: list[Index], ids: Tensor) -> Index:
+def _one_index(places: list[Index], ids: Tensor) -> Index:
     """The places of several windows as one index; a slice where they follow each other."""
     slices = [at for at in places if isinstance(at, slice)]
     if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):

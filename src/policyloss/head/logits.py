@@ -116,8 +116,8 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor | None]:
         parts = [finished(row_partials(z, ids[at], scaling.of_rows(at), entropy)) for z, at in _matrices(logits)]
-        logp, lse = _joined([p.logp for p in parts]), _joined([p.lse for p in parts])
-        spread = _joined([p.entropy for p in parts if p.entropy is not None]) if entropy else None
+        logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
+        spread = _concatenated([p.entropy for p in parts if p.entropy is not None]) if entropy else None
         if valid is not None:
             logp, spread = torch.where(valid, logp, 0), None if spread is None else torch.where(valid, spread, 0)
         ctx.set_materialize_grads(False)
@@ -146,7 +146,7 @@ class _Logprobs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -22,7 +22,7 @@ from policyloss.functional.aggregate import check_alignment
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.parts import validate
-from policyloss.parts.wording import bounds, interval, number, spoken
+from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
 Level = Literal["token", "geomean", "product"]
@@ -87,7 +87,7 @@ class Truncate:
     def sentence(self) -> str:
         if math.isinf(self.high):
             return f"{_weighted(self.level)}, whatever its size"
-        return f"{_weighted(self.level)}, kept {interval(self.low, self.high)}"
+        return f"{_weighted(self.level)}, kept {interval_in_words(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Band:
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        return f"{_weighted(self.level)}, and rejected unless that is {interval(self.low, self.high)}"
+        return f"{_weighted(self.level)}, and rejected unless that is {interval_in_words(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class SequenceMask:
 
     def sentence(self) -> str:
         weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
-        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval(self.low, self.high)}"
+        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval_in_words(self.low, self.high)}"
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
@@ -214,7 +214,7 @@ class DivergenceMask:
         what, test = ("a token", measure) if of_token else ("a sequence", f"the mean over its tokens of {measure}")
         nats = " nats" if self.divergence == "kl" else ""
         weight = "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
-        return f"{what} is rejected unless {test} is {' and '.join(bounds(self.low, self.high))}{nats}; else {weight}"
+        return f"{what} is rejected unless {test} is {' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Reject:
             "mean": "averaged over the sequence",
             "max": "at the sequence's worst token",
         }[self.reduce]
-        within = " and ".join(bounds(self.low, self.high))
+        within = " and ".join(bounds_in_words(self.low, self.high))
         return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
 
 
@@ -292,7 +292,7 @@ class Veto:
         return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
 
     def sentence(self) -> str:
-        outside = " or ".join(bounds(self.low, self.high, ("below", "above")))
+        outside = " or ".join(bounds_in_words(self.low, self.high, ("below", "above")))
         return f"a sequence is rejected if any token's exp(old_logp - rollout_logp) is {outside}"
 
 

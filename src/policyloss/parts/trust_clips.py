@@ -18,7 +18,7 @@ from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
 from policyloss.parts import validate
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval, number, spoken
+from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
 # The default of eps_high, which stands for "the same as eps_low"; no finished part holds it.
@@ -231,7 +231,7 @@ class DetachedClip:
             return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
 
     def sentence(self) -> str:
-        band = interval(self.ratio_min, self.ratio_max)
+        band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
             return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
         tail = "no token loses its gradient" if self.outside == "clip" else "tokens that PPO would clip get none"

@@ -100,7 +100,7 @@ def spoken(x: float) -> str:
     return "no bound" if math.isinf(x) else f"{x:.10g}"
 
 
-def interval(low: float, high: float) -> str:
+def interval_in_words(low: float, high: float) -> str:
     """Where a number that is never negative may lie, in words."""
     if math.isinf(high):
         return f"at least {spoken(low)}" if low > 0 else "anywhere"
@@ -108,7 +108,7 @@ def interval(low: float, high: float) -> str:
     return f"within [{spoken(low)}, {spoken(high)}]" if both else f"at most {spoken(high)}"
 
 
-def bounds(low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")) -> list[str]:
+def bounds_in_words(low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")) -> list[str]:
     """The bounds that exist, in words: ["at least 0.5", "at most 2"]."""
     stated = [] if low is None else [f"{words[0]} {spoken(low)}"]
     return stated if high is None else [*stated, f"{words[1]} {spoken(high)}"]
