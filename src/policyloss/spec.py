@@ -101,7 +101,7 @@ class LossSpec:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
         parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
-        return all(type(part) in _VARIANTS[slot] or type(part) in _FRAMEWORK_PARTS[slot].values() for slot, part in parts)
+        return all(any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts)
 
     @property
     def reads_ratio(self) -> bool:

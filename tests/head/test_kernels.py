@@ -13,7 +13,8 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from policyloss.functional.scale_kernel import scaled as scaled_copy
-from policyloss.head import kernels, softmax_rows
+from policyloss.head import kernels
+from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
 from policyloss.head.softmax_rows import Partials, Scaling
 
@@ -154,7 +155,7 @@ def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
     z = logits(500, size=10.0, rows=24).clamp(-30, 30)
     ids = torch.arange(24, device=DEVICE) * 20
     z[torch.arange(24), ids] = 30.0
-    s = softmax_rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
+    s = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
     want = z.double().log_softmax(-1)
     assert s.entropy is not None
     assert (s.logp - want[torch.arange(24), ids]).square().mean().sqrt() <= 2e-5
@@ -275,7 +276,7 @@ def test_nan_stays_in_its_row(column: int) -> None:
         assert torch.equal(x[others], before[others])
     assert got.max[2].isnan()
     assert got.sum[2].isnan()
-    statistics = softmax_rows.finished(got)
+    statistics = rows.finished(got)
     g, h = derivatives()
     out = torch.zeros_like(z)
     row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0), **BACKWARD)
@@ -286,7 +287,7 @@ def test_nan_stays_in_its_row(column: int) -> None:
 def test_rows_without_a_derivative_are_zero_whatever_they_hold() -> None:
     z, ids = logits(300), ids_of(300)
     z[1], z[4, 7] = math.nan, math.inf
-    statistics = softmax_rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
+    statistics = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
     g, h = torch.ones(ROWS, device=DEVICE), torch.ones(ROWS, device=DEVICE)
     g[[1, 4]] = h[[1, 4]] = 0
     out = torch.full_like(z, math.nan)
@@ -324,7 +325,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
     z, ids, (g, h) = logits(517), ids_of(517), derivatives()
     first, second = (row_partials(z, ids, Scaling(0.9), entropy=True, **FORWARD) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
-    statistics = softmax_rows.finished(first)
+    statistics = rows.finished(first)
     outs = [torch.full_like(z, math.nan) for _ in range(2)]
     for out in outs:
         row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(0.9), **BACKWARD)

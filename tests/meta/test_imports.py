@@ -9,18 +9,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
-from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from package_imports import FILES, PACKAGE, imports_of, parsed
 
 import policyloss as pl
 
-PACKAGE = Path(pl.__file__).parent
-FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 # What each part of the core may import of the package. A module that is not listed (explain, cli, …) stands above all of these:
 # it may import any of them, and none of them may import it.
 ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantage"}
@@ -72,40 +69,6 @@ MAY_IMPORT = {
 
 # What the parts that are not the core may import beside torch: the extras of pyproject.toml.
 EXTRAS = {"train": {"math_verify", "numpy", "reasoning_gym", "rich", "safetensors", "tokenizers", "transformers", "tyro"}}
-
-
-def _runtime_statements(tree: ast.AST) -> list[ast.stmt]:
-    """Every import of a module, also inside functions, but not those under `if TYPE_CHECKING`."""
-    found: list[ast.stmt] = []
-    stack: list[ast.AST] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            stack.extend(node.orelse)
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.append(node)
-        stack.extend(ast.iter_child_nodes(node))
-    return found
-
-
-@cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-@cache
-def imports_of(module: str) -> set[str]:
-    """The full names of the modules that `module` imports."""
-    names: set[str] = set()
-    for node in _runtime_statements(parsed(FILES[module].read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module, f"{module}: relative import"
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names.update(n if n in FILES or f"{n}.__init__" in FILES else node.module for n in inner)
-    return names
 
 
 def part_of(module: str) -> str:
