@@ -16,7 +16,7 @@ from test_imports import FILES, imports_of
 from policyloss.cli import main
 from policyloss.report import collect, limits, render
 from policyloss.report.view import view
-from policyloss.train import lock
+from policyloss.train.run import lock
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def test_the_report_needs_no_trainer() -> None:
         file = module if module in FILES else f"{module}.__init__"
         left |= (imports_of(file) if file in FILES else set()) - seen
     assert sorted(name for name in seen if name.startswith("policyloss.train")) == [
-        "policyloss.train.files",
-        "policyloss.train.lock",
+        "policyloss.train.run.atomic",
+        "policyloss.train.run.lock",
     ]
     assert not {name.partition(".")[0] for name in seen} & {"transformers", "numpy", "rich", "safetensors", "tyro"}
 

@@ -21,8 +21,9 @@ from started import started_once
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train import checkpoint
-from policyloss.train.checkpoint import (
+from policyloss.train.run import checkpoint
+from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.checkpoint import (
     discard_after,
     latest,
     load,
@@ -32,8 +33,7 @@ from policyloss.train.checkpoint import (
     step_of,
     subtree,
 )
-from policyloss.train.files import StorageError
-from policyloss.train.sharded import load_sharded, save_sharded
+from policyloss.train.run.sharded import load_sharded, save_sharded
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -395,7 +395,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the four ranks worked. Parallel test workers share one start of processes: the first's."""
 
     def start(place: Path) -> None:
-        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.sharded"])
+        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.run.sharded"])
         torch.multiprocessing.start_processes(train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver")
 
     return started_once(tmp_path_factory, "train_ranks", start)

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.train.resuming import stored_options
+from policyloss.train.run.resumed_options import stored_options
 from policyloss.train.tasks import make_task
 from policyloss.train.tiny import tiny_tokenizer
 

@@ -16,13 +16,13 @@ from train_loop_ranks import SMALL, lines, make_model, resume, train
 
 from policyloss.cli import main
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import latest
-from policyloss.train.files import StorageError, replace_file
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
 from policyloss.train.models import load
-from policyloss.train.resuming import named_options
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.atomic import StorageError, replace_file
+from policyloss.train.run.checkpoint import latest
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines
+from policyloss.train.run.resumed_options import named_options
 from policyloss.train.tasks import make_task
 
 

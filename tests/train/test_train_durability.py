@@ -14,12 +14,12 @@ import pytest
 import torch
 from train_loop_ranks import lines, resume, train
 
-from policyloss.train.checkpoint import latest, save
-from policyloss.train.files import replace_file
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
-from policyloss.train.run_dir import RunDir
-from policyloss.train.sharded import load_sharded
+from policyloss.train.run.atomic import replace_file
+from policyloss.train.run.checkpoint import latest, save
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines
+from policyloss.train.run.sharded import load_sharded
 
 
 class Disk:

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from train_loop_ranks import lines, make_model, resume, train
 
 from policyloss.train import learner as learner_module
-from policyloss.train import limits
 from policyloss.train.batches import Pack
 from policyloss.train.distributed import Ranks
-from policyloss.train.examples import Example, ListTask
 from policyloss.train.finite import nonfinite_tokens
-from policyloss.train.limits import TimeIsUp, within
-from policyloss.train.rewards import RewardError, checked, scored
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.directory import RunDir
+from policyloss.train.tasks import time_limit
+from policyloss.train.tasks.base import Example, ListTask
+from policyloss.train.tasks.rewards import RewardError, checked, scored
+from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.watch import Watch
 
 
@@ -137,11 +137,11 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(
 
 def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: str) -> None:
     """As an older version wrote it: sound in every byte, and worthless."""
-    from policyloss.train import stored
+    from policyloss.train.run import resume as resume_module
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "_refuse_nonfinite", lambda tensors, training: None)
+        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, training: None)
         log = RunDir.log
 
         def poisoned(self: RunDir, step: int, metrics: Any, timing: Any) -> None:
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
                     held[0].models.model.model.norm.weight[0] = math.nan
 
         held: list[Any] = []
-        start = stored.store
+        start = resume_module.store
         patch.setattr("policyloss.train.loop.store", lambda training: (held.append(training), start(training)))
         patch.setattr(RunDir, "log", poisoned)
         assert train(out, model=model, checkpoint_every=1) == 0
@@ -274,7 +274,7 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
     assert "in native_hang" in done.stderr
     assert "unreachable" not in done.stdout
     assert time.monotonic() - began < 40
-    assert limits.HARD_S == 20  # what the other process made shorter for itself
+    assert time_limit.HARD_S == 20  # what the other process made shorter for itself
 
 
 def test_no_limit_is_none() -> None:

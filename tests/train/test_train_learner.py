@@ -20,7 +20,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Learned, Learner, Policy, rate
 from policyloss.train.models import Critic
-from policyloss.train.rollout import Sample
+from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8
 HERE = Ranks(0, 1, torch.device("cpu"))

@@ -25,7 +25,7 @@ from policyloss.cli import main
 from policyloss.train import loop
 from policyloss.train.collect import Collector
 from policyloss.train.config import ADVANTAGES
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.directory import RunDir
 
 # A run in which everything that a checkpoint must hold matters: completions that wait, two epochs, a critic, a schedule.
 WHOLE = {

@@ -20,13 +20,13 @@ import pytest
 from rich.console import Console
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train.checkpoint import latest, save
-from policyloss.train.display import Display
-from policyloss.train.files import StorageError, from_json, replace_file, to_json
-from policyloss.train.jsonl import JsonLines, line_of
-from policyloss.train.lock import Lock
-from policyloss.train.run_dir import RunDir
-from policyloss.train.track import service, service_module
+from policyloss.train.run.atomic import StorageError, from_json, replace_file, to_json
+from policyloss.train.run.checkpoint import latest, save
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines, line_of
+from policyloss.train.view.display import Display
+from policyloss.train.view.track import service, service_module
 
 CONFIG, SPEC = {"lr": 1e-5, "clip": math.inf}, {"trust": {"type": "clip"}}
 

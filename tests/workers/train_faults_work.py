@@ -97,8 +97,8 @@ def start_two_ranks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from policyloss.train import limits
+    from policyloss.train.tasks import time_limit
 
-    limits.HARD_S = 1.0
-    limits.within(0.5, native_hang)
+    time_limit.HARD_S = 1.0
+    time_limit.within(0.5, native_hang)
     print("unreachable")

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from policyloss.train import sharded
-from policyloss.train.checkpoint import latest, load_optimizer_state, optimizer_state, save, subtree
-from policyloss.train.sharded import latest_on_ranks, load_sharded, save_sharded
+from policyloss.train.run import sharded
+from policyloss.train.run.checkpoint import latest, load_optimizer_state, optimizer_state, save, subtree
+from policyloss.train.run.sharded import latest_on_ranks, load_sharded, save_sharded
 
 STEPS, MORE = 3, 2
 Whole = dict[str, Tensor]

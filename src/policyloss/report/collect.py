@@ -13,7 +13,7 @@ from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, is_regular, json_object, read_bytes, whole
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.series import Table, read_table
-from policyloss.train.lock import LOCK_BYTES, is_held
+from policyloss.train.run.lock import LOCK_BYTES, is_held
 
 SCHEMA = 1
 

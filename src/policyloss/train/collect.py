@@ -14,9 +14,9 @@ from torch import Tensor
 from policyloss.errors import PolicyLossError
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.rewards import RewardError, scored
-from policyloss.train.rollout import Sample, sample, uniforms
+from policyloss.train.sampler import Sample, sample, uniforms
 from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.rewards import RewardError, scored
 
 
 @dataclass(frozen=True)

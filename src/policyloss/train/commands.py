@@ -15,17 +15,17 @@ import tyro
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import checked_index, latest, subtree
 from policyloss.train.collect import Forgiving
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import evaluate
 from policyloss.train.loop import train
-from policyloss.train.resuming import named_options, read_resumed, refuse_unnamed_code, stored_options
-from policyloss.train.rollout import sample, uniforms
+from policyloss.train.run.checkpoint import checked_index, latest, subtree
+from policyloss.train.run.resume import explained, load_weights, refuse_nonfinite_weights
+from policyloss.train.run.resumed_options import named_options, read_resumed, refuse_unnamed_code, stored_options
+from policyloss.train.run.sharded import load_sharded
+from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Models, build
-from policyloss.train.sharded import load_sharded
-from policyloss.train.stored import explained, load_weights, refuse_nonfinite_weights
 
 
 def train_command(arguments: Sequence[str]) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
-from policyloss.train.examples import SUCCESS
-from policyloss.train.rollout import Progress, sample
+from policyloss.train.sampler import Progress, sample
+from policyloss.train.tasks.base import SUCCESS
 
 if TYPE_CHECKING:
     from policyloss.train.tasks import Example, Task

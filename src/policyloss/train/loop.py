@@ -22,18 +22,18 @@ from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
 from policyloss.train.collect import Collector, Completions
 from policyloss.train.config import TrainConfig
-from policyloss.train.display import Display
 from policyloss.train.distributed import Ranks, gathered
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
-from policyloss.train.resuming import continued, resume_command
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.resume import last_good, restore, store
+from policyloss.train.run.resumed_options import continued, resume_command
 from policyloss.train.setup import Models, build, distribute
-from policyloss.train.shown import ratio_histogram, rollout_rows
-from policyloss.train.stored import last_good, restore, store
-from policyloss.train.track import service_module
+from policyloss.train.view.display import Display
+from policyloss.train.view.token_log import ratio_histogram, rollout_rows
+from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
 
 INTERRUPTED = 130
@@ -42,7 +42,7 @@ INTERRUPTED = 130
 def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
     """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume.
 
-    A run that is resumed must have the options it was started with, but for those in `resuming.CHANGEABLE`, and `extend`.
+    A run that is resumed must have the options it was started with, but for those in `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
     """
     if config.resume:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Task
+from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Example, Task
-from policyloss.train.rewards import RewardError, scored
-from policyloss.train.rollout import encode, longest
+from policyloss.train.sampler import encode, longest
+from policyloss.train.tasks.base import Example, Task
+from policyloss.train.tasks.rewards import RewardError, scored
 
 if TYPE_CHECKING:
     from policyloss.train.loop import Training

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.examples import Task
 from policyloss.train.models import parts
+from policyloss.train.tasks.base import Task
 
 WARMUP_STEPS = 200  # for the model "tiny" on the task "sort": six seconds of one core
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from policyloss.errors import InputError
 from policyloss.train.evaluate import Evaluation, Result, evaluate
-from policyloss.train.rollout import Rule, Sample, draw, encode, end_ids, evaluating, sample, support, uniforms
+from policyloss.train.sampler import Rule, Sample, draw, encode, end_ids, evaluating, sample, support, uniforms
 
 VOCAB = 24
 EOS = 2

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
-from policyloss.train.examples import Example, Reward, Task, normalised
-from policyloss.train.limits import TimeIsUp, within
+from policyloss.train.tasks.base import Example, Reward, Task, normalised
+from policyloss.train.tasks.time_limit import TimeIsUp, within
 
 
 class RewardError(PolicyLossError):

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import (
+from policyloss.train.run.atomic import StorageError, write_error
+from policyloss.train.run.checkpoint import (
     TENSORS,
     State,
     begin,
@@ -36,7 +37,6 @@ from policyloss.train.checkpoint import (
     undone_on_error,
     write_tensors,
 )
-from policyloss.train.files import StorageError, write_error
 
 T = TypeVar("T")
 

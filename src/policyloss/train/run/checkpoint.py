@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.files import StorageError, from_json, make_folder, sync, to_json, write_error, write_synced
-from policyloss.train.plain_files import read_plain, require_plain
-from policyloss.train.states import load_optimizer_state, optimizer_state
+from policyloss.train.run.atomic import StorageError, from_json, make_folder, sync, to_json, write_error, write_synced
+from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss.train.run.plain_files import read_plain, require_plain
 
 __all__ = [
     "StorageError",

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train.checkpoint import checked_index, latest, load_optimizer_state, optimizer_state, save, step_of, subtree
 from policyloss.train.collect import Completions
-from policyloss.train.files import StorageError
 from policyloss.train.finite import NotFiniteError, nonfinite_names
 from policyloss.train.models import parts
-from policyloss.train.rollout import Sample
-from policyloss.train.sharded import latest_on_ranks, load_sharded, save_sharded
+from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.checkpoint import checked_index, latest, load_optimizer_state, optimizer_state, save, step_of, subtree
+from policyloss.train.run.sharded import latest_on_ranks, load_sharded, save_sharded
+from policyloss.train.sampler import Sample
 
 if TYPE_CHECKING:
     from policyloss.train.loop import Training

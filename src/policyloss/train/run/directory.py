@@ -9,7 +9,7 @@
     checkpoints/       step_000010/, …
     lock               the process that uses the directory
 
-JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `jsonl.line_of`).
+JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `records.line_of`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import discard_after
-from policyloss.train.files import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
-from policyloss.train.plain_files import read_plain, refuse_links
-from policyloss.train.track import TensorBoard, Tracker, service
+from policyloss.train.run.atomic import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
+from policyloss.train.run.checkpoint import discard_after
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.plain_files import read_plain, refuse_links
+from policyloss.train.run.records import JsonLines
+from policyloss.train.view.track import TensorBoard, Tracker, service
 
 # What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
 _OF_A_RUN = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "tensorboard", "checkpoints")

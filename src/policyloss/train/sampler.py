@@ -290,7 +290,7 @@ def _check_counts(**counts: int) -> None:
 def _checked_uniforms(uniforms: Tensor | None, rows: int, width: int, rule: Rule) -> Tensor:
     if uniforms is None:
         if rule.temperature > 0:
-            raise InputError(f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see rollout.uniforms.")
+            raise InputError(f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see sampler.uniforms.")
         return torch.zeros(rows, width)
     if uniforms.shape != (rows, width) or not uniforms.is_floating_point():
         raise InputError(
