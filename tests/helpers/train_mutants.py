@@ -6,15 +6,15 @@ _DISK, _FAULTS, _DOORS = "test_train_durability.py::", "test_train_faults.py::",
 TRAIN = (
     (
         "reference_not_restored",
-        "train/run/resume.py",
-        'load_weights(learner.reference, subtree(tensors, "reference"))',
+        "train/learner.py",
+        'load_weights(self.reference, subtree(tensors, "reference"))',
         "pass",
         _DISK + "test_the_reference_of_a_resumed_run_is_the_one_it_had",
     ),
     (
         "old_not_brought_back",
-        "train/run/checkpoint.py",
-        "os.replace(path, _named(folder, step_of(path)))",
+        "train/run/checkpoint_folder.py",
+        "os.replace(path, published_path(folder, step_of(path)))",
         "pass",
         _DISK + "test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted",
     ),
@@ -41,7 +41,7 @@ TRAIN = (
     ),
     (
         "no_fsync_of_the_parent",
-        "train/run/checkpoint.py",
+        "train/run/checkpoint_folder.py",
         "    sync(path.parent)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",

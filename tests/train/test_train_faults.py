@@ -42,7 +42,7 @@ def checkpoints(out: Path) -> list[str]:
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / "checkpoints" / f"step_{step:06d}" / "tensors.safetensors")
+    return load_file(out / "checkpoints" / f"step_{step:06d}" / "rank00000.safetensors")
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -89,7 +89,7 @@ def test_an_update_that_is_not_finite_is_skipped(
         name for name, x in weights(out, 2).items() if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])
     ]
     assert moved  # by the minibatch that was finite
-    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]
+    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]["learner"]
     assert (numbers["updates"], numbers["skipped_in_a_row"]) == (5, 0)
 
 
@@ -141,18 +141,18 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, training: None)
+        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, step, ranks: None)
         log = RunDir.log
 
         def poisoned(self: RunDir, step: int, metrics: Any, timing: Any) -> None:
             log(self, step, metrics, timing)
             if step == 3:
                 with torch.no_grad():
-                    held[0].models.model.model.norm.weight[0] = math.nan
+                    learners[0].policy.model.model.norm.weight[0] = math.nan
 
-        held: list[Any] = []
-        start = resume_module.store
-        patch.setattr("policyloss.train.loop.store", lambda training: (held.append(training), start(training)))
+        learners: list[Any] = []
+        state = learner_module.Learner.state
+        patch.setattr(learner_module.Learner, "state", lambda learner: (learners.append(learner), state(learner))[1])
         patch.setattr(RunDir, "log", poisoned)
         assert train(out, model=model, checkpoint_every=1) == 0
     assert weights(out, 3)["policy/model.model.norm.weight"][0].isnan()

@@ -265,12 +265,13 @@ def test_a_process_id_given_again_is_another_process(tmp_path: Path) -> None:
     Lock(tmp_path).release()
 
 
-def test_a_lock_of_another_host_is_refused_unless_told(tmp_path: Path) -> None:
+def test_a_lock_of_another_host_is_refused_until_it_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text('{"pid": 1, "host": "elsewhere.example", "began": null}')
     with pytest.raises(StorageError, match=r"locked by process 1 on elsewhere\.example.*delete"):
         Lock(tmp_path)
     assert "elsewhere" in (tmp_path / "lock").read_text()
-    taken = Lock(tmp_path, take_over=True)
+    (tmp_path / "lock").unlink()
+    taken = Lock(tmp_path)
     assert "elsewhere" not in taken.path.read_text()
     taken.path.write_text('{"pid": 1, "host": "elsewhere.example"}')
     taken.release()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,34 +22,31 @@ from policyloss.metrics import Metrics
 from policyloss.train.advantages import Judged, judge
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
-from policyloss.train.distributed import Ranks, synchronised
+from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
-from policyloss.train.models import Critic, parts
+from policyloss.train.models import Critic, load_weights, parts, weights
+from policyloss.train.run.checkpoint import count_from, subtree
+from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
+
+Head = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
 class Policy(nn.Module):
     """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it."""
 
-    def __init__(self, model: Any, temperature: float, head: str) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
-        self.head = head
 
-    def forward(self, micro: Any, step: pl.Accumulation | None = None) -> Any:
-        """Loss and log-probabilities of a micro-batch of `step`, its metrics merged into the step's; without a step, `LogProbs`."""
+    def forward(self, micro: Any, head: Head) -> Any:
+        """`head(hidden, weight, bias)` of the tokens of a micro-batch; hidden: `[N, H]`.
+
+        The head is called in here because a sharded weight is whole inside a forward only.
+        """
         body, weight, bias = parts(self.model)
-        x = body(input_ids=micro["ids"][None], position_ids=micro["position_ids"][None], use_cache=False).last_hidden_state[0]
-        targets, mask = micro["targets"], micro["mask"]
-        if step is None:
-            return pl.linear_logprobs(x, weight, targets, bias, self.temperature, entropy=True, mask=mask)
-        if self.head == "fused":
-            out = pl.linear_policy_loss(step.spec, x, weight, targets, **micro.arguments(), bias=bias, temperature=self.temperature)
-            step.add(out.metrics)
-            return out.loss, out.logp
-        logits = nn.functional.linear(x, weight, bias)
-        found = pl.logprobs(logits, targets, self.temperature, entropy=True, mask=mask)
-        return micro.loss(found.logp, entropy=found.entropy), found.logp.detach()
+        ids, positions = micro["ids"][None], micro["position_ids"][None]
+        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+        return head(hidden, weight, bias)
 
 
 @dataclass
@@ -88,6 +86,46 @@ class Learner:
     updates: int = field(default=0)
     skipped_in_a_row: int = 0
     warn: Callable[[str], None] = warnings.warn
+
+    def start_copies(self) -> None:
+        """Let the reference be the policy as it is now, and let the critic read tokens as it does."""
+        if self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        if isinstance(self.critic, Critic):
+            self.critic.start_from(self.policy.model)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and numbers for a checkpoint. Of a sharded module, this rank's part."""
+        tensors: dict[str, Any] = {}
+        numbers: dict[str, Any] = {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
+        for name, module, optimizer in self._trained():
+            moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
+            tensors |= {name: weights(module), f"{name}_optimizer": moments}
+        if self.reference is not None:
+            tensors["reference"] = weights(self.reference)
+        return tensors, numbers
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        for name, module, optimizer in self._trained():
+            load_weights(module, subtree(tensors, name))
+            moments = subtree(tensors, f"{name}_optimizer")
+            load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
+        if self.reference is not None:
+            load_weights(self.reference, subtree(tensors, "reference"))
+        self.updates = count_from(numbers, "updates")
+        self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
+
+    def layout(self) -> dict[str, Any]:
+        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their parameters do."""
+        return {f"{name}{kind}": weights(module) for name, module, _ in self._trained() for kind in ("", "_optimizer")}
+
+    def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
+        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of ranks have none."""
+        trained = [("policy", unwrapped(self.policy), self.optimizer)]
+        if self.critic is not None and self.critic_optimizer is not None:
+            trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
+        return trained
 
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
         """Update the weights with this rank's sequences.
@@ -137,13 +175,41 @@ class Learner:
         if self.config.old_logp == "rollout":
             pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
         else:
-            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, lambda micro: self.policy(micro).logp, self.ranks))
+            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, lambda micro: self.logprobs(self.policy, micro), self.ranks))
         if self.reference is not None:
             reference = self.reference
-            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, lambda micro: reference(micro).logp, self.ranks))
+            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, lambda micro: self.logprobs(reference, micro), self.ranks))
         if self.critic is not None:
             pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
         return pack
+
+    def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
+        """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+
+        def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            targets, temperature = micro["targets"], self.config.temperature
+            return pl.linear_logprobs(hidden, weight, targets, bias, temperature, entropy=True, mask=micro["mask"])
+
+        logp: Tensor = policy(micro, head).logp
+        return logp
+
+    def _loss(self, micro: Any, step: pl.Accumulation) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged into the step's."""
+        targets, temperature = micro["targets"], self.config.temperature
+
+        def fused(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            arguments = micro.arguments()
+            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature)
+            step.add(out.metrics)
+            return out.loss, out.logp
+
+        def by_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            logits = nn.functional.linear(hidden, weight, bias)
+            now = pl.logprobs(logits, targets, temperature, entropy=True, mask=micro["mask"])
+            return micro.loss(now.logp, entropy=now.entropy), now.logp.detach()
+
+        loss, logp = self.policy(micro, fused if self.config.head == "fused" else by_logits)
+        return loss, logp
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
@@ -169,19 +235,15 @@ class Learner:
     def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each sequence. → also whether it was made."""
         packs, members = self._micro_batches(pack, own)
-
-        def current(micro: Any) -> Tensor:
-            logp: Tensor = self.policy(micro).logp
-            return logp
-
+        current = partial(self.logprobs, self.policy)
         step = pl.accumulate(self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current)
         seen: dict[int, Tensor] = {}
         for micro, part, chosen in zip(step, _padded(packs, len(step)), _padded(members, len(step)), strict=True):
             with synchronised(self.policy, micro.is_last):
-                loss, logp = self.policy(micro, step)
-                loss.backward()
+                loss, logp = self._loss(micro, step)
+                loss.backward()  # type: ignore[no-untyped-call]
             if chosen:
-                seen |= dict(zip(chosen, logp.split(part.lengths), strict=True))
+                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train)
         return metrics, norm, seen, good
@@ -301,6 +363,3 @@ def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Adam
     """AdamW over what requires a gradient."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
-
-
-__all__ = ["Critic", "Learned", "Learner", "Policy", "adamw", "rate"]
