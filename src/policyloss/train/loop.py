@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,19 +52,19 @@ def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> i
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
     ranks = Ranks.start(config.device, config.rank_timeout)
-    run = None
-    if ranks.is_first:
-        options = replace(config, resume=False, extend=None).to_dict()
-        run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
-        if options != run.config:
-            run.rewrite(options)
-        if config.track:
-            run.track(config.track)
-    try:
+    with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         return Training(config, spec, ranks, run, offline).run()
-    finally:
-        if run is not None:
-            run.close()
+
+
+def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
+    """The run directory, made or opened again, with the options of now."""
+    options = replace(config, resume=False, extend=None).to_dict()
+    run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
+    if options != run.config:
+        run.rewrite(options)
+    if config.track:
+        run.track(config.track)
+    return run
 
 
 class Training:
