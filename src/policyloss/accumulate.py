@@ -20,6 +20,7 @@ from policyloss.arguments import check_group, check_tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.collectives import all_gather
 from policyloss.functional.segments import Sequences
+from policyloss.inputs import TOKEN_SHAPED
 from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Invalid, Metrics
 from policyloss.presets import PresetName
@@ -27,10 +28,11 @@ from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
 from policyloss.totals import GroupTokens, Totals, data_parallel_group
 
-# What the step was counted with, which no call may change, and what a call may give in place of what the micro-batch holds.
+# What the step was counted with, which no call may change; and the tensors that a call may give, token by
+# token or as they are.
 _COUNTED = ("mask", "cu_seqlens", "group_ids")
-_TENSORS = ("old_logp", "advantages", "rollout_logp", "ref_logp")
-_IF_GIVEN = ("entropy", "positions")
+_PER_TOKEN = (*TOKEN_SHAPED, "positions")
+_REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
 
 
 def accumulate(
@@ -180,18 +182,18 @@ class MicroBatch(Mapping[str, Any]):
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`). `entropy` and `positions` are among
-        the arguments only if there are any.
+        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`). Beside `mask`, `advantages` and
+        `old_logp`, only those that exist are among the arguments.
         """
         for name in tensors:
             if name in _COUNTED:
                 raise InputError(f"{name} cannot be replaced now: the step was counted with the micro-batch's own.")
-            if name not in _TENSORS + _IF_GIVEN:
-                raise InputError(unknown_name("tensor", name, _TENSORS + _IF_GIVEN))
-        found = {name: self._data.get(name) for name in _COUNTED + _TENSORS + _IF_GIVEN} | tensors
-        if found["advantages"] is None:
+            if name not in _REPLACEABLE:
+                raise InputError(unknown_name("tensor", name, _REPLACEABLE))
+        arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
+        if arguments["advantages"] is None:
             raise InputError(f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there.")
-        given = {name: x for name, x in found.items() if x is not None or name not in _IF_GIVEN}
+        given = {name: x for name, x in arguments.items() if x is not None or name in ("old_logp", "advantages", "mask")}
         self.is_used = True
         return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
@@ -323,17 +325,22 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
     for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
         used = micro.is_used
         with torch.no_grad():
-            tensors = {"logp": logp(micro), **micro.arguments()}
+            tensors = {**micro.arguments(), "logp": logp(micro)}
         micro.is_used = used  # to measure it trains nothing
         if isinstance(tensors["advantages"], Tensor):
             tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
-        for name in ("logp", *(n for n in _TENSORS + _IF_GIVEN if tensors.get(n) is not None)):
-            flat.setdefault(name, []).append(_flat(name, tensors[name], i, sequences))
-    whole: dict[str, Any] = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
-    whole["advantages"] = whole["advantages"].unsqueeze(0)  # one per token, also where a pack has as many sequences
-    old_logp = whole.pop("old_logp", None)
+        tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
+        for name, x in tensors.items():
+            if name == "logp" or (x is not None and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))):
+                flat.setdefault(name, []).append(_flat(name, x, i, sequences))
+    whole = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
+    named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}
+    named["extras"] = {name.removeprefix("extras."): x for name, x in whole.items() if "." in name}
+    if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
+        named["advantages"] = named["advantages"].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
-    return measure(step.spec, old_logp=old_logp, mask=pack.mask, **whole, **layout, group=step.group, dp_size=step.counts.dp_size)
+    named.setdefault("old_logp", None)
+    return measure(step.spec, mask=pack.mask, **named, **layout, group=step.group, dp_size=step.counts.dp_size)
 
 
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
+from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon
 from policyloss.parts.correction import Combined, combine, self_normalised
@@ -24,8 +25,11 @@ from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec, check_part
-from policyloss.tokens import Tokens
+from policyloss.tokens import Layout, Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # part of typing since Python 3.11
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class LossOutput:
     metrics: Metrics
 
 
+@takes_tensors
 def policy_loss(
     spec: LossSpec | PresetName | str,
     logp: Tensor,
@@ -43,14 +48,8 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    rollout_logp: Tensor | None = None,
-    ref_logp: Tensor | None = None,
-    entropy: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    group_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
-    cp_group: Any = None,
-    positions: Tensor | None = None,
+    **tensors: Unpack[CallTensors],
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
@@ -62,8 +61,9 @@ def policy_loss(
       reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
       advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where
       a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the longer
-      ones. mask: bool or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a
-      sequence belongs to.
+      ones; with cp_group a pack's `[N]` is one per token, and `[S, 1]` one per sequence. mask: bool
+      or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a sequence belongs
+      to.
     totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
     cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
     `Totals.count(mask, cp_group=…)`).
@@ -71,25 +71,25 @@ def policy_loss(
       each token's place in its whole sequence; read only with `cp_group`, by parts that depend on the order of tokens
       (`SegmentRatio`), and only at valid tokens.
     """
-    spec = ready_spec(spec)
-    check_gradients(spec, logp, entropy)
-    given = resolve(totals)
-    others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
-    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
+    inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
+    return loss_of(ready_spec(spec), inputs, resolve(totals))
 
-    def run(logp: Tensor) -> _Parts:
-        return pipeline(spec, Tokens.of(logp, advantages, mask, others=others, **layout), given)
 
-    plain = cu_seqlens is None and cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
+def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
+    """`policy_loss` of arguments that are put together already. step: the given totals, None if this call is the step."""
+    check_gradients(spec, inputs)
+    logp, entropy = inputs.logp, inputs.entropy
+    plain = inputs.cu_seqlens is None and inputs.cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
     if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
-        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the backward is one product.
-        # The upcast comes first, so that a half-precision gradient is rounded after the backward has scaled it; the scale last,
-        # so that the loop need not wait for the count it divides by.
-        wide = logp.to(compute_dtype(logp, old_logp, rollout_logp, ref_logp))
-        gradient = torch.func.grad(lambda x: run(x).total)(wide.detach())
-        parts = run(wide.detach())
+        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the
+        # backward is one product. The upcast comes first, so that a half-precision gradient is rounded
+        # after the backward has scaled it; the scale last, so that the loop need not wait for the count
+        # it divides by.
+        wide = logp.to(inputs.dtype)
+        gradient = torch.func.grad(lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total)(wide.detach())
+        parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
         return LossOutput(with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics)
-    parts = run(logp)
+    parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
 
 
@@ -101,10 +101,10 @@ class _Parts(NamedTuple):
     metrics: Metrics
 
 
-def check_gradients(spec: LossSpec, logp: Any, entropy: Any) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
-    that is weighted does not.
-    """
+def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
+    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy does not."""
+    logp: Any = inputs.logp
+    entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
     if not spec.entropy_coef or entropy is None or not (torch.is_grad_enabled() and logp.requires_grad):
         return
@@ -125,19 +125,17 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
     return spec
 
 
-def pipeline(spec: LossSpec, t: Tokens, given: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens."""
-    whole = t
-    t, corrected = corrected_tokens(spec, t, given)
-    set_ratio(spec, t)
-    t.totals = local_totals(t) if given is None else given
-
+def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
+    """The slots in order, on one call's tokens. step: the given totals, None if this call is the step."""
+    t, corrected = corrected_tokens(spec, tokens, step)
+    t = with_ratio(spec, t)
+    t = t.with_totals(local_totals(t) if step is None else step)
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
     total, scale = weighted_total(token_loss, spec.aggregate(t))
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
-    t.ratio, surrogate = None, surrogate._replace(loss=total)
+    t, surrogate = replace(t, ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(spec, whole, t, surrogate, corrected, token_loss, kl, total * scale, given)
+        metrics = policy_metrics(spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step)
     return _Parts(total, scale, metrics)
 
 
@@ -180,13 +178,11 @@ def aggregate_tokens(
     x, mask: token-shaped. aggregate: any of the aggregations. The other arguments are those of `policy_loss`.
     """
     check_part("aggregate", aggregate)
-    given = resolve(totals)
-    layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    step = resolve(totals)
     check_tensor("x", x, "float")
-    no_advantage = x.new_zeros((1, *x.shape) if cu_seqlens is not None else x.shape)
-    t = Tokens.of(x, no_advantage, mask, others={}, called=("x", "x"), **layout)
-    t.totals = local_totals(t) if given is None else given
-    return weighted_sum(t.logp, aggregate(t))
+    layout = Layout.of(x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+    layout = layout.with_totals(local_totals(layout) if step is None else step)
+    return weighted_sum(layout.fill(x), aggregate(layout))
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
@@ -197,16 +193,16 @@ def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
     return x
 
 
-def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
+def corrected_tokens(spec: LossSpec, t: Tokens, step: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
     """Apply the corrections, and take rejected tokens out of the mask if the spec says so."""
-    if given is not None and spec.needs_statistics:
-        if given.statistics is None or any(name not in given.statistics for name in spec.statistics_names):
+    if step is not None and spec.needs_statistics:
+        if step.statistics is None or any(name not in step.statistics for name in spec.statistics_names):
             raise InputError(
                 "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
                 "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
                 'tensors, or pass totals="local" if this call is the whole batch.'
             )
-        t.known = given.statistics
+        t = replace(t, measured=step.statistics)
     corrected = combine(spec.correction, t)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
@@ -216,19 +212,18 @@ def corrected_tokens(spec: LossSpec, t: Tokens, given: Totals | None, group: Any
     return t, self_normalised(spec.correction, corrected, t, group)
 
 
-def set_ratio(spec: LossSpec, t: Tokens) -> None:
-    """Set the ratio on `t`, unless nothing needs it and what it is made of was not given."""
+def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
+    """`t` with the ratio, unless nothing needs it and what it is made of was not given."""
     anchor = getattr(spec.ratio, "anchor", "old")
-    t.anchor = anchor
-    made_of = [] if anchor == "current" else [f"{anchor}_logp"]
-    made_of += ["rollout_logp"] if getattr(spec.ratio, "rollout", None) is not None else []
-    if not spec.reads_ratio_value and any(t.raw.get(name) is None for name in made_of):
-        return
-    t.raw_log_ratio = spec.ratio(t)
-    t.log_clamp = getattr(spec.ratio, "log_clamp", 20.0)
-    t.ratio = bounded_exp(t.raw_log_ratio, t.log_clamp)
+    made_of = [*([] if anchor == "current" else [f"{anchor}_logp"]), *getattr(spec.ratio, "reads", ())]
+    if not spec.reads_ratio_value and not all(map(t.has, made_of)):
+        return replace(t, anchor=anchor)
+    log_ratio, clamp = spec.ratio(t), getattr(spec.ratio, "log_clamp", 20.0)
+    value = bounded_exp(log_ratio, clamp)
+    return replace(t, anchor=anchor, raw_log_ratio=log_ratio, log_clamp=clamp, ratio_value=value)
 
 
+@takes_tensors
 def measure(
     spec: LossSpec | PresetName | str,
     logp: Tensor,
@@ -236,15 +231,9 @@ def measure(
     advantages: Tensor,
     mask: Tensor,
     *,
-    rollout_logp: Tensor | None = None,
-    ref_logp: Tensor | None = None,
-    entropy: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    group_ids: Tensor | None = None,
     group: Any = None,
-    cp_group: Any = None,
     dp_size: int | None = None,
-    positions: Tensor | None = None,
+    **tensors: Unpack[CallTensors],
 ) -> Totals:
     """The totals of a whole step for a loss whose denominator or weights depend on more than the mask.
 
@@ -254,17 +243,15 @@ def measure(
     in `policy_loss` and `Totals.count`.
     """
     spec = ready_spec(spec)
+    inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     check_tensor("logp", logp, "float")
+    cp_group = inputs.cp_group
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
-        others = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp, "entropy": entropy}
-        layout = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group, "positions": positions}
-        t = Tokens.of(logp.detach(), advantages, mask, others=others, **layout)
-        t, corrected = corrected_tokens(spec, t, None, group)
-        set_ratio(spec, t)
+        t, corrected = corrected_tokens(spec, inputs.replace(logp=logp.detach()).tokens(), None, group)
+        t = with_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
             statistics.update(spec.trust.statistics(t, group))
-        packed = t.sequences.offsets
-        counts = Totals.count(t.mask, cu_seqlens=packed, group_ids=group_ids, group=group, cp_group=cp_group, dp_size=dp_size)
-        return replace(counts, statistics=statistics)
+        where = {"cu_seqlens": t.sequences.offsets, "group_ids": inputs.group_ids, "cp_group": cp_group}
+        return replace(Totals.count(t.mask, **where, group=group, dp_size=dp_size), statistics=statistics)

@@ -80,25 +80,22 @@ def policy_metrics(
     mask). given: the caller's totals.
     """
     n = count(t.mask)
-    assert t.totals is not None
     records: dict[str, Record] = {
         "loss": Sum(loss / t.totals.dp_size),
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
         **_of_logprobs(t, token_loss),
+        "beyond_totals": Sum(_beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), given)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }
-    divisor = getattr(spec.aggregate, "divides_by", None)
-    if divisor is not None:
-        records["beyond_totals"] = Sum(_beyond_totals(t, n, divisor, given))
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
-    if t.raw.get("old_logp") is not None and t.raw.get("rollout_logp") is not None:
+    if t.has("old_logp") and t.has("rollout_logp"):
         _mismatch(records, whole)
     _corrections(records, corrected, whole)
     if kl is not None:
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
-    if t.raw.get("entropy") is not None:
+    if t.has("entropy"):
         records["entropy"] = Stat(t.entropy.sum(), n)
     return Metrics(records)
 
@@ -115,11 +112,11 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
     return {"nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))), "positive_logp_tokens": Sum(count(positive))}
 
 
-def _beyond_totals(t: Tokens, n: Tensor, divisor: str, given: Totals | None) -> Tensor:
+def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
     """What this call has beyond the step's count that the average divides by; 0 where the call is
     the step, or one rank's share.
     """
-    if given is None or t.sequences.cp_group is not None:
+    if given is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
     of_step = getattr(given, divisor)
@@ -153,7 +150,7 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
             records["clamped_tokens"] = Sum(count(beyond(raw, t.log_clamp)))
-    if t.raw.get("old_logp") is not None:
+    if t.has("old_logp"):
         if raw is None or growth is None or not per_token or t.anchor != "old":
             raw = t.log_ratio_to("old")
             growth = torch.expm1(raw)

@@ -1,4 +1,4 @@
-"""`Tokens`: what a slot of the pipeline may read — every tensor of one call, upcast, detached and masked."""
+"""`Layout`: where the tokens of a call are. `Tokens`: that, and every tensor of a policy loss that a part may read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, fits_kind, seen
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
@@ -17,10 +17,12 @@ from policyloss.functional.segments import Sequences
 from policyloss.functional.stats import neither_0_nor_1
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # part of typing since Python 3.11
+
     from policyloss.totals import Totals
 
 # Which policy a log-probability comes from, and the argument that carries it.
-LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp"}
+LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "teacher": "teacher_logp"}
 
 
 class NeedsStatistics(Protocol):
@@ -85,95 +87,141 @@ def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "a
     )
 
 
-@dataclass
-class Tokens:
-    """The tensors of one `policy_loss` call, ready for arithmetic. Legend: `x` token-shaped, `[S]` one per sequence.
+@dataclass(kw_only=True)
+class Layout:
+    """Where the tokens of a call are: which of them count, and to which sequence each belongs.
 
-    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and detached unless it is
-    `logp`. `ratio`, `log_ratio` (the ratio slot's, clamped) and `anchor` are set before the trust region is called; `totals` before
-    the aggregation. `known` holds batch-wide numbers measured beforehand, or None. `positions`: each token's place in its whole
-    sequence, for parts that depend on the order of tokens where those lie on several ranks.
-    `invalid`: counts, by the name of the
-    metric that shows them, of values that are certainly wrong but could not be checked without
-    waiting for the device.
+    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: what is computed
+    in, float32 or float64. positions: each token's place in its whole sequence, for parts that depend on
+    the order of tokens where those lie on several ranks. step: the counts of the whole optimizer step,
+    which parts read as `totals`. invalid: counts, by the name of the metric that shows them, of values
+    that are certainly wrong but could not be checked without waiting for the device. memo: numbers that
+    are computed when first asked for.
     """
 
     mask: Tensor
     sequences: Sequences
-    advantages: Tensor
     dtype: torch.dtype
-    raw: dict[str, Tensor | None]
     group_ids: Tensor | None = None
     positions: Tensor | None = None
-    totals: Totals | None = None
-    anchor: str = "old"
-    raw_log_ratio: Tensor | None = None
-    log_clamp: LogClamp = None
-    ratio: Tensor | None = None
-    known: dict[str, Tensor] | None = None
-    known_counts: Tensor | None = None
+    step: Totals | None = None
     invalid: dict[str, Tensor] = field(default_factory=dict)
+    memo: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        logp: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        others: dict[str, Tensor | None],
-        called: tuple[str, str] = ("logp", "advantages"),
-        cu_seqlens: Tensor | None = None,
-        group_ids: Tensor | None = None,
-        cp_group: Any = None,
-        positions: Tensor | None = None,
-    ) -> Tokens:
-        """Check the arguments against each other and lay them out. `others` are the optional token-shaped tensors by name.
+    def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
+        """The layout of `tokens`, whose argument is `called` so. where: as in `laid_out`."""
+        return cls(**laid_out(tokens, mask, called=called, dtype=compute_dtype(tokens), **where))
 
-        called: what the caller calls its first two arguments, for error messages.
-        """
-        check_tensor(called[0], logp, "float")
-        sequences = Sequences.of(logp, cu_seqlens, cp_group, called[0])
-        mask, invalid_mask = checked_mask(mask, logp, like_called=called[0])
-        for name, x in others.items():
-            if x is not None:
-                check_like(name, x, (called[0], logp))
-        dtype = compute_dtype(logp, *(others.get(name) for name in LOGP_ARGUMENTS.values()))
-        # Upcast once, here: several slots may read logp, and their gradients must add up before they are rounded to half precision.
-        raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
-        for name, x in others.items():
-            raw[name] = x if x is None or name == "entropy" else x.detach()
-        check_tensor(called[1], advantages, like=(called[0], logp))
-        if group_ids is not None:
-            check_group_ids(group_ids, sequences)
-            check_tensor("group_ids", group_ids, like=(called[0], logp))
-        invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
-        return cls(
-            mask=mask,
-            sequences=sequences,
-            advantages=fill(expand_advantages(advantages.detach(), sequences, called[1]), mask, dtype),
-            dtype=dtype,
-            raw=raw,
-            group_ids=group_ids,
-            positions=None if positions is None else checked_positions(positions, logp, "this loss"),
-            invalid={name: x for name, x in invalid.items() if x is not None},
-        )
+    @property
+    def totals(self) -> Totals:
+        """The counts of the whole step; only an aggregation may ask for them."""
+        if self.step is None:
+            raise InputError("the totals of the step are known to the aggregation only; this part runs before it.")
+        return self.step
 
-    def with_mask(self, mask: Tensor) -> Tokens:
-        """The same call with fewer tokens: as if `mask` had been given."""
-        return replace(self, mask=mask, advantages=fill(self.advantages, mask), known_counts=None)
+    def with_totals(self, step: Totals) -> Self:
+        """The same layout with the counts of the whole step."""
+        return replace(self, step=step)
+
+    def fill(self, x: Tensor) -> Tensor:
+        """`x` as numbers to compute with: in `dtype`, and 0 where `mask` is False."""
+        return fill(x, self.mask, self.dtype)
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each sequence `[S]`, exact (int64), counted when first asked for: with context parallel an all-reduce."""
-        if self.known_counts is None:
-            self.known_counts = self.sequences.sum(self.mask)
-        return self.known_counts
+        """Valid tokens of each sequence `[S]`, exact (int64). With context parallel that is an all-reduce."""
+        if "counts" not in self.memo:
+            self.memo["counts"] = self.sequences.sum(self.mask)
+        return self.memo["counts"]
 
     @property
     def lengths(self) -> Tensor:
         """`counts` as numbers to divide by: in the dtype of the loss, rounded once."""
-        return self.counts.to(self.dtype)
+        return self.memo["lengths"] if "lengths" in self.memo else self.counts.to(self.dtype)
+
+    def with_lengths(self, lengths: Tensor) -> Self:
+        """The same layout with other numbers `[S]` in the place of `lengths`."""
+        return replace(self, memo={**self.memo, "lengths": lengths})
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """The mean of `x` over the valid tokens of each sequence, 0 for one that has none. Token-shaped → `[S]`.
+
+        `x` must be 0 at masked positions, as everything read from here is.
+        """
+        if "counts" in self.memo:
+            total = self.sequences.sum(x)
+        else:
+            total, self.memo["counts"] = self.sequences.sums(x, self.mask)  # in one all-reduce
+        return total / self.lengths.clamp(min=1)
+
+
+def laid_out(
+    tokens: Tensor,
+    mask: Tensor,
+    *,
+    called: str,
+    dtype: torch.dtype,
+    cu_seqlens: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> dict[str, Any]:
+    """The fields of the `Layout` of `tokens`, checked against each other. called: the name of `tokens` in errors."""
+    sequences = Sequences.of(tokens, cu_seqlens, cp_group, called)
+    mask, invalid_mask = checked_mask(mask, tokens, like_called=called)
+    if group_ids is not None:
+        check_group_ids(group_ids, sequences)
+        check_tensor("group_ids", group_ids, like=(called, tokens))
+    invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
+    return {
+        "mask": mask,
+        "sequences": sequences,
+        "dtype": dtype,
+        "group_ids": group_ids,
+        "positions": None if positions is None else checked_positions(positions, tokens, "this loss"),
+        "invalid": {name: x for name, x in invalid.items() if x is not None},
+    }
+
+
+@dataclass(kw_only=True)
+class Tokens(Layout):
+    """What a part may read: the tensors of one call, upcast, detached and masked.
+
+    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and
+    detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio slot's, to the
+    policy that `anchor` names. raw: the tensors as the caller gave them, by argument. measured: numbers of
+    the whole batch that were measured beforehand, or None.
+    """
+
+    advantages: Tensor
+    raw: dict[str, Tensor | None]
+    anchor: str = "old"
+    raw_log_ratio: Tensor | None = None
+    log_clamp: LogClamp = None
+    ratio_value: Tensor | None = None
+    measured: dict[str, Tensor] | None = None
+
+    def with_mask(self, mask: Tensor) -> Tokens:
+        """The same call with fewer tokens: as if `mask` had been given."""
+        return replace(self, mask=mask, advantages=fill(self.advantages, mask), memo={})
+
+    def has(self, name: str) -> bool:
+        """Whether the call has a tensor of this name."""
+        return self.raw.get(name) is not None
+
+    @property
+    def ratio(self) -> Tensor:
+        """The ratio slot's ratio, token-shaped; carries the gradient."""
+        if self.ratio_value is None:
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which was not given.")
+        return self.ratio_value
+
+    def extra(self, name: str) -> Tensor:
+        """The tensor that the call carries as `extras[name]`, detached."""
+        if not self.has(f"extras.{name}"):
+            raise InputError(f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: …}}.")
+        return self.fill(self.read(f"extras.{name}"))
 
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
@@ -221,15 +269,4 @@ class Tokens:
 
     def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
         """The batch-wide numbers `slot` needs: those measured for the whole step if given, else this call's own."""
-        return slot.statistics(self) if self.known is None else self.known
-
-    def sequence_mean(self, x: Tensor) -> Tensor:
-        """Mean of `x` over the valid tokens of each sequence (0 for one that has none). Token-shaped → `[S]`.
-
-        `x` must be 0 at masked positions, as everything read from here is.
-        """
-        if self.known_counts is None:
-            total, self.known_counts = self.sequences.sums(x, self.mask)  # in one all-reduce
-        else:
-            total = self.sequences.sum(x)
-        return total / self.lengths.clamp(min=1)
+        return slot.statistics(self) if self.measured is None else self.measured

@@ -19,7 +19,7 @@ from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count
-from policyloss.tokens import Tokens, as_mask, check_group_ids
+from policyloss.tokens import Layout, as_mask, check_group_ids
 
 Number = int | float | Tensor
 
@@ -173,7 +173,7 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
 
 
-def local_totals(t: Tokens) -> Totals:
+def local_totals(t: Layout) -> Totals:
     """The counts of this call alone, as tensors (no host sync)."""
     present = t.counts > 0
     groups: Tensor | None = None

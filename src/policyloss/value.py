@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_choice, check_number
+from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.masking import accumulator_dtype, fill
@@ -16,7 +16,7 @@ from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
 from policyloss.parts.aggregate import TokenMean
 from policyloss.spec import check_part
-from policyloss.tokens import Tokens
+from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 
 
@@ -73,27 +73,22 @@ def value_loss(
         raise InputError("clipping reads old_values, which was not given; pass old_values, or clip=None.")
     aggregate = TokenMean() if aggregate is None else aggregate
     check_part("aggregate", aggregate)
-    given = resolve(totals)
-    t = Tokens.of(
-        values,
-        returns,
-        mask,
-        others={"old_values": old_values},
-        called=("values", "returns"),
-        cu_seqlens=cu_seqlens,
-        group_ids=group_ids,
-        cp_group=cp_group,
-    )
-    t.totals = local_totals(t) if given is None else given
-    target, value = t.advantages, t.logp
+    step = resolve(totals)
+    check_tensor("values", values, "float")
+    t = Layout.of(values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+    t = t.with_totals(local_totals(t) if step is None else step)
+    check_tensor("returns", returns, like=("values", values))
+    value, target = t.fill(values), t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
 
     def f(error: Tensor) -> Tensor:
         return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)
 
     token_loss = f(value - target)
     binds: Tensor | None = None
-    if clip is not None:
-        old = fill(t.read("old_values"), t.mask, t.dtype)
+    if old_values is not None:
+        check_like("old_values", old_values, ("values", values))
+    if clip is not None and old_values is not None:
+        old = t.fill(old_values.detach())
         clipped = f(held(value, old - clip, old + clip, boundary) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
@@ -105,9 +100,8 @@ def value_loss(
     return LossOutput(loss, metrics)
 
 
-def _metrics(t: Tokens, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor) -> Metrics:
+def _metrics(t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor) -> Metrics:
     n = count(t.mask)
-    assert t.totals is not None
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
 
     def total(x: Tensor) -> Tensor:

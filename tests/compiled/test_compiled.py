@@ -336,7 +336,7 @@ def test_a_callable_in_a_slot_runs_eagerly() -> None:
 
 def test_a_context_parallel_call_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(compiled, "policy_loss", lambda spec, **kwargs: seen.append(kwargs["cp_group"]))
+    monkeypatch.setattr(compiled, "loss_of", lambda spec, inputs, step: seen.append(inputs.cp_group))
     compiled_loss(PRESETS["ppo"])(**BATCH.kwargs, cp_group="ranks")
     assert seen == ["ranks"]
 

@@ -107,7 +107,7 @@ def test_arguments_are_what_the_loss_functions_take() -> None:
     first, second = hand_made()
     step = pl.accumulate(REINFORCE, [{**first, "ref_logp": None}, {**second, "positions": positions}])
     without, with_positions = (micro.arguments() for micro in step)
-    names = {"mask", "old_logp", "advantages", "rollout_logp", "ref_logp", "cu_seqlens", "group_ids", "totals", "cp_group"}
+    names = {"mask", "old_logp", "advantages", "totals", "cp_group"}
     assert set(without) == names  # linear_policy_loss makes the entropy itself, and takes none
     assert set(with_positions) == names | {"positions"}
     assert with_positions["positions"] is positions

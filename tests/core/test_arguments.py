@@ -44,3 +44,19 @@ def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) 
             if not (seen == "named" or (seen == "result" and not never)):
                 wrong.append(f"{spoilt} = {what}: {seen}")
     assert not wrong, f"{len(wrong)} of {name}:\n" + "\n".join(wrong)
+
+
+# What is not called with a user's own values: results, protocols and errors; parts without a field; what trains or reads modules.
+NO_CALLS = {
+    *("Accumulation", "MicroBatch", "CompiledLoss", "Corrected", "HeadOutput", "LogProbs", "LossOutput", "PartitionReport", "Plan"),
+    *("Surrogate", "Tokens", "InputError", "PolicyLossError", "SpecError", "presets", "partition_check"),
+    *("LengthWeighted", "LocalSeqMeanTokenMean", "LocalTokenMean", "PromptMean", "SeqMeanTokenSum", "TokenMean", "TokenSum"),
+    *("advantage", "compat", "functional", "ESTIMATORS", "GAE"),
+}
+
+
+def test_every_public_function_is_among_the_calls() -> None:
+    called = {name.partition(" ")[0].partition(",")[0].partition(".")[0] for name in CASES}
+    public = {*pl.__all__, *pl.advantage.__all__}
+    assert public - called - NO_CALLS == set()
+    assert public & called & NO_CALLS == set()

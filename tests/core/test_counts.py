@@ -14,6 +14,7 @@ import policyloss as pl
 from cases import SPECS, make_batch, run, step_totals
 from policyloss.accumulate import _share
 from policyloss.compat.verl.advantage_numbers import PlainGroups
+from policyloss.inputs import Inputs
 from policyloss.tokens import Tokens
 
 MANY = 2**25
@@ -30,7 +31,7 @@ def long_pack() -> tuple[Tensor, Tensor]:
 def long_tokens() -> Tokens:
     mask, cu_seqlens = long_pack()
     ones = torch.ones(()).expand(mask.shape)
-    return Tokens.of(ones, torch.ones(2), mask, others={}, cu_seqlens=cu_seqlens, group_ids=torch.tensor([7, 7]))
+    return Inputs(logp=ones, advantages=torch.ones(2), mask=mask, cu_seqlens=cu_seqlens, group_ids=torch.tensor([7, 7])).tokens()
 
 
 def test_totals_of_a_long_pack() -> None:

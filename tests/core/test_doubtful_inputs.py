@@ -240,7 +240,7 @@ def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it(spec
         (pl.SeqMeanTokenMean(), pl.Totals(1, 1), 1),  # 2 sequences
         (pl.SeqMeanTokenSumNorm(8.0), pl.Totals(1, torch.tensor(1)), 1),
         (pl.TokenMean(), pl.Totals(torch.tensor(6), 1), 0),
-        (pl.TokenSum(), pl.Totals(1, 1), None),  # divides by neither
+        (pl.TokenSum(), pl.Totals(1, 1), 0),  # divides by neither
     ],
 )
 def test_totals_below_what_a_call_holds_are_told(aggregate, totals, beyond):
@@ -368,3 +368,15 @@ def test_wrong_offsets_put_all_tokens_into_the_first_sequence():
     assert (total.tolist(), invalid.item()) == ([1, 0, 6], 0)
     total, invalid = sums(x, torch.tensor([0, 1, 1, 9]))
     assert (total.tolist(), invalid.item()) == ([7, 0, 0], 1)
+
+
+def test_with_context_parallel_a_packs_numbers_in_one_dimension_are_of_tokens():
+    """N is a shard's, and differs by rank: what a shape means may not depend on it."""
+    one_rank_of_several = object()
+    offsets = torch.tensor([0, 2, 3])
+    shard = Sequences((3,), offsets, torch.tensor([0, 0, 1]), one_rank_of_several)
+    assert shard.with_clear_shape(torch.zeros(3), "advantages").shape == (1, 3)
+    with pytest.raises(pl.InputError, match=r"with cp_group the 1-D numbers of a pack are one per token"):
+        shard.with_clear_shape(torch.zeros(2), "advantages")
+    full = Sequences((2,), TWO_AND_NONE, torch.tensor([0, 0]), one_rank_of_several)
+    assert full.with_clear_shape(torch.zeros(2), "advantages").shape == (1, 2)

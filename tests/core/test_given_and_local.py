@@ -16,6 +16,7 @@ from policyloss.compat.parts import GuardedSeqMeanTokenMean
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 from policyloss.compat.verl.counts import masked_mean, outside_by_sign
 from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
+from policyloss.inputs import Inputs
 from policyloss.metrics import Stat, Sum
 from policyloss.parts.precomputed import GivenWeight
 
@@ -56,7 +57,7 @@ def test_the_geometric_mean_of_a_given_weight() -> None:
     given = GeometricMeanWeight(log_weight.exp(), floor=0.0, epsilon=0.0)
     same(pl.LossSpec(correction=given), pl.LossSpec(correction=pl.Truncate(math.inf, level="geomean")))
     # One sequence of weights 4 and 0: exp((log(4 + 0.25) + log(0.25)) / (2 + 0.5)).
-    t = pl.Tokens.of(X[:1, :2], X[:1, :2], MASK[:1, :2], others={})
+    t = Inputs(logp=X[:1, :2], advantages=X[:1, :2], mask=MASK[:1, :2]).tokens()
     weight = GeometricMeanWeight(torch.tensor([[4.0, 0.0]], dtype=torch.float64), floor=0.25, epsilon=0.5)(t).weight
     expected = math.exp((math.log(4.25) + math.log(0.25)) / 2.5)
     torch.testing.assert_close(weight, torch.full((1, 2), expected, dtype=torch.float64))

@@ -209,7 +209,10 @@ class Batch:
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
         names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
-        return {name: getattr(self, name) for name in names}
+        arguments = {name: getattr(self, name) for name in names}
+        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (len(self.cu_seqlens) - 1,):
+            arguments["advantages"] = self.advantages.unsqueeze(0)  # one per token, in a pack of as many sequences
+        return arguments
 
 
 def make_batch(seed: int = 0, rows: int = 7, width: int = 8, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> Batch:

@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "local_denominator",
         "parts/aggregate.py",
-        "return totals.dp_size * reciprocal(totals.tokens, t.advantages)",
-        "return totals.dp_size * reciprocal(t.counts.sum(), t.advantages)",
+        "return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)",
+        "return totals.dp_size * reciprocal(t.counts.sum(), t.mask, t.dtype)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "anchors_not_detached",
-        "tokens.py",
+        "inputs.py",
         'raw[name] = x if x is None or name == "entropy" else x.detach()',
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",

@@ -23,24 +23,50 @@ PACKAGE = Path(pl.__file__).parent
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 # What each part of the core may import of the package. A module that is not listed (explain, cli, …) stands above all of these:
 # it may import any of them, and none of them may import it.
-ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantages"}
+ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantage"}
 MAY_IMPORT = {
     "errors": set(),
     "arguments": {"errors"},
     "notebook": set(),
     "functional": {"arguments", "errors", "functional"},
     "tokens": {"arguments", "errors", "functional"},
+    "inputs": {"arguments", "errors", "functional", "tokens"},
     "totals": {"arguments", "errors", "functional", "tokens"},
     "metrics": {"arguments", "errors", "functional", "notebook"},
     "parts": {"arguments", "errors", "functional", "tokens", "totals", "parts"},
     "spec": {"arguments", "errors", "tokens", "parts"},
     "presets": {"arguments", "errors", "parts", "spec"},
     "policy_metrics": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec"},
-    "loss": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec", "presets", "policy_metrics"},
+    "loss": {
+        "arguments",
+        "errors",
+        "functional",
+        "tokens",
+        "inputs",
+        "totals",
+        "metrics",
+        "parts",
+        "spec",
+        "presets",
+        "policy_metrics",
+    },
     "value": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec", "loss"},
-    "head": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec", "presets", "loss", "head"},
-    "accumulate": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "spec", "presets", "loss"},
-    **dict.fromkeys(("advantages", "advantage"), ADVANTAGE),
+    "head": {
+        "arguments",
+        "errors",
+        "functional",
+        "tokens",
+        "inputs",
+        "totals",
+        "metrics",
+        "parts",
+        "spec",
+        "presets",
+        "loss",
+        "head",
+    },
+    "accumulate": {"arguments", "errors", "functional", "tokens", "inputs", "totals", "metrics", "spec", "presets", "loss"},
+    "advantage": ADVANTAGE,
 }
 
 

@@ -135,6 +135,7 @@ def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
         assert_same(said[rank][f"estimate: {name}"], expected[rows], tol, what=f"rank {rank}")
 
 
+@pytest.mark.filterwarnings("ignore:group_ids. all")
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_without_a_group_statistics_are_local_and_say_so(name: str, said: Said) -> None:
     for rank, ranks in enumerate(said):

@@ -155,7 +155,7 @@ def through_the_head(part: Shard | None, **spread: Any) -> dict[str, Tensor]:
         hidden, ids, spread["positions"] = hidden[at], ids[at], part.positions
     weight.requires_grad_()
     given = {"cu_seqlens": b.cu_seqlens, "totals": "local", **spread}
-    out = pl.linear_policy_loss(TURN_SPECS["gspo_turn"], hidden, weight, ids, b.old_logp, b.advantages, b.mask, **given)
+    out = pl.linear_policy_loss(TURN_SPECS["gspo_turn"], hidden, weight, ids, b.old_logp, b.kwargs["advantages"], b.mask, **given)
     out.loss.backward()
     assert weight.grad is not None
     return {"loss": out.loss.detach(), "gradient": weight.grad}
@@ -182,6 +182,8 @@ def over_time(call: Callable[..., Tensor], per_sequence: bool, poisoned: bool, p
         b, rewards, values, spread["positions"] = part.batch, part.split(rewards), part.split(values), part.positions
     if per_sequence:  # as [S, 1] where a rank's pack may hold as many tokens as there are sequences
         rewards = torch.linspace(-1, 2, SEQUENCES, dtype=torch.float64).view((-1, 1) if b.cu_seqlens is not None else (-1,))
+    elif b.cu_seqlens is not None:
+        rewards = rewards.unsqueeze(0)  # for the same reason
     last = torch.linspace(2, -3, SEQUENCES, dtype=torch.float64)
     return b.as_rows(call(rewards, values, b.mask, last, cu_seqlens=b.cu_seqlens, **spread))
 
@@ -264,6 +266,7 @@ def estimates() -> dict[str, Any]:
         said[f"estimate: {name}"] = estimate(r, ids, group=dist.group.WORLD)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", message="group_ids: all")  # some rank has one row of each prompt
             said[f"local: {name}"] = estimate(r, ids, group="local")
             quiet = len(caught)
             said[f"unsaid: {name}"] = estimate(r, ids)

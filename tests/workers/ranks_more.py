@@ -32,14 +32,20 @@ def _of_sequences(x: dict[str, Any]) -> Tensor:
     return rewards if x["cu_seqlens"] is None else rewards.unsqueeze(1)
 
 
+def _of_tokens(x: dict[str, Any]) -> Tensor:
+    """One reward per token, in the form that is not taken for one per sequence there."""
+    rewards: Tensor = x["advantages"]
+    return rewards if x["cu_seqlens"] is None else rewards.unsqueeze(0)
+
+
 PER_TOKEN: dict[str, Estimator] = {
-    "gae": lambda x, w: advantage.gae(x["advantages"], x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).advantages,
-    "gae returns": lambda x, w: advantage.gae(x["advantages"], x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).returns,
+    "gae": lambda x, w: advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).advantages,
+    "gae returns": lambda x, w: advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).returns,
     "gae, reward of a sequence": lambda x, w: advantage.gae(_of_sequences(x), x["old_values"], lam=0.8, **_tokens(x, w)).advantages,
     "gae, cut off": lambda x, w: (
-        advantage.gae(x["advantages"], x["old_values"], gamma=0.9, last_values=x["rewards"], **_tokens(x, w)).advantages
+        advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, last_values=x["rewards"], **_tokens(x, w)).advantages
     ),
-    "discounted returns": lambda x, w: advantage.discounted_returns(x["advantages"], gamma=0.9, **_tokens(x, w)),
+    "discounted returns": lambda x, w: advantage.discounted_returns(_of_tokens(x), gamma=0.9, **_tokens(x, w)),
     "reinforce_pp": lambda x, w: advantage.reinforce_pp(_of_sequences(x), gamma=0.9, group=w["group"], **_tokens(x, w)),
     "whiten": lambda x, w: advantage.whiten(x["advantages"], x["mask"], group=w["group"], cp_group=w["cp_group"]),
     "whiten, mean kept": lambda x, w: advantage.whiten(x["advantages"], x["mask"], mean=False, **w),

@@ -133,7 +133,9 @@ def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
                     part.rollout_logp[tuple(part.mask.nonzero()[-1])] = torch.nan
                 totals = step_totals(spec, part, cp_group=cp, dp_size=1)
                 said[f"cp nan: {name}, {holder}"] = _said(run(spec, part, totals, cp_group=cp))
-    per_sequence = dataclasses.replace(shard("halves", rank, packed=True), advantages=torch.linspace(-2, 2, 7, dtype=torch.float64))
+    per_sequence = dataclasses.replace(
+        shard("halves", rank, packed=True), advantages=torch.linspace(-2, 2, 7, dtype=torch.float64).unsqueeze(1)
+    )
     said["cp per sequence"] = _said(run(PRESETS["gspo"], per_sequence, "local", cp_group=cp))
     part = shard("halves", rank, packed=False)
     said["cp turn"] = _error(lambda: run(PRESETS["gspo_turn"], part, "local", cp_group=cp))

@@ -208,7 +208,8 @@ def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
 def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
     """`rewards`, in a shape that says whether they are one per token or one per sequence."""
     check_tensor("rewards", rewards, like=("mask", mask))
-    rewards = layout.with_clear_shape(rewards, "rewards")
+    if layout.cp_group is None:  # else all ranks compare their shapes, so that all of them raise
+        rewards = layout.with_clear_shape(rewards, "rewards")
     if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
             f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from policyloss.parts import validate
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.wording import number
 from policyloss.spec import framework_part
-from policyloss.tokens import Tokens
+from policyloss.tokens import Layout
 
 
 @framework_part("aggregate", "parts")
@@ -23,8 +23,8 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
     def __post_init__(self) -> None:
         validate.number(self, "epsilon", above=0, finite=True)
 
-    def __call__(self, t: Tokens) -> Tensor:
-        return super().__call__(replace(t, known_counts=t.lengths + self.epsilon))
+    def __call__(self, t: Layout) -> Tensor:
+        return super().__call__(t.with_lengths(t.lengths + self.epsilon))
 
     def averaged(self, x: str) -> str:
         """The mean of the per-token expression `x`, as `explain` prints it."""

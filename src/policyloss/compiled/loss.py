@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,16 @@ from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
 from policyloss.functional.segments import Sequences, check_cu_seqlens
-from policyloss.loss import LossOutput, check_gradients, pipeline, policy_loss, ready_spec
+from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
 from policyloss.metrics import Invalid, Layout, Metrics
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # part of typing since Python 3.11
 
 # Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
 MOST_SHAPES = 4096
@@ -32,8 +36,6 @@ MOST_RECORDED = 64  # where each holds GPU memory
 # Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
 # loss it compiles.
 _ONE_AT_A_TIME = threading.Lock()
-# The tensors of a call, in the order in which they are taken.
-_NAMES = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
 
 
 def compiled_loss(
@@ -95,6 +97,7 @@ class CompiledLoss:
         """How many graphs have been compiled so far."""
         return sum(map(len, self._by_kind.values()))
 
+    @takes_tensors
     def __call__(
         self,
         logp: Tensor,
@@ -102,27 +105,21 @@ class CompiledLoss:
         advantages: Tensor,
         mask: Tensor,
         *,
-        rollout_logp: Tensor | None = None,
-        ref_logp: Tensor | None = None,
-        entropy: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        group_ids: Tensor | None = None,
         totals: Totals | Literal["local"] | None = None,
-        cp_group: Any = None,
-        positions: Tensor | None = None,
+        **tensors: Unpack[CallTensors],
     ) -> LossOutput:
         """`policy_loss(spec, …)`: the same arguments, loss, gradients and metrics."""
-        tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
-        check_gradients(self.spec, logp, entropy)
-        if cp_group is not None or not self._traceable(tensors):
-            spread = {"cp_group": cp_group, "positions": positions}
-            return policy_loss(self.spec, **_all_of(tensors), totals=totals, **spread)  # type: ignore[arg-type]
-        leaves = _requiring_grad(logp, entropy)
-        graph, (loss, packed, *known) = self._run(tensors, totals, leaves)
+        inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
+        check_gradients(self.spec, inputs)
+        if not self._traceable(inputs):
+            return loss_of(self.spec, inputs, resolve(totals))
+        leaves = _requiring_grad(logp, inputs.entropy)
+        graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
-            loss = _Known.apply(loss, known, *(tensors[name] for name in leaves))  # type: ignore[no-untyped-call]
+            loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
         return LossOutput(loss, Metrics.packed(graph.layout, packed))
 
+    @takes_tensors
     def value_and_gradient(
         self,
         logp: Tensor,
@@ -130,37 +127,29 @@ class CompiledLoss:
         advantages: Tensor,
         mask: Tensor,
         *,
-        rollout_logp: Tensor | None = None,
-        ref_logp: Tensor | None = None,
-        entropy: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        group_ids: Tensor | None = None,
         totals: Totals | Literal["local"] | None = None,
+        **tensors: Unpack[CallTensors],
     ) -> tuple[LossOutput, Gradients]:
         """Loss, metrics and gradients at once, without autograd: for code that feeds the gradient on by itself.
 
         The arguments are those of a call. `logp.backward(gradients.logp)` afterwards is what `loss.backward()` would have done, at
         less cost per step. The loss that is returned has no graph behind it.
         """
-        tensors = self._given(logp, old_logp, advantages, mask, rollout_logp, ref_logp, entropy, cu_seqlens, group_ids)
-        leaves = ("logp",) if entropy is None else ("logp", "entropy")
-        if not self._traceable(tensors):
-            return _eager_value_and_gradient(self.spec, tensors, leaves, totals)
-        graph, (loss, packed, *known) = self._run(tensors, totals, leaves)
+        inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
+        leaves = ("logp",) if inputs.entropy is None else ("logp", "entropy")
+        if not self._traceable(inputs):
+            return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
+        graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         gradients = _scaled(known, len(leaves), None)
-        like = (x.to(tensors[name].dtype) for name, x in zip(leaves, gradients, strict=True))
+        like = (x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True))
         return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(next(like), next(like, None))
 
-    @staticmethod
-    def _given(*arguments: Tensor | None) -> dict[str, Tensor]:
-        """The arguments by name, without those that are None."""
-        return {name: x for name, x in zip(_NAMES, arguments, strict=True) if x is not None}
-
     def _run(
-        self, tensors: dict[str, Tensor], totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
+        self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
     ) -> tuple[_Graph, list[Tensor]]:
         """The graph of this call, and what it gives: loss, packed metrics, what `_scaled` takes."""
-        logp, mask, cu_seqlens = tensors["logp"], tensors["mask"], tensors.get("cu_seqlens")
+        tensors = inputs.tensors()
+        logp, mask, cu_seqlens = inputs.logp, inputs.mask, inputs.cu_seqlens
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, logp, "logp")
             tensors["cu_seqlens"] = cu_seqlens.to(logp.device)
@@ -179,12 +168,14 @@ class CompiledLoss:
             as_mask(mask, logp)  # complains, as the eager loss does
         return graph, found
 
-    def _traceable(self, tensors: dict[str, Tensor]) -> bool:
-        for x in tensors.values():
-            if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-                return False
-        there = "logp" in tensors and "advantages" in tensors and "mask" in tensors and tensors["logp"].numel() > 0
-        return there and self._is_data and not torch.compiler.is_compiling()
+    def _traceable(self, inputs: Inputs) -> bool:
+        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no callables."""
+        if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
+            return False
+        if not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()):
+            return False
+        there = inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
+        return there and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
@@ -278,18 +269,13 @@ def _requiring_grad(logp: Tensor, entropy: Tensor | None) -> tuple[str, ...]:
     return ("logp", *through_entropy) if logp.requires_grad else through_entropy
 
 
-def _all_of(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Every argument of the eager loss that is a tensor, None where it was not given."""
-    return {name: tensors.get(name) for name in _NAMES}
-
-
 def _eager_value_and_gradient(
-    spec: LossSpec, tensors: dict[str, Tensor], names: tuple[str, ...], totals: Totals | Literal["local"] | None
+    spec: LossSpec, inputs: Inputs, names: tuple[str, ...], totals: Totals | Literal["local"] | None
 ) -> tuple[LossOutput, Gradients]:
     """Where there is no graph."""
     with torch.enable_grad():
-        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
-        out = policy_loss(spec, **_all_of({**tensors, **leaves}), totals=totals)  # type: ignore[arg-type]
+        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
+        out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
         found = iter(torch.autograd.grad(out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True))
     return LossOutput(out.loss.detach(), out.metrics), Gradients(next(found), next(found, None))
 
@@ -312,10 +298,9 @@ def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    others = {name: x.get(name) for name in (*LOGP_ARGUMENTS.values(), "entropy")}
-    tokens = Tokens.of(
-        x["logp"], x["advantages"], x["mask"], others=others, cu_seqlens=x.get("cu_seqlens"), group_ids=x.get("group_ids")
-    )
+    extras = {name.removeprefix("extras."): value for name, value in x.items() if name.startswith("extras.")}
+    named = {name: value for name, value in x.items() if "." not in name}
+    tokens = Inputs(**named, extras=extras).tokens()
     if call.dp_size is None:
         return tokens, None
     groups = GroupTokens(x["groups.ids"], x["groups.tokens"]) if "groups.ids" in x else x.get("totals.groups")

@@ -46,7 +46,7 @@ def symbolic_tokens(anchor: str) -> Tokens:
         "raw": {argument: Symbol(name(argument)) for argument in arguments},
         "anchor": anchor,
         "raw_log_ratio": Symbol(name("log_ratio")),
-        "ratio": Symbol(name("ratio")),
+        "ratio_value": Symbol(name("ratio")),
     }
     return Tokens(**tokens)
 

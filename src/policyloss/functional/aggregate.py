@@ -9,12 +9,14 @@ from policyloss.errors import InputError
 from policyloss.functional.segments import Sequences
 
 
-def reciprocal(count: Tensor | float, like: Tensor) -> Tensor:
-    """`1 / count` in `like`'s dtype, and 1 where the count is 0: an empty batch has weight one and sum zero."""
-    if isinstance(count, Tensor):
-        x = count.to(like.device, like.dtype)
-    else:
-        x = torch.full((), float(count), device=like.device, dtype=like.dtype)
+def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`1 / count`, and 1 where the count is 0: an empty batch has weight one and sum zero.
+
+    The result is on the device of `like`, in `dtype` (by default that of `like`).
+    """
+    dtype = like.dtype if dtype is None else dtype
+    count = count if isinstance(count, Tensor) else torch.full((), float(count), device=like.device, dtype=dtype)
+    x = count.to(like.device, dtype)
     return torch.where(x == 0, 1, 1 / x)
 
 

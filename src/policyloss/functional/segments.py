@@ -163,15 +163,30 @@ class Sequences:
         Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
         every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot
         be read without waiting for the device, it is an error.
+        With a context-parallel group N is the size of a shard, which differs from rank to rank: an
+        error that depends on it would leave the other ranks waiting. So there a pack's 1-D numbers
+        are one per token, and one per sequence is `[S, 1]`.
         """
         n = self.shape[0]
-        if self.offsets is None or x.dim() != 1 or x.shape[0] != n or self.count != n:
+        if self.offsets is None or x.dim() != 1:
+            return x
+        ways = (
+            f"{called}.unsqueeze(1), shape ({self.count}, 1), is one per sequence; "
+            f"{called}.unsqueeze(0), shape (1, {n}), is one per token."
+        )
+        if self.cp_group is not None:
+            if x.shape[0] == self.count != n:
+                raise InputError(
+                    f"{called} has shape ({self.count},), one per sequence, but with cp_group the "
+                    f"1-D numbers of a pack are one per token, ({n},). Say which: {ways}"
+                )
+            return x.unsqueeze(0) if x.shape[0] == n else x
+        if x.shape[0] != n or self.count != n:
             return x
         if n and not (can_be_read(self.offsets) and holds((self.offsets.diff() == 1).all())):
             raise InputError(
                 f"{called} has shape ({n},), which may mean one per token or one per sequence: "
-                f"this pack has {n} of both. Say which: {called}.unsqueeze(1), shape ({n}, 1), is "
-                f"one per sequence; {called}.unsqueeze(0), shape (1, {n}), is one per token."
+                f"this pack has {n} of both. Say which: {ways}"
             )
         return x.unsqueeze(0)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.errors import InputError
+from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
 from policyloss.head.head import Head, LogProbs
@@ -17,13 +17,16 @@ from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
 from policyloss.head.windows import Batch, Window, batch_of, entropy_has_slope, sequence_windows, token_windows
-from policyloss.loss import LossOutput, policy_loss, ready_spec
+from policyloss.inputs import Inputs, SharedTensors, takes_tensors
+from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
-from policyloss.tokens import Tokens
 from policyloss.totals import Totals, resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # part of typing since Python 3.11
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class HeadOutput(LossOutput):
     entropy: Tensor
 
 
+@takes_tensors
 def linear_policy_loss(
     spec: LossSpec | PresetName | str,
     hidden: Tensor,
@@ -46,16 +50,11 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    rollout_logp: Tensor | None = None,
-    ref_logp: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    group_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
-    cp_group: Any = None,
-    positions: Tensor | None = None,
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without holding all logits.
 
@@ -71,8 +70,8 @@ def linear_policy_loss(
     backward; skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are then over the tokens that
     were computed.
     """
-    call = _Call(
-        ready_spec(spec),
+    call = _Call.of(
+        spec,
         hidden,
         weight,
         ids,
@@ -82,16 +81,11 @@ def linear_policy_loss(
         bias=bias,
         temperature=temperature,
         softcap=softcap,
-        rollout_logp=rollout_logp,
-        ref_logp=ref_logp,
-        cu_seqlens=cu_seqlens,
-        group_ids=group_ids,
         totals=totals,
-        cp_group=cp_group,
-        positions=positions,
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
+        **tensors,
     )
     decided = call.decide()
     if decided.batch is None or decided.plan.name in ("recompute", "stash"):
@@ -118,7 +112,7 @@ def explain_plan(
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask, which say which rows matter.")
-    return _Call(ready_spec(spec), hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+    return _Call.of(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
 
 
 def _plan_of_logprobs(
@@ -149,56 +143,65 @@ class _Decided(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one `linear_policy_loss`."""
+    """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is computed.
+
+    step: the given totals, None if this call is the step.
+    """
 
     spec: LossSpec
     hidden: Tensor
     weight: Tensor
     ids: Tensor
-    old_logp: Tensor | None
-    advantages: Tensor
-    mask: Tensor
-    bias: Tensor | None = None
-    temperature: float | Tensor = 1.0
-    softcap: float | None = None
-    rollout_logp: Tensor | None = None
-    ref_logp: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    group_ids: Tensor | None = None
-    totals: Totals | Literal["local"] | None = None
-    cp_group: Any = None
-    positions: Tensor | None = None
-    vocab_group: Any = None
-    plan: str | Plan = "auto"
-    skip_zero_advantage: bool = False
+    bias: Tensor | None
+    temperature: float | Tensor
+    softcap: float | None
+    vocab_group: Any
+    head: Head
+    inputs: Inputs
+    step: Totals | None
+    plan: str | Plan
+    skip_zero_advantage: bool
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Where sequences are."""
-        return {
-            "cu_seqlens": self.cu_seqlens,
-            "group_ids": self.group_ids,
-            "cp_group": self.cp_group,
-            "positions": self.positions,
-        }
-
-    @property
-    def others(self) -> dict[str, Tensor | None]:
-        """The other policies' log-probabilities."""
-        return {"old_logp": self.old_logp, "rollout_logp": self.rollout_logp, "ref_logp": self.ref_logp}
+    @classmethod
+    def of(
+        cls,
+        spec: LossSpec | PresetName | str,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        old_logp: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        bias: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        softcap: float | None = None,
+        totals: Totals | Literal["local"] | None = None,
+        vocab_group: Any = None,
+        plan: str | Plan = "auto",
+        skip_zero_advantage: bool = False,
+        **tensors: Unpack[SharedTensors],
+    ) -> _Call:
+        """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
+        if "entropy" in tensors:
+            raise InputTypeError("entropy is no argument of linear_policy_loss: the head computes it.")
+        spec = ready_spec(spec)
+        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+        step = resolve(totals)
+        stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
+        inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
+        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
+        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage)
 
     def decide(self) -> _Decided:
-        """Check the arguments, find the rows that matter, choose the plan."""
-        head = head_of(self.hidden, self.weight, self.ids, self.bias, self.temperature, self.softcap, self.vocab_group)
-        given = resolve(self.totals)
-        stand_in = torch.zeros(self.ids.shape, dtype=head.dtype, device=self.hidden.device)
-        t = Tokens.of(stand_in, self.advantages, self.mask, others=self.others, **self.layout)
-        t.raw["logp"] = None  # whoever reads it before it is computed is told
-        if not stand_in.is_meta:
+        """Find the rows that matter, and choose the plan."""
+        head, step, t = self.head, self.step, self.inputs.tokens()
+        t = replace(t, raw={**t.raw, "logp": None})  # a part that reads it before it is computed is an error
+        if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
-        reach, why = self._reach(given)
-        batch = None if reach == "batch" else batch_of(self.spec, t, given)
+        reach, why = self._reach()
+        batch = None if reach == "batch" else batch_of(self.spec, t, step)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
@@ -213,7 +216,7 @@ class _Call:
         )
         return _Decided(head, batch, work, loss_plan(head, work, self.plan, reach, why))
 
-    def _reach(self, given: Totals | None) -> tuple[str, str]:
+    def _reach(self) -> tuple[str, str]:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
@@ -221,15 +224,14 @@ class _Call:
             return "batch", f"a part of it may look at any token ({hint})"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
-        if given is None and any(getattr(part, "statistics_names", ()) for part in windowed):
+        if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return "batch", "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)"
-        if spec.reach == "sequence" and self.cp_group is not None:
+        if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
         return spec.reach, ""
 
     def composed(self, plan: Plan) -> HeadOutput:
         """The loss on log-probabilities that carry the gradient themselves."""
-        mask = self.mask
         if self.skip_zero_advantage and self.spec.follows_advantage:
             raise InputError(f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason}).")
         out = linear_logprobs(
@@ -239,28 +241,14 @@ class _Call:
             self.bias,
             self.temperature,
             entropy=True,
-            mask=mask,
+            mask=self.inputs.mask,
             plan=plan,
             softcap=self.softcap,
             vocab_group=self.vocab_group,
         )
         entropy = out.entropy if entropy_has_slope(self.spec) else out.entropy.detach()
-        said = self._loss(self.spec, out.logp, entropy, mask, self.totals)
-        return HeadOutput(said.loss, said.metrics, out.logp.detach(), out.entropy.detach())
-
-    def _loss(self, spec: LossSpec, logp: Tensor, entropy: Tensor, mask: Tensor, totals: Any) -> LossOutput:
-        return policy_loss(
-            spec,
-            logp,
-            self.old_logp,
-            self.advantages,
-            mask,
-            rollout_logp=self.rollout_logp,
-            ref_logp=self.ref_logp,
-            entropy=entropy,
-            totals=totals,
-            **self.layout,
-        )
+        loss = loss_of(self.spec, self.inputs.replace(logp=out.logp, entropy=entropy), self.step)
+        return HeadOutput(loss.loss, loss.metrics, out.logp.detach(), out.entropy.detach())
 
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
@@ -275,9 +263,9 @@ class _Call:
         with torch.no_grad():
             seen, gradients = run(check=True)
             logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
-            said = self._value(batch, logp, entropy)
+            value = self._value(batch, logp, entropy)
         if not wanted.any:
-            return HeadOutput(said.loss, said.metrics, logp, entropy)
+            return HeadOutput(value.loss, value.metrics, logp, entropy)
         inputs = [x for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True) if x is not None and dtype]
 
         def shaped(gradients: Gradients) -> list[Tensor]:
@@ -287,16 +275,17 @@ class _Call:
         def again() -> list[Tensor]:
             return shaped(run(check=False)[1])
 
-        loss = with_known_gradients(said.loss, inputs, shaped(gradients), again)
-        return HeadOutput(loss, said.metrics, logp, entropy)
+        loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
+        return HeadOutput(loss, value.metrics, logp, entropy)
 
     def _value(self, batch: Batch, logp: Tensor, entropy: Tensor) -> LossOutput:
         """The loss and its metrics, from the log-probabilities of all windows together."""
+        inputs = self.inputs.replace(logp=logp, entropy=entropy)
         if not self.skip_zero_advantage:
-            return self._loss(self.spec, logp, entropy, self.mask, self.totals)
+            return loss_of(self.spec, inputs, self.step)
         correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
         spec = self.spec.replace(correction=correction, rejected="keep", aggregate=lambda t: batch.average)
-        return self._loss(spec, logp, entropy, batch.live.view(self.ids.shape), self.totals)
+        return loss_of(spec, inputs.replace(mask=batch.live.view(self.ids.shape)), self.step)
 
 
 def run_windows(head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool) -> tuple[LogProbs, Gradients]:

@@ -19,7 +19,7 @@ from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.segments import Sequences
 from policyloss.head.head import Index, windows
 from policyloss.head.plans import Work
-from policyloss.loss import corrected_tokens, set_ratio, token_losses
+from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -45,13 +45,15 @@ class Window(NamedTuple):
 class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or token-shaped) known beforehand.
 
-    weight: None if there is no correction, or if one reads logp. corrections: those of the spec, in its
+    step: the given totals, None if this call is the step. weight: None if there is no correction, or if
+    one reads logp. corrections: those of the spec, in its
     order; beside one that reads logp, the others with their answer for the whole batch. live: tokens that
     may have a gradient, flat bool.
     """
 
     spec: LossSpec
     tokens: Tokens
+    step: Totals | None
     weight: Tensor | None
     corrections: tuple[Any, ...]
     live: Tensor
@@ -60,8 +62,7 @@ class Batch:
     def average(self) -> Tensor:
         """The weight of each token in the average. Made when first asked for: by then the device has a matmul to work on."""
         t = self.tokens
-        t.totals = local_totals(t) if t.totals is None else t.totals
-        weight: Tensor = self.spec.aggregate(t)
+        weight: Tensor = self.spec.aggregate(t.with_totals(local_totals(t) if self.step is None else self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
@@ -77,10 +78,9 @@ class Batch:
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(c.at(at, t.mask.shape) if isinstance(c, _Answered) else c for c in self.corrections)
-                t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.tokens.totals)
+                t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
-            set_ratio(self.spec, t)
-            each = token_losses(self.spec, t, weight).loss
+            each = token_losses(self.spec, with_ratio(self.spec, t), weight).loss
             average = self.average if self.average.dim() == 0 else self.average.reshape(-1)[at].view(t.mask.shape)
             slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
         dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[:2]
@@ -114,13 +114,13 @@ class Batch:
             t,
             mask=mask,
             sequences=sequences,
-            known_counts=None,
+            memo={},
             advantages=t.advantages.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,
             positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
             # A window's own numbers are not the batch's, so what was not measured is an error.
-            known={} if t.known is None else t.known,
+            measured={} if t.measured is None else t.measured,
         ), at
 
 
@@ -181,16 +181,15 @@ def _reaches_further() -> InputError:
     )
 
 
-def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
+def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
     """`t` (whose logp is not read) with everything that is known before its log-probabilities are."""
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
         corrections = tuple(_answered(part, t) for part in spec.correction)
     else:
-        t, corrected = corrected_tokens(spec, t, given)
+        t, corrected = corrected_tokens(spec, t, step)
         weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
-    t.known = None if given is None else given.statistics
-    t.totals = given
+    t = replace(t, measured=None if step is None else step.statistics)
     live = t.mask.reshape(-1)
     if spec.follows_advantage:
         silent = t.advantages == 0
@@ -199,7 +198,7 @@ def batch_of(spec: LossSpec, t: Tokens, given: Totals | None) -> Batch:
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, weight, corrections, live)
+    return Batch(spec, t, step, weight, corrections, live)
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:

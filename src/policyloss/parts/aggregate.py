@@ -1,4 +1,4 @@
-"""The `aggregate` slot: how is it averaged? Each is called with `Tokens` (totals set) and returns the weight of each token.
+"""The `aggregate` slot: how is it averaged? Each is called with a `Layout` and returns the weight of each token.
 
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
 any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
@@ -21,13 +21,8 @@ from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.segments import group_sum
 from policyloss.parts import validate
 from policyloss.parts.wording import number, spoken
-from policyloss.tokens import Tokens
-from policyloss.totals import GroupTokens, Totals
-
-
-def _totals(t: Tokens) -> Totals:
-    assert t.totals is not None, "totals are resolved before the aggregation"
-    return t.totals
+from policyloss.tokens import Layout
+from policyloss.totals import GroupTokens
 
 
 def _check_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> None:
@@ -62,9 +57,9 @@ class TokenMean:
 
     divides_by: ClassVar[str] = "tokens"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.tokens, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -81,8 +76,8 @@ class SeqMeanTokenMean:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
         return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
     def sentence(self) -> str:
@@ -100,9 +95,9 @@ class SeqMeanTokenSum:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return totals.dp_size * reciprocal(totals.sequences, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -127,9 +122,9 @@ class SeqMeanTokenSumNorm:
     def __post_init__(self) -> None:
         _check_horizon(self)
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
-        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.advantages)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -144,8 +139,8 @@ class SeqMeanTokenSumNorm:
 class TokenSum:
     """The plain sum: `1` per token."""
 
-    def __call__(self, t: Tokens) -> Tensor:
-        return torch.full((), float(_totals(t).dp_size), device=t.mask.device, dtype=t.dtype)
+    def __call__(self, t: Layout) -> Tensor:
+        return torch.full((), float(t.totals.dp_size), device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -168,8 +163,8 @@ class TokenSumNorm:
     def __post_init__(self) -> None:
         _check_horizon(self)
 
-    def __call__(self, t: Tokens) -> Tensor:
-        scale = _totals(t).dp_size / known_horizon(self)
+    def __call__(self, t: Layout) -> Tensor:
+        scale = t.totals.dp_size / known_horizon(self)
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
@@ -185,8 +180,8 @@ class TokenSumNorm:
 class PromptMean:
     """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`. Reads group_ids."""
 
-    def __call__(self, t: Tokens) -> Tensor:
-        totals = _totals(t)
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
         if t.group_ids is None:
             raise InputError("PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence).")
         groups = totals.groups
@@ -226,7 +221,7 @@ class LengthWeighted:
 
     divides_by: ClassVar[str] = "sequences"
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return SeqMeanTokenSum()(t)
 
     def sentence(self) -> str:
@@ -247,7 +242,7 @@ class LengthWeighted:
 class LocalTokenMean:
     """Legacy: mean over the tokens *of this call*, whatever totals say. Depends on how the batch is cut (TRL `bnpo`)."""
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
 
     def sentence(self) -> str:
@@ -263,7 +258,7 @@ class LocalTokenMean:
 class LocalSeqMeanTokenMean:
     """Legacy: mean over the sequences *of this call* of their token means. Depends on how the batch is cut (TRL `grpo`)."""
 
-    def __call__(self, t: Tokens) -> Tensor:
+    def __call__(self, t: Layout) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
 
     def sentence(self) -> str:

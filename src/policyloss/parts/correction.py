@@ -394,7 +394,7 @@ def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:
             weight = fill(weight, t.mask)
-            statistics = part.statistics(t, weight, group) if t.known is None else t.known
+            statistics = part.statistics(t, weight, group) if t.measured is None else t.measured
             weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
             corrected = corrected._replace(weight=weight, statistics=statistics)
     return corrected

@@ -65,7 +65,6 @@ class KL:
 
     def ratio_weight(self, t: Tokens) -> Tensor | None:
         """The ratio that multiplies the penalty, with its gradient; None without one."""
-        assert self.weight is None or t.ratio is not None, "the ratio slot runs before the KL slot"
         return None if self.weight is None else t.ratio
 
     def weight_sentence(self) -> str | None:

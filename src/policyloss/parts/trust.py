@@ -30,7 +30,6 @@ from policyloss.parts.trust_clips import (
     bounds_of_clip,
     check_eps,
     clipped_surrogate,
-    ratio_of,
 )
 from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
@@ -82,7 +81,7 @@ class Unbounded:
     def __call__(self, t: Tokens) -> Surrogate:
         if self.form == "current":
             return Surrogate(-t.advantages * t.log_ratio_to("current").exp())
-        return Surrogate(-t.advantages * (ratio_of(t) if self.form == "ratio" else t.logp))
+        return Surrogate(-t.advantages * (t.ratio if self.form == "ratio" else t.logp))
 
     @property
     def reads_ratio(self) -> bool:
@@ -152,7 +151,7 @@ class CovClip:
 
     def candidates(self, t: Tokens, cov: Tensor) -> Tensor:
         """The tokens that may be dropped: covariance inside the window, and not clipped already."""
-        r, a = ratio_of(t).detach(), t.advantages
+        r, a = t.ratio.detach(), t.advantages
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
         return t.mask & unclipped & inside & ~r.isnan()
@@ -221,7 +220,7 @@ class CovKL:
     def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
         penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
-        return Surrogate(-t.advantages * ratio_of(t) + penalty, upper=chosen)
+        return Surrogate(-t.advantages * t.ratio + penalty, upper=chosen)
 
     def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _covariance(t, stats), trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())

@@ -35,12 +35,6 @@ class Surrogate(NamedTuple):
     dropped: Tensor | None = None
 
 
-def ratio_of(t: Tokens) -> Tensor:
-    """The ratio, which the ratio slot has set."""
-    assert t.ratio is not None, "the ratio slot runs before the trust slot"
-    return t.ratio
-
-
 class _HasEps(Protocol):
     @property
     def eps_low(self) -> float: ...
@@ -124,7 +118,7 @@ class Clip:
 
 def clipped_surrogate(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
     """PPO's clip, and which tokens it holds."""
-    r, a = ratio_of(t), t.advantages
+    r, a = t.ratio, t.advantages
     loss = trust.clipped(r, a, eps_low, eps_high, dual)
     with torch.no_grad():
         positive, negative = a > 0, a < 0
@@ -175,7 +169,7 @@ class TwoSidedClip:
         validate.number(self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high.")
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r, a = ratio_of(t), t.advantages
+        r, a = t.ratio, t.advantages
         high = 1 + self.eps_high
         loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
         with torch.no_grad():
@@ -231,7 +225,7 @@ class DetachedClip:
         return cls(max(1 - eps_low, 0.0), 1 + eps_high)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r = ratio_of(t)
+        r = t.ratio
         loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
         with torch.no_grad():
             return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
@@ -295,7 +289,7 @@ class ProbabilityBand:
         return ("cap",) if self.form == "ratio" else ()
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r, a, logp = ratio_of(t), t.advantages, t.logp
+        r, a, logp = t.ratio, t.advantages, t.logp
         outside = trust.outside_band(
             logp.detach(),
             t.anchor_logp(t.anchor),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from policyloss.functional import trust
 from policyloss.parts import validate
-from policyloss.parts.trust_clips import Surrogate, ratio_of
+from policyloss.parts.trust_clips import Surrogate
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, spoken
 from policyloss.tokens import Tokens
 
@@ -26,7 +26,7 @@ class SoftGate:
         validate.number(self, "tau_negative", above=0, finite=True)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(trust.soft_gated(ratio_of(t), t.advantages, self.tau_positive, self.tau_negative))
+        return Surrogate(trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative))
 
     def sentence(self) -> str:
         """What it does, in words."""
@@ -117,7 +117,7 @@ class TaperedNegative:
         validate.number(self, "ratio_max", above=0)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r, a = ratio_of(t), t.advantages
+        r, a = t.ratio, t.advantages
         loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
         return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.parts import seq_mean_token_mean
+from policyloss.inputs import Inputs
 from policyloss.parts.aggregate import SeqMeanTokenMean
-from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 
 EPSILON = 1e-8  # added to the number of a sample's tokens, and to the tokens of the step
@@ -31,6 +31,6 @@ def everything(like: Tensor) -> Tensor:
 
 def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Over every position of the batch; a masked one has ratio 1."""
-    tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old_log_probs})
+    tokens = Inputs(logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs).tokens()
     ratio = tokens.log_ratio_to("old").exp()
     return ratio.mean(), ratio.max()

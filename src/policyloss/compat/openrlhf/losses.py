@@ -28,13 +28,13 @@ from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
+from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens, policy_loss
 from policyloss.metrics import Record, Stat
 from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
-from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
@@ -174,7 +174,7 @@ class PolicyLoss(nn.Module):
         if not self.returns_filter_ratio:
             return None
         part = correction(gate._replace(mode="mask"))
-        tokens = Tokens.of(log_probs.detach(), advantages, mask, others={"old_logp": old, "rollout_logp": rollout})
+        tokens = Inputs(logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old, rollout_logp=rollout).tokens()
         if gate.level == "seq":
             return rejected_share(part, tokens, per="sequence").to(torch.float32)
         return rejected_share(part, tokens).to(torch.promote_types(torch.float32, mask.dtype))

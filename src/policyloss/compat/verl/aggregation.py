@@ -14,10 +14,10 @@ from policyloss.compat.counts import guard, guarded_mean, number, share
 from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
 from policyloss.parts.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
 from policyloss.parts.kl import KL
-from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
@@ -156,7 +156,7 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
     x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))  # verl takes any shape
     every = torch.ones_like(x, dtype=torch.bool)
-    tokens = Tokens.of(x, torch.zeros_like(x, requires_grad=False), every, others={"ref_logp": ref})
+    tokens = Inputs(logp=x, advantages=torch.zeros_like(x, requires_grad=False), mask=every, ref_logp=ref).tokens()
     return part(tokens).reshape(logprob.shape)
 
 

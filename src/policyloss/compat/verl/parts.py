@@ -25,7 +25,7 @@ class OfThisCall:
     part: CovClip | CovKL
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return self.part(replace(t, known=None))
+        return self.part(replace(t, measured=None))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
     """
     t = pack.tokens
     logp = t["logp"].clone().requires_grad_()
-    others = {name: t[name] for name in ("rollout_logp", "ref_logp") if name in t}
+    others: dict[str, Any] = {name: t[name] for name in ("rollout_logp", "ref_logp") if name in t}
     bare = spec.replace(kl=None, entropy_coef=0.0)
     with torch.enable_grad():
         out = pl.policy_loss(

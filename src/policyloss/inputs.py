@@ -1,0 +1,138 @@
+"""`Inputs`: the tensors of one call of a policy loss, made at the door and passed inward.
+
+A new input is added here, in two places: `CallTensors`, which type checkers and editors see, and the field
+of `Inputs`. Every function that takes these tensors (`policy_loss`, `measure`, `compiled_loss`,
+`linear_policy_loss`, `accumulate`) knows it then, and so do packing, windows and context parallel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_like, check_tensor, seen
+from policyloss.errors import InputError, InputTypeError, unknown_name
+from policyloss.functional.masking import compute_dtype, fill
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SharedTensors(TypedDict, total=False):
+    """The optional tensors that every loss function takes, head included."""
+
+    rollout_logp: Tensor | None
+    ref_logp: Tensor | None
+    teacher_logp: Tensor | None
+    cu_seqlens: Tensor | None
+    group_ids: Tensor | None
+    cp_group: Any
+    positions: Tensor | None
+    extras: Mapping[str, Tensor] | None
+
+
+class CallTensors(SharedTensors, total=False):
+    """The optional tensors of a loss on log-probabilities that exist."""
+
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The tensors of one call, as the caller gave them. extras: token-shaped tensors of any name, for parts that read more."""
+
+    logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    old_logp: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    entropy: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    group_ids: Tensor | None = None
+    cp_group: Any = None
+    positions: Tensor | None = None
+    extras: Mapping[str, Tensor] | None = None
+
+    @classmethod
+    def of(cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]) -> Self:
+        """From the arguments of a loss function; an unknown name is an error that suggests the nearest."""
+        for name in tensors:
+            if name not in OPTIONAL:
+                raise InputTypeError(unknown_name("argument", name, OPTIONAL))
+        return cls(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **tensors)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same call with other tensors under some names."""
+        return replace(self, **changes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the loss is computed in: float64 if any log-probability is, else float32."""
+        return compute_dtype(self.logp, *(getattr(self, name) for name in LOGP_ARGUMENTS.values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that was given, by name; one of `extras` as "extras.name"."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cp_group", "extras")}
+        extras = {f"extras.{name}": x for name, x in self.named_extras().items()}
+        return {name: x for name, x in {**plain, **extras}.items() if x is not None}
+
+    def named_extras(self) -> dict[str, Tensor]:
+        """`extras` as a dictionary, checked to be one of names and tensors."""
+        if self.extras is None:
+            return {}
+        if not isinstance(self.extras, Mapping):
+            raise InputError(f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}.")
+        return dict(self.extras)
+
+    def tokens(self) -> Tokens:
+        """Check the tensors against each other and lay them out for the parts."""
+        check_tensor("logp", self.logp, "float")
+        named = {name: getattr(self, name) for name in TOKEN_SHAPED}
+        named |= {f"extras.{name}": x for name, x in self.named_extras().items()}
+        for name, x in named.items():
+            if x is not None:
+                check_like(name, x, ("logp", self.logp))
+        dtype = self.dtype
+        layout = laid_out(
+            self.logp,
+            self.mask,
+            called="logp",
+            dtype=dtype,
+            cu_seqlens=self.cu_seqlens,
+            group_ids=self.group_ids,
+            cp_group=self.cp_group,
+            positions=self.positions,
+        )
+        # Upcast once, here: several parts may read logp, and their gradients must add up before they are
+        # rounded to half precision.
+        raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
+        for name, x in named.items():
+            raw[name] = x if x is None or name == "entropy" else x.detach()
+        check_tensor("advantages", self.advantages, like=("logp", self.logp))
+        per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
+        return Tokens(**layout, advantages=fill(per_token, layout["mask"], dtype), raw=raw)
+
+
+TOKEN_SHAPED = tuple(f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy")
+OPTIONAL = tuple(get_type_hints(CallTensors))
+
+
+def takes_tensors(function: F) -> F:
+    """Show the names of `**tensors` in the signature of `function`, for `help` and for other programs."""
+    signature = inspect.signature(function)
+    *shown, last = signature.parameters.values()
+    names = SharedTensors if "Shared" in str(last.annotation) else CallTensors
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(n, kind, default=None, annotation=h) for n, h in get_type_hints(names).items()]
+    function.__signature__ = signature.replace(parameters=[*shown, *more])  # type: ignore[attr-defined]
+    return function
