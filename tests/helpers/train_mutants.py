@@ -109,4 +109,25 @@ TRAIN = (
         "if False:",
         _DOORS + "test_nothing_is_written_through_a_link",
     ),
+    (
+        "pieces_may_overlap",
+        "train/run/shards.py",
+        'if piece["first"] != next_row:',
+        "if False:",
+        "test_train_checkpoint.py::test_pieces_that_are_not_the_rows_of_a_tensor",
+    ),
+    (
+        "tied_weights_are_written_twice",
+        "train/run/checkpoint.py",
+        "if earlier != name:",
+        "if False:",
+        "test_train_checkpoint.py::test_everything_comes_back",
+    ),
+    (
+        "ranks_share_by_group_number",
+        "train/completions.py",
+        "s.group % prompts % world == rank",
+        "s.group % world == rank",
+        "test_train_completions.py::test_the_share_of_a_rank",
+    ),
 )
