@@ -1,4 +1,6 @@
-"""Completions that wait in a checkpoint: what ranks gather is what one process has, and any number of ranks gets its share."""
+"""Completions that wait in a checkpoint: what ranks gather is what one process has, and any number
+of ranks gets its share.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def same(a: Completions, b: Completions) -> bool:
 
 
 def test_the_share_of_a_rank() -> None:
-    """Rank r of two samples the places r, r + 2, … of a draw: groups 0 and 2 on rank 0, 1 and (in the second draw) 4 on rank 1."""
+    """Rank r of two samples the places r, r + 2, … of a draw: groups 0 and 2 on rank 0, 1 and (in
+    the second draw) 4 on rank 1.
+    """
     first, second = (ALL.share(rank, 2, PROMPTS) for rank in (0, 1))
     assert [s.group for s in first.samples] == [0, 0, 2]
     assert [s.group for s in second.samples] == [1, 4]

@@ -51,7 +51,8 @@ def test_what_is_imported_is_seen() -> None:
 def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
     """Functions, classes, methods and options with a default whose names nothing in `sources` uses.
 
-    By name alone, so another thing of the same name hides one. Strings count: a command is called by its name.
+    By name alone, so another thing of the same name hides one. Strings count: a command is called
+    by its name.
     """
     names: set[str] = set()
     options: set[str] = set()
@@ -75,7 +76,9 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 
 def test_everything_in_the_trainer_is_used() -> None:
-    """Tests do not count: what only they call is kept for nobody. The commands are called by name (`cli._training_command`)."""
+    """Tests do not count: what only they call is kept for nobody. The commands are called by name
+    (`cli._training_command`).
+    """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [f"commands.{name}_command" for name in ("train", "eval", "sample")]
 

@@ -459,14 +459,14 @@ def test_evaluation_by_hand() -> None:
     says = [s.text for s in sampled(model, ["a", "kbc", "mn"], limit=5, rule=Rule(0.0))]
     wrong = next(letter for letter in LETTERS if letter != says[2][:1])
     examples = [Question(8, "a", says[0]), Question(3, "kbc", says[1][:1] + "?"), Question(5, "mn", wrong)]
-    got = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+    results = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+    got = Evaluation.of(results)
     assert [r.example for r in got.results] == [8, 3, 5]
     assert [r.text for r in got.results] == says
     assert [r.score for r in got.results] == [1.0, 0.5, 0.0]
     assert (got.accuracy, got.score) == (1 / 3, 0.5)  # one of three; (1 + 0.5 + 0) / 3
     assert got.mean_length == sum(r.length for r in got.results) / 3
-    lenient = evaluate(model, letters(), examples, likeness, success=0.5, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
-    assert lenient.accuracy == 2 / 3
+    assert Evaluation.of(results, success=0.5).accuracy == 2 / 3
     with pytest.raises(InputError, match="example 77 "):
         evaluate(model, letters(), [Question(77, "", "")], likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
 

@@ -27,9 +27,9 @@ from policyloss.train.tasks.rewards import RewardError, scored
 class Collector:
     """Draws prompts and samples completions.
 
-    Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`, the completions that wait for
-    their step (`staleness`). unusable: the training prompts that are passed over; the others keep their places. at: told what
-    begins.
+    Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`,
+    the completions that wait for their step (`staleness`). unusable: the training prompts that are
+    passed over; the others keep their places. at: told what begins.
     """
 
     config: TrainConfig

@@ -17,7 +17,7 @@ import policyloss as pl
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import evaluate
+from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
 from policyloss.train.models import load_weights
 from policyloss.train.run.checkpoint import checked_index, latest, load, subtree
@@ -97,7 +97,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     examples = list(task.held_out[: options.prompts])
     budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
     score = forgiving(task, options.reward_timeout, _warn)
-    found = evaluate(model, tokenizer, examples, score, success=task.success, **budget)
+    found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
     results = list(zip(examples, found.results, strict=True))
     if options.as_json:
         rows = [{"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score} for e, a in results]

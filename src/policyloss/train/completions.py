@@ -46,13 +46,15 @@ class Completions:
         return cls([row[2] for row in rows], torch.stack(greedy) if greedy else None, shares[0].statistics)
 
     def share(self, rank: int, world: int, prompts: int) -> Completions:
-        """The groups that one rank of `world` would have sampled, of steps with `prompts` groups."""
+        """The groups that one of `world` ranks would have sampled, in steps of `prompts` groups."""
         places = [i for i, s in enumerate(self.samples) if s.group % prompts % world == rank]
         greedy = None if self.greedy is None else self.greedy[places]
         return Completions([self.samples[i] for i in places], greedy, self.statistics)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and numbers for a checkpoint: ragged lists end to end, their lengths among the numbers."""
+        """Tensors and numbers for a checkpoint: ragged lists end to end, their lengths among the
+        numbers.
+        """
         samples = self.samples
         tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED} if samples else {}
         plain = [f.name for f in dataclasses.fields(Sample) if f.name not in _RAGGED]
@@ -77,7 +79,9 @@ class Completions:
         return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
 
     def check(self, examples: int, vocabulary: int) -> None:
-        """Raise a `TypeError` for an example or a token that there is not, and for what is no number."""
+        """Raise a `TypeError` for an example or a token that there is not, and for what is no
+        number.
+        """
         for name, x in {"tokens": None, **self.statistics}.items():
             if not isinstance(x, (int, float)) or abs(x) > 1e300:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")

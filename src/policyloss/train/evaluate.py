@@ -59,11 +59,12 @@ def evaluate(
     examples: Sequence[Example],
     score: Reward,
     *,
-    success: float = SUCCESS,
     max_new_tokens: int,
     batch_tokens: int,
-) -> Evaluation:
-    """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose errors are not caught."""
+) -> list[Result]:
+    """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose
+    errors are not caught.
+    """
     samples = sample(
         model,
         tokenizer,
@@ -75,10 +76,7 @@ def evaluate(
         uniforms=None,
         batch_tokens=batch_tokens,
     )
-    return Evaluation.of(
-        [
-            Result(e.id, e.prompt, e.answer, s.text, float(score(e, s.text)), len(s.completion_ids), s.finished)
-            for e, s in zip(examples, samples, strict=True)
-        ],
-        success,
-    )
+    return [
+        Result(e.id, e.prompt, e.answer, s.text, float(score(e, s.text)), len(s.completion_ids), s.finished)
+        for e, s in zip(examples, samples, strict=True)
+    ]

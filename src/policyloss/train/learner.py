@@ -1,8 +1,9 @@
 """One step of learning: from scored completions to updated weights.
 
-The order of things, which every policy-gradient method of the field shares: freeze what the old policy, the reference and the
-critic say of the completions; turn rewards into advantages; then take several optimizer steps on them, each divided by its own
-global counts (`policyloss.accumulate`), so that neither micro-batches nor ranks change the gradient.
+The order of things, which every policy-gradient method of the field shares: freeze what the old
+policy, the reference and the critic say of the completions; turn rewards into advantages; then take
+several optimizer steps on them, each divided by its own global counts (`policyloss.accumulate`), so
+that neither micro-batches nor ranks change the gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,10 +53,11 @@ class Policy(nn.Module):
 
 @dataclass
 class Learned:
-    """What a step did. metrics: of the policy, summed over its updates and merged over ranks; values: of the critic.
+    """What a step did. metrics: of the policy, summed over its updates and merged over ranks;
+    values: of the critic.
 
-    skipped: updates of policy or critic that were not made, because a number was not finite. logp: `[N]` of this rank's pack, as
-    the loss last saw them.
+    skipped: updates of policy or critic that were not made, because a number was not finite. logp:
+    `[N]` of this rank's pack, as the loss last saw them.
     """
 
     metrics: dict[str, float]
@@ -71,8 +74,8 @@ class Learned:
 class Learner:
     """The policy, its critic and reference (if there are), and how they learn.
 
-    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since the last good one. `warn` is
-    told of each.
+    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
+    the last good one. `warn` is told of each.
     """
 
     config: TrainConfig
@@ -88,7 +91,7 @@ class Learner:
     warn: Callable[[str], None] = warnings.warn
 
     def start_copies(self) -> None:
-        """Let the reference be the policy as it is now, and let the critic read tokens as it does."""
+        """Let the reference be the policy as it is now, and the critic read tokens as it does."""
         if self.reference is not None:
             self.reference.load_state_dict(self.policy.state_dict())
         if isinstance(self.critic, Critic):
@@ -117,11 +120,15 @@ class Learner:
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
     def layout(self) -> dict[str, Any]:
-        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their parameters do."""
+        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their
+        parameters do.
+        """
         return {f"{name}{kind}": weights(module) for name, module, _ in self._trained() for kind in ("", "_optimizer")}
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of ranks have none."""
+        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of
+        ranks have none.
+        """
         trained = [("policy", unwrapped(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
             trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
@@ -130,7 +137,8 @@ class Learner:
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
         """Update the weights with this rank's sequences.
 
-        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks makes the same minibatches.
+        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
+        makes the same minibatches.
         """
         pack = self._frozen(pack.to(self.ranks.device))
         judged = self._judged(pack, greedy)
@@ -141,7 +149,7 @@ class Learner:
         metrics, values = Metrics(), Metrics()
         norms: list[float] = []
         critic_norms: list[float] = []
-        logp = torch.zeros_like(pack.tokens["old_logp"])
+        logp = list(torch.split(torch.zeros_like(pack.tokens["old_logp"]), pack.lengths))
         updates = skipped = 0
         for epoch in range(self.config.epochs):
             for chosen in minibatches(total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)):
@@ -150,7 +158,7 @@ class Learner:
                 skipped += not good
                 metrics, norms = metrics + found, [*norms, norm]
                 for i, x in seen.items():
-                    logp[_span(pack, i)] = x
+                    logp[i] = x.to(logp[i].dtype)
                 if self.critic is not None:
                     value_metrics, critic_norm, good = self._update_critic(pack, own)
                     skipped += not good
@@ -165,7 +173,7 @@ class Learner:
             _mean(critic_norms),
             skipped,
             pack,
-            logp,
+            torch.cat(logp),
         )
 
     @torch.no_grad()
@@ -175,41 +183,37 @@ class Learner:
         if self.config.old_logp == "rollout":
             pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
         else:
-            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, lambda micro: self.logprobs(self.policy, micro), self.ranks))
+            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, partial(self.logprobs, self.policy), self.ranks))
         if self.reference is not None:
-            reference = self.reference
-            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, lambda micro: self.logprobs(reference, micro), self.ranks))
+            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, partial(self.logprobs, self.reference), self.ranks))
         if self.critic is not None:
             pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
         return pack
 
     def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
         """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
-
-        def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            targets, temperature = micro["targets"], self.config.temperature
-            return pl.linear_logprobs(hidden, weight, targets, bias, temperature, entropy=True, mask=micro["mask"])
-
-        logp: Tensor = policy(micro, head).logp
+        logp: Tensor = policy(micro, partial(self._logprobs_head, micro)).logp
         return logp
 
-    def _loss(self, micro: Any, step: pl.Accumulation) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged into the step's."""
-        targets, temperature = micro["targets"], self.config.temperature
+    def _logprobs_head(self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        temperature, mask = self.config.temperature, micro["mask"]
+        return pl.linear_logprobs(hidden, weight, micro["targets"], bias, temperature, entropy=True, mask=mask)
 
-        def fused(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _loss_head(
+        self, micro: Any, step: pl.Accumulation, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
+        into the step's.
+        """
+        targets, temperature = micro["targets"], self.config.temperature
+        if self.config.head == "fused":
             arguments = micro.arguments()
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature)
             step.add(out.metrics)
             return out.loss, out.logp
-
-        def by_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-            logits = nn.functional.linear(hidden, weight, bias)
-            now = pl.logprobs(logits, targets, temperature, entropy=True, mask=micro["mask"])
-            return micro.loss(now.logp, entropy=now.entropy), now.logp.detach()
-
-        loss, logp = self.policy(micro, fused if self.config.head == "fused" else by_logits)
-        return loss, logp
+        logits = nn.functional.linear(hidden, weight, bias)
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=micro["mask"])
+        return micro.loss(now.logp, entropy=now.entropy), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
@@ -224,7 +228,9 @@ class Learner:
         return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
 
     def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
-        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has none gets an empty one."""
+        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
+        none gets an empty one.
+        """
         if not own:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
@@ -233,15 +239,18 @@ class Learner:
         return packs, [[next(left) for _ in part.lengths] for part in packs]
 
     def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor], bool]:
-        """One optimizer step of the policy, and what it saw: the log-probabilities of each sequence. → also whether it was made."""
+        """One optimizer step of the policy, and what it saw: the log-probabilities of each
+        sequence. → also whether it was made.
+        """
         packs, members = self._micro_batches(pack, own)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current)
         seen: dict[int, Tensor] = {}
-        for micro, part, chosen in zip(step, _padded(packs, len(step)), _padded(members, len(step)), strict=True):
+        # A rank with fewer micro-batches than another gets empty ones, of which nothing is remembered.
+        for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
-                loss, logp = self._loss(micro, step)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
+                loss.backward()
             if chosen:
                 seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
@@ -280,9 +289,11 @@ class Learner:
         tokens: Callable[[], str],
         train: bool = True,
     ) -> tuple[float, bool]:
-        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and whether the step was made.
+        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and
+        whether the step was made.
 
-        It is not where loss or norm is not finite: on no rank, because both are the same on all. tokens: which ones were to blame.
+        It is not where loss or norm is not finite: on no rank, because both are the same on all.
+        tokens: which ones were to blame.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -322,24 +333,16 @@ class Learner:
 _COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
 
 
-def _padded(items: list[Any], count: int) -> list[Any]:
-    """As many as the step has micro-batches: those it added repeat the last, and hold nothing of ours."""
-    return [*items, *[[]] * (count - len(items))]
-
-
 def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
-    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a sharded module is a collective."""
+    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
+    sharded module is a collective.
+    """
     packs = pack.cut(budget)
     most = max(ranks.gather(len(packs)))
     found = [of_micro(part.micro_batch()) for part in packs]
     for _ in range(most - len(packs)):
         of_micro(packs[-1].micro_batch())
     return torch.cat(found).float()
-
-
-def _span(pack: Pack, i: int) -> slice:
-    start = sum(pack.lengths[:i])
-    return slice(start, start + pack.lengths[i])
 
 
 def _mean(numbers: list[float]) -> float:

@@ -80,6 +80,8 @@ class Training:
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
         self.collector = Collector(config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at)
+        # A failing reward must not end an evaluation.
+        self.score = forgiving(self.task, config.reward_timeout, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
 
@@ -216,10 +218,9 @@ class Training:
         self.watch.at(f"step {self.step}, evaluating")
         config, task = self.config, self.task
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
-        score = forgiving(task, config.reward_timeout, self.display.warn)
         budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
         with gathered(self.learner.policy):
-            results = evaluate(self.model, self.tokenizer, examples, score, **budget).results if examples else ()
+            results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
         found = Evaluation.of([result for share in self.ranks.gather(results) for result in share], task.success)
         return {"eval/accuracy": found.accuracy, "eval/reward": found.score, "eval/length": found.mean_length}

@@ -21,7 +21,7 @@ from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model itself, which samples. learner: holds the policy around it, which is trained."""
+    """model: the language model, which samples. learner: holds the policy around it, which learns."""
 
     task: Task
     tokenizer: Any
@@ -66,7 +66,7 @@ def build(
 
 
 def teach(setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]) -> None:
-    """Supervised steps on the task's own answers, then everything that starts as a copy of the policy.
+    """Supervised steps on the task's own answers, then what starts as a copy of the policy.
 
     progress: makes, for a number of steps, the function that is told of each.
     """

@@ -1,10 +1,12 @@
 """Checkpoints: a folder of safetensors and JSON for each step, complete or not there.
 
-    checkpoints/step_000010/checkpoint.json        step, numbers, where the rows of each tensor are, size and SHA-256 of each file
-    checkpoints/step_000010/rank00000.safetensors  what the first rank wrote; so for each rank that has rows
+    checkpoint.json          step, numbers, where the rows of each tensor are, and each file's
+                             size and SHA-256
+    rank00000.safetensors    what the first rank wrote; so for each rank that has rows
 
-One process and many write and read the same format: any number of ranks reads what any other wrote. A checkpoint is written to a
-hidden folder beside (`checkpoint_folder`), brought to the disk, then renamed. No file is ever unpickled.
+One process and many write and read the same format: any number of ranks reads what any other wrote.
+A checkpoint is written to a hidden folder beside (`checkpoint_folder`), brought to the disk, then
+renamed. No file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ T = TypeVar("T")
 
 
 def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, keep: int | None, group: Any = None) -> Path:
-    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`. Returns its path.
+    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`. Returns
+    its path.
 
-    state: tensors, in mappings and sequences as deep as you like; they come back flat, `{"model": {"w": x}}` as `"model/w"`.
-    Tensors that are the same memory (tied weights) are written once. numbers: anything JSON holds.
-    keep: how many to keep, this one included; None keeps all. Nothing is deleted before the new one is complete, and if it cannot
-    be written (a full disk), everything older is as it was.
-    group: the ranks that write it together; each of them must call this, and if one fails, all raise. Of a DTensor each rank
-    writes its own rows. A plain tensor is written by the lowest rank that has one of its name: give it the same values on all
-    ranks, or on each rank a name of its own. The numbers are those of the first rank. None: this process alone.
+    state: tensors, in mappings and sequences as deep as you like; they come back flat, `{"model":
+    {"w": x}}` as `"model/w"`. Tensors that are the same memory (tied weights) are written once.
+    numbers: anything JSON holds. keep: how many to keep, this one included; None keeps all. Nothing
+    is deleted before the new one is complete, and if it cannot be written (a full disk), everything
+    older is as it was. group: the ranks that write it together; each of them must call this, and if
+    one fails, all raise. Of a DTensor each rank writes its own rows. A plain tensor is written by
+    the lowest rank that has one of its name: give it the same values on all ranks, or on each rank
+    a name of its own. The numbers are those of the first rank. None: this process alone.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise InputError(f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, keep={keep}.")
@@ -81,13 +85,15 @@ def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, k
 
 
 def load(path: Path, layout: State | None = None, *, group: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, by their flat names, and the numbers of a checkpoint that any number of ranks wrote.
+    """The tensors, by their flat names, and the numbers of a checkpoint that any number of ranks
+    wrote.
 
-    layout: DTensors, named as in the state that was saved. What has the shape and name of one of them, or its shape and a name
-    under its own (an optimizer's moments are `parameter/exp_avg`), is read as this rank's rows and becomes a DTensor laid out like
-    it, on its device. Everything else is read whole, on the CPU: without a layout, one process reads what many wrote.
-    group: ranks that each call this; if one cannot read its part, all raise. Sizes are checked, not sums: take the path from
-    `latest`, or call `checked_index`, which read every byte.
+    layout: DTensors, named as in the state that was saved. What has the shape and name of one of
+    them, or its shape and a name under its own (an optimizer's moments are `parameter/exp_avg`), is
+    read as this rank's rows and becomes a DTensor laid out like it, on its device. Everything else
+    is read whole, on the CPU: without a layout, one process reads what many wrote. group: ranks
+    that each call this; if one cannot read its part, all raise. Sizes are checked, not sums: take
+    the path from `latest`, or call `checked_index`, which read every byte.
     """
     contents: dict[str, Any] = {}
 
@@ -99,10 +105,12 @@ def load(path: Path, layout: State | None = None, *, group: Any = None) -> tuple
 
 
 def latest(folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None) -> Path | None:
-    """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is none.
+    """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is
+    none.
 
-    One that is not is reported by a warning, and the next older is tried. check: a further look at one, by a function that raises
-    a `StorageError` if it is not good. group: ranks that each call this; the first one looks, and all get its answer.
+    One that is not is reported by a warning, and the next older is tried. check: a further look at
+    one, by a function that raises a `StorageError` if it is not good. group: ranks that each call
+    this; the first one looks, and all get its answer.
     """
 
     def look() -> Path | None:
@@ -169,7 +177,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] |
 
 
 def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
-    """The index of a checkpoint, or an error that says what is wrong with it. sums: whether to read every byte, or only sizes."""
+    """The index of a checkpoint, or an error that says what is wrong with it. sums: whether to read
+    every byte, or only sizes.
+    """
     try:
         data = read_plain(path / INDEX)
         checksum = from_json(data)["sha256"]
@@ -196,7 +206,9 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
-    """Write the index beside the files, bring all to the disk, and give the folder its name: from here on it is a checkpoint."""
+    """Write the index beside the files, bring all to the disk, and give the folder its name: from
+    here on it is a checkpoint.
+    """
     body = to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
     write_synced(temporary / INDEX, b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body))
     sync(temporary)
@@ -274,7 +286,9 @@ def _sha256(path: Path) -> str:
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors without those that are another one's very memory, and for each of these the name of the other."""
+    """The tensors without those that are another one's very memory, and for each of these the name
+    of the other.
+    """
     first: dict[tuple[Any, ...], str] = {}
     same: dict[str, str] = {}
     for name, x in tensors.items():

@@ -36,7 +36,9 @@ def published_path(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty temporary folder for the files of a checkpoint. Removes what an earlier one that was interrupted left."""
+    """An empty temporary folder for the files of a checkpoint. Removes what an earlier one that was
+    interrupted left.
+    """
     temporary = _hidden(folder, step, "tmp")
     make_folder(folder)
     _tidy(folder)
@@ -50,7 +52,9 @@ def undo(folder: Path, step: int) -> None:
 
 
 def publish(temporary: Path) -> Path:
-    """Give a complete checkpoint its name. One of the same step steps aside first, and comes back if that fails."""
+    """Give a complete checkpoint its name. One of the same step steps aside first, and comes back
+    if that fails.
+    """
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
     replaces = path.exists()
@@ -68,7 +72,9 @@ def publish(temporary: Path) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`. One that stepped aside counts if a crash left it without the one that was to replace it."""
+    """The checkpoints in `folder`. One that stepped aside counts if a crash left it without the one
+    that was to replace it.
+    """
     by_step: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # ".step…" sorts before "step…", which replaces it here
         match = _NAME.fullmatch(path.name)
@@ -78,7 +84,9 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """Set aside the checkpoints after `step`, which a run that continues from there makes anew; the next `prune` deletes them."""
+    """Set aside the checkpoints after `step`, which a run that continues from there makes anew; the
+    next `prune` deletes them.
+    """
     for path in newest_first(folder):
         if step_of(path) > step:
             os.replace(path, _hidden(folder, step_of(path), "discarded", free=True))
@@ -86,7 +94,9 @@ def discard_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], bool]) -> None:
-    """Delete what a resume discarded, and the checkpoints before `step` beyond the newest `keep` that are `readable`."""
+    """Delete what a resume discarded, and the checkpoints before `step` beyond the newest `keep`
+    that are `readable`.
+    """
     kept = 1
     for path in newest_first(folder):
         if keep is None or step_of(path) >= step:

@@ -1,4 +1,6 @@
-"""Work that ranks do together on files: if it fails on one of them, it fails on all, so that none waits for ever."""
+"""Work that ranks do together on files: if it fails on one of them, it fails on all, so that none
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def rank_in(group: Any) -> int:
 
 
 def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
-    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every rank raises.
+    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every
+    rank raises.
 
     None is no group: this process works alone, and an error is the one that `action` raised.
     """

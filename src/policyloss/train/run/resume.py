@@ -1,4 +1,4 @@
-"""All that changes in a run, to a checkpoint and back. Each object gives and takes its own state."""
+"""All that changes in a run, to a checkpoint and back; each object gives and takes its state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.checkpoint import checked_index, flatten, latest, load, save
 from policyloss.train.run.checkpoint_folder import step_of
 
-_TRAINED = ("policy/", "critic/")  # the weights that learn: a checkpoint in which they are not finite is worthless
+# The weights that learn: a checkpoint in which they are not finite is worthless.
+_TRAINED = ("policy/", "critic/")
 
 
 class Stateful(Protocol):
@@ -43,7 +44,9 @@ def store(folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Rank
 
 
 def restore(folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]) -> int:
-    """Let everything be as the last good checkpoint says. → its step. layout: as in `checkpoint.load`."""
+    """Let everything be as the last good checkpoint says. → its step. layout: as in
+    `checkpoint.load`.
+    """
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew in another --out.")
@@ -56,7 +59,9 @@ def restore(folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Around the use of what a checkpoint holds: what is missing, or of another kind, is the checkpoint's fault."""
+    """Around the use of what a checkpoint holds: what is missing, or of another kind, is the
+    checkpoint's fault.
+    """
     try:
         yield
     except PolicyLossError:
@@ -69,7 +74,9 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of a good one."""
+    """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of
+    a good one.
+    """
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:
@@ -91,7 +98,7 @@ def refuse_nonfinite_weights(path: Path) -> None:
 
 
 def last_good(folder: Path) -> Path | None:
-    """The newest checkpoint that is intact and whose weights are finite. This process looks alone."""
+    """The newest checkpoint that is intact and has finite weights. This process looks alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return latest(folder, refuse_nonfinite_weights)

@@ -1,7 +1,8 @@
-"""The rows of a tensor: which of them each rank writes, in which file they are, and how any number of ranks reads them back.
+"""The rows of a tensor: which of them each rank writes, in which file they are, and how any number
+of ranks reads them back.
 
-A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over other dimensions of the mesh
-(HSDP). A plain tensor is all rows on one rank.
+A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
+other dimensions of the mesh (HSDP). A plain tensor is all rows on one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from policyloss.train.run.atomic import StorageError
 
 
 class Share(NamedTuple):
-    """What one rank has of a tensor: rows first to first + rows of `shape`. writes: it is the one replica that writes them."""
+    """What one rank has of a tensor: rows first to first + rows of `shape`. writes: it is the one
+    replica that writes them.
+    """
 
     shape: list[int]
     dtype: str
@@ -30,7 +33,9 @@ class Share(NamedTuple):
 
 
 class TensorFile(NamedTuple):
-    """An open safetensors file. same: tensors that are another one of the file, and the name of that one."""
+    """An open safetensors file. same: tensors that are another one of the file, and the name of
+    that one.
+    """
 
     handle: Any
     same: Mapping[str, str]
@@ -61,7 +66,9 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def share_of(name: str, x: Tensor, group: Any) -> Share:
-    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has those from i·⌈n/k⌉ to (i+1)·⌈n/k⌉."""
+    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has those from
+    i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
+    """
     first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
     placements: Any = x.placements if isinstance(x, DTensor) else ()
     for dim, placement in enumerate(placements):
@@ -84,7 +91,9 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
 
 
 def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
-    """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the shares of each rank."""
+    """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the
+    shares of each rank.
+    """
     entries: dict[str, Any] = {}
     named_by: dict[str, int] = {}
     for rank, plan in enumerate(plans):
@@ -103,7 +112,8 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
 
 
 def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
-    """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in these shapes.
+    """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
+    these shapes.
 
     Before memory is asked for by what the index says.
     """
@@ -132,7 +142,9 @@ def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | Non
 
 
 def read_like(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None) -> Tensor:
-    """The rows of this rank, as a DTensor like `like`; all rows, on the CPU, if that is no DTensor of this shape."""
+    """The rows of this rank, as a DTensor like `like`; all rows, on the CPU, if that is no DTensor
+    of this shape.
+    """
     shape = entry["shape"]
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)

@@ -62,7 +62,7 @@ def scored(task: Task, example: Example, completion: str, seconds: float) -> flo
 
 
 def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward:
-    """The task's score of a completion, or 0 and a warning where it fails: an evaluation goes on."""
+    """The task's score; 0 and a warning where it fails, so that an evaluation goes on."""
 
     def score(example: Example, completion: str) -> float:
         try:

@@ -32,7 +32,7 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
 def rollout_rows(
     step: int, samples: Sequence[Sample], learned: Learned, task: Task, tokenizer: Any, spec: pl.LossSpec
 ) -> list[dict[str, Any]]:
-    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones of this rank's pack."""
+    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones of the pack."""
     if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)
