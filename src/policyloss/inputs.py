@@ -99,20 +99,19 @@ class Inputs:
         check_tensor("logp", self.logp, "float")
         named = {name: getattr(self, name) for name in TOKEN_SHAPED}
         named |= {f"extras.{name}": x for name, x in self.named_extras().items()}
-        for name, x in named.items():
-            if x is not None:
-                check_like(name, x, ("logp", self.logp))
-        dtype = self.dtype
         layout = laid_out(
             self.logp,
             self.mask,
             called="logp",
-            dtype=dtype,
             cu_seqlens=self.cu_seqlens,
             group_ids=self.group_ids,
             cp_group=self.cp_group,
             positions=self.positions,
         )
+        for name, x in named.items():
+            if x is not None:
+                check_like(name, x, ("logp", self.logp))
+        dtype = self.dtype
         # Upcast once, here: several parts may read logp, and their gradients must add up before they are
         # rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
@@ -120,7 +119,7 @@ class Inputs:
             raw[name] = x if x is None or name == "entropy" else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
-        return Tokens(**layout, advantages=fill(per_token, layout["mask"], dtype), raw=raw)
+        return Tokens(**layout, dtype=dtype, advantages=fill(per_token, layout["mask"], dtype), raw=raw)
 
 
 TOKEN_SHAPED = tuple(f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy")

@@ -94,7 +94,7 @@ class LossSpec:
         """Whether every slot is filled by parts of the library or of its drop-ins, none by a user's callable."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
         parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
-        return all(type(part) in _VARIANTS[slot] or type(part) in _FRAMEWORK_PARTS[slot].values() for slot, part in parts)
+        return all(any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts)
 
     @property
     def reads_ratio(self) -> bool:

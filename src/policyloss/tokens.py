@@ -111,7 +111,7 @@ class Layout:
     @classmethod
     def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
         """The layout of `tokens`, whose argument is `called` so. where: as in `laid_out`."""
-        return cls(**laid_out(tokens, mask, called=called, dtype=compute_dtype(tokens), **where))
+        return cls(**laid_out(tokens, mask, called=called, **where), dtype=compute_dtype(tokens))
 
     @property
     def totals(self) -> Totals:
@@ -161,13 +161,12 @@ def laid_out(
     mask: Tensor,
     *,
     called: str,
-    dtype: torch.dtype,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens`, checked against each other. called: the name of `tokens` in errors."""
+    """The fields of the `Layout` of `tokens` but for its dtype, checked against each other. called: the name of `tokens` in errors."""
     sequences = Sequences.of(tokens, cu_seqlens, cp_group, called)
     mask, invalid_mask = checked_mask(mask, tokens, like_called=called)
     if group_ids is not None:
@@ -177,7 +176,6 @@ def laid_out(
     return {
         "mask": mask,
         "sequences": sequences,
-        "dtype": dtype,
         "group_ids": group_ids,
         "positions": None if positions is None else checked_positions(positions, tokens, "this loss"),
         "invalid": {name: x for name, x in invalid.items() if x is not None},

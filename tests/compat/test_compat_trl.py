@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from trl_configs import config, grpo_config
 
 import policyloss as pl
 from policyloss.compat.trl import batch_loss, explain_config, loss_mask, spec_from_config, totals_for
 from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
 from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
 from policyloss.compat.trl.custom import checked_loss
-from policyloss.compat.trl.options import DEFAULTS
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 LOG_BOUNDS = (math.log(1e-8), 20.0)
 VLLM = {"use_vllm": True}
-
-
-def config(**options: Any) -> SimpleNamespace:
-    """GRPOConfig of TRL 1.16.0 with these options set."""
-    return SimpleNamespace(**{**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, **options})
-
-
-def grpo_config(**options: Any) -> Any:
-    """The same as a dataclass, which knows its own defaults as the real one does."""
-    defaults = {**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "world_size": 1}
-    made = make_dataclass("GRPOConfig", [(name, Any, field(default=value)) for name, value in defaults.items()])
-    return made(**options)
 
 
 def close(a: torch.Tensor, b: Any) -> None:

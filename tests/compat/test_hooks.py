@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_compat_trl import config as trl_config
-from test_compat_trl import grpo_config
+from trl_configs import config as trl_config
+from trl_configs import grpo_config
 
 import policyloss as pl
 from policyloss.advantage import ESTIMATORS
@@ -113,7 +113,7 @@ def test_the_line_is_said_at_the_start_of_a_run(tmp_path: Path, monkeypatch: pyt
     for advantage, lines in (("grpo", 1), (None, 0)):
         said.clear()
         config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path)
-        loop.Training(config, pl.preset("dr_grpo"), Ranks(0, 1, torch.device("cpu")), None, False)  # type: ignore[arg-type]
+        loop.Training(config, pl.preset("dr_grpo"), Ranks(0, 1, torch.device("cpu")), None, False)
         assert len([text for text in said if "is defined with" in text]) == lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_explain import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
+from formulas import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
 
 import policyloss as pl
 from cases import (

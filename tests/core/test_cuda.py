@@ -126,6 +126,7 @@ def test_a_recorded_loss_is_the_compiled_loss(name, packed):
             shape = batch.mask.shape
             moved = Batch(**{n: x.reshape(-1) if x.shape == shape else x for n, x in moved.__dict__.items()})
             extra = {"cu_seqlens": torch.arange(0, shape[0] + 1, device="cuda") * shape[1]}
+        torch.cuda.synchronize()  # another stream does not wait for the copies to the GPU
         arguments = {"totals": pl.Totals(tokens=100 + seed, sequences=7), "rollout_logp": moved.rollout_logp, **extra}
         tensors = (moved.logp, moved.old_logp, moved.advantages, moved.mask)
         for loss, seen in ((plain, wanted), (recorded_once, found)):

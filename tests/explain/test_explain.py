@@ -11,19 +11,17 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from formula_evaluator import Evaluator
+from formulas import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policyloss as pl
-from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, Batch, label, make_batch, run, swapped
-from policyloss.explain import Explanation
+from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, label, make_batch, run, swapped
 from policyloss.explain.formula import Formula, Line, formula
 from policyloss.explain.sources import is_part
 from policyloss.explain.traits import ELSEWHERE, fits, traits
 from policyloss.explain.traps import TRAPS
-from policyloss.explain.zero_gradient import zero_gradient
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.presets import PRESETS as NAMED
 
@@ -53,17 +51,6 @@ MORE_CORRECTIONS = (
     (pl.Reject("k1", high=-9.0), pl.Truncate(1.1), pl.SelfNormalise()),
     (pl.Veto(None, 1.3), pl.Reject("k3", "max", low=0.0, high=0.2), pl.SequenceMask(0.9, 1.2), pl.OPSM(0.0)),
 )
-
-
-def assert_formula_holds(spec: pl.LossSpec, batch: Batch) -> None:
-    evaluated = Evaluator(formula(spec), batch)
-    loss = evaluated.names["loss"]
-    dlogp, dentropy = torch.autograd.grad(loss, (evaluated.leaf, evaluated.entropy), allow_unused=True)
-    expected = run(spec, batch)
-    assert abs(loss.item() - expected.loss.item()) <= 1e-12 * max(1.0, abs(expected.loss.item())), f"{spec}\n{formula(spec)}"
-    for got, want in ((dlogp, expected.dlogp), (dentropy, expected.dentropy)):
-        got = torch.zeros(len(evaluated.row), dtype=torch.float64) if got is None else got
-        torch.testing.assert_close(evaluated.padded(got), want, rtol=1e-12, atol=1e-12, msg=lambda m: f"{spec}\n{m}")
 
 
 @pytest.mark.parametrize("name", pl.presets())
@@ -151,25 +138,6 @@ def test_dapo_reads_as_the_paper_writes_it() -> None:
 # Which tokens get no gradient ---------------------------------------------------------------------------------------------------
 
 
-def zero_batch(seed: int) -> Batch:
-    """Advantages that are zero here and there, constant in some rows; one token exactly at the anchor; ratios wide apart."""
-    batch = make_batch(seed=seed, rows=7, width=6, spread=0.6)
-    a = batch.advantages.clone()
-    a[1], a[0, :2], a[4], a[5] = 0.0, 0.0, -1.0, 2.0
-    old = batch.old_logp.clone()
-    old[6, 1] = batch.logp[6, 1]
-    return dataclasses.replace(batch, advantages=a, old_logp=old)
-
-
-def assert_zero_where_said(spec: pl.LossSpec, batch: Batch) -> tuple[int, int]:
-    evaluated, said = Evaluator(formula(spec), batch), zero_gradient(spec)
-    empty = torch.zeros(len(evaluated.row), dtype=torch.bool)
-    where = evaluated.evaluate(said.expression) if said.expression else empty
-    zero = run(spec, batch).dlogp[batch.mask] == 0
-    assert torch.equal(where, zero), f"{spec}\n{formula(spec)}\nsaid {said.expression}\nat {where.tolist()}\nis {zero.tolist()}"
-    return int(zero.sum()), int((~zero).sum())
-
-
 @pytest.mark.parametrize("part", [*RATIOS, pl.SegmentRatio(log_clamp=0.2), pl.SequenceRatio(log_clamp=0.1)], ids=label)
 def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> None:
     for trusted in (*TRUSTS, *MORE_TRUSTS):
@@ -197,10 +165,6 @@ def test_zero_gradients_of_presets(name: str) -> None:
 
 
 # Numbers and their sources ------------------------------------------------------------------------------------------------------
-
-
-def numbers(e: Explanation) -> dict[str, tuple[Any, str]]:
-    return {n.where: (n.value, n.source) for n in e.numbers}
 
 
 @pytest.mark.parametrize("name", pl.presets())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_explain import assert_formula_holds, assert_zero_where_said, zero_batch
+from formulas import assert_formula_holds, assert_zero_where_said, zero_batch
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, make_batch, swapped

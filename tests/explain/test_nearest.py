@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_compat_trl import config
+from trl_configs import config
 
 import policyloss as pl
 from policyloss.compat.trl.config import LOSS_TYPES, spec_from_config

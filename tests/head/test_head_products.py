@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-from policyloss.head import backward, products
+from policyloss.head import backward
+from policyloss.head import matmul as products
 from policyloss.head.head import half_scale
 
 SIZES = [(64, 128, 192), (81, 130, 67), (63, 65, 66), (1, 257, 3), (129, 1, 71)]

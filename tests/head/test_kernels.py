@@ -13,7 +13,8 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from policyloss.functional.scale_kernel import scaled as scaled_copy
-from policyloss.head import kernels, rows
+from policyloss.head import kernels
+from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
 from policyloss.head.softmax_rows import Partials, Scaling
 

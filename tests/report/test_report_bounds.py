@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from package_imports import imports_of, loads
 from report_runs import rollout, write_lines, write_run
-from test_imports import imports_of, loads
 
 from policyloss.cli import main
 from policyloss.report import collect, limits, render

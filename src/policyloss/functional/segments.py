@@ -24,17 +24,12 @@ from policyloss.functional.stats import count
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary.
-
-    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
-    float64 and rounded once.
-    """
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, ids)
-        wide = x.to(accumulator_dtype(x.device))
-        return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0).to(sum_dtype(x))
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -53,7 +48,18 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         offsets, ids = ctx.saved_tensors
-        return _SegmentSum.apply(grads[0].contiguous(), offsets, ids), None, None  # type: ignore[no-untyped-call]
+        return segment_sum(grads[0].contiguous(), offsets, ids), None, None
+
+
+def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    """The sum of each segment of `x` `[N]`, differentiable, `[S]`.
+
+    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
+    float64 and rounded once. The two casts stand outside the autograd function: torch 2.11 compiled them
+    to a wrong gradient inside it.
+    """
+    total: Tensor = _SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)  # type: ignore[no-untyped-call]
+    return total.to(sum_dtype(x))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -208,8 +214,7 @@ class Sequences:
     def _sum_here(self, x: Tensor) -> Tensor:
         if self.offsets is None or self.ids is None:
             return x.sum(dim=-1, dtype=sum_dtype(x))
-        s: Tensor = _SegmentSum.apply(x.reshape(-1), self.offsets, self.ids)  # type: ignore[no-untyped-call]
-        return s
+        return segment_sum(x.reshape(-1), self.offsets, self.ids)
 
     def _across(self, s: Tensor) -> Tensor:
         if self.cp_group is None:
