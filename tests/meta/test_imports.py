@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from package_imports import FILES, PACKAGE, holds_kernels, imports_of, loads, named_modules, own, parsed
+from package_imports import FILES, PACKAGE, holds_kernels, imports_of, loads, named_modules, own
 
 import policyloss as pl
 
