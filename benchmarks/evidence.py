@@ -28,7 +28,7 @@ import torch
 from benchmarks.evidence_plan import COMMON, GOAL, PRESET_STUDY, Job, jobs
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
-from policyloss.train import run_dir
+from policyloss.train.run import directory
 
 Record = dict[str, Any]
 Work = Callable[[Job], Record]
@@ -114,7 +114,7 @@ class Results:
         self.path = path
         self.runs: dict[tuple[str, str, int], Record] = {}
         self.machines: list[Record] = []
-        transformers = run_dir.environment()["packages"].get("transformers")
+        transformers = directory.environment()["packages"].get("transformers")
         self.here = {**environment(), "cpu": cpu_name(), "transformers": transformers, "jobs": jobs}
         if path.is_file():
             try:

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness import environment, table, write_json
 from policyloss.train.config import TrainConfig, read_spec
-from policyloss.train.examples import Example
 from policyloss.train.loop import train
+from policyloss.train.tasks.base import Example
 
 HEADS = ("fused", "logits")
 PAD, END = "<pad>", "<end>"

@@ -154,16 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that needs more than torch, or an error that says what to
+    """The function behind a command that reads its options by itself, or an error that says what to
     install.
     """
-    module, extra = ("policyloss.report.command", "report") if name == "report" else ("policyloss.train.commands", "train")
+    module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "policyloss":
-            raise
-        raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[{extra}]'.") from None
+        if name == "report" or (error.name or "").partition(".")[0] == "policyloss":
+            raise  # the report needs torch alone, so nothing that could be installed is missing
+        raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'.") from None
     return command
 
 

@@ -25,6 +25,7 @@ from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
 from policyloss.presets import PRESETS, defined_with
 from policyloss.train.config import TrainConfig
+from policyloss.train.distributed import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -106,13 +107,13 @@ def test_the_line_is_said_at_the_start_of_a_run(tmp_path: Path, monkeypatch: pyt
 
     said: list[str] = []
     monkeypatch.setattr(loop.Display, "say", lambda self, text: said.append(text))
-    models = SimpleNamespace(task=SimpleNamespace(held_out=[]), tokenizer=None)
-    monkeypatch.setattr(loop, "build", lambda *args, **kwargs: models)  # nothing is loaded here
+    setup = (SimpleNamespace(held_out=()), None, None, None)
+    monkeypatch.setattr(loop, "build", lambda *args, **kwargs: setup)  # nothing is loaded here
     monkeypatch.setattr(loop, "Collector", lambda *args, **kwargs: None)
     for advantage, lines in (("grpo", 1), (None, 0)):
         said.clear()
         config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path)
-        loop.Training(config, pl.preset("dr_grpo"), SimpleNamespace(is_first=True, world=1), None, False)  # type: ignore[arg-type]
+        loop.Training(config, pl.preset("dr_grpo"), Ranks(0, 1, torch.device("cpu")), None, False)
         assert len([text for text in said if "is defined with" in text]) == lines
 
 

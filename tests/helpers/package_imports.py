@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +45,32 @@ def imports_of(module: str) -> set[str]:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             names.update(n if n in FILES or f"{n}.__init__" in FILES else node.module for n in inner)
     return names
+
+
+def own(names: set[str]) -> set[str]:
+    return {n for n in names if n.split(".")[0] == "policyloss"}
+
+
+def holds_kernels(module: str) -> bool:
+    """Whether a module holds Triton kernels, which its name says."""
+    return module.endswith(("kernel", "kernels"))
+
+
+def named_modules(source: str, files: Collection[str]) -> set[str]:
+    """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
+    strings = {node.value for node in ast.walk(parsed(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {s if s in files else f"{s}.__init__" for s in strings if s in files or f"{s}.__init__" in files}
+
+
+def loads(module: str) -> set[str]:
+    """Every module that importing or running `module` may load: by statement, lazily, by name, and the packages around them.
+
+    To import a module is to run the `__init__` of its packages first; those that hold `module` too are running already. Kernels are
+    left out: they are asked for by name, and import their caller's types.
+    """
+    imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
+    named = named_modules(FILES[module].read_text(), FILES)
+    there = {n for n in imported | named if not holds_kernels(n)}
+    around = {f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)}
+    running = {p for p in around | named if p.endswith("__init__") and module.startswith(p.removesuffix("__init__"))}
+    return (there | around) - (running - imported) - {module}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import policyloss as pl
-from policyloss.cli import COMMANDS, main
+from policyloss import cli
+from policyloss.cli import COMMANDS, TRAINING, main
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -154,3 +156,37 @@ def test_a_terminal_that_cannot_show_a_letter_gets_a_question_mark() -> None:
     done = command("explain", "clip_cov", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"draw(seed, ?)" in done.stdout
+
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def extras() -> set[str]:
+    """The extras of pyproject.toml: the names in its section of optional dependencies. (Python 3.10 has no tomllib.)"""
+    section = PROJECT.read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", section, flags=re.M))
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_an_extra_that_is_advised_exists(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A package that is missing is named with the extra that brings it; the report needs none, so there is none to name."""
+
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    if command == "report":
+        with pytest.raises(ModuleNotFoundError, match="rich"):
+            main([command])
+        return
+    (extra,) = re.findall(r"needs rich; pip install 'policyloss\[(\w+)\]'", complaint(capsys, command))
+    assert extra in extras()
+
+
+def test_every_extra_that_the_package_names_exists() -> None:
+    assert {"train", "tasks", "demo"} <= extras()
+    sources = [path.read_text() for path in Path(pl.__file__).parent.rglob("*.py")]
+    lists = [names for source in sources for names in re.findall(r"policyloss\[([^\]]+)\]", source)]
+    named = {name for names in lists for name in names.split(",")}
+    assert named
+    assert named <= extras()

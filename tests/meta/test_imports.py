@@ -8,13 +8,12 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Collection
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from package_imports import FILES, PACKAGE, imports_of, parsed
+from package_imports import FILES, PACKAGE, holds_kernels, imports_of, loads, named_modules, own
 
 import policyloss as pl
 
@@ -76,15 +75,6 @@ def part_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def own(names: set[str]) -> set[str]:
-    return {n for n in names if n.split(".")[0] == "policyloss"}
-
-
-def holds_kernels(module: str) -> bool:
-    """Whether a module holds Triton kernels, which its name says."""
-    return module.endswith(("kernel", "kernels"))
-
-
 @pytest.mark.parametrize("module", [m for m in FILES if part_of(m) in MAY_IMPORT])
 def test_imports_point_one_way(module: str) -> None:
     allowed = MAY_IMPORT[part_of(module)]
@@ -94,26 +84,6 @@ def test_imports_point_one_way(module: str) -> None:
 
 def test_every_part_of_the_rule_exists() -> None:
     assert set(MAY_IMPORT) <= {part_of(m) for m in FILES}
-
-
-def named_modules(source: str, files: Collection[str]) -> set[str]:
-    """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
-    strings = {node.value for node in ast.walk(parsed(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {s if s in files else f"{s}.__init__" for s in strings if s in files or f"{s}.__init__" in files}
-
-
-def loads(module: str) -> set[str]:
-    """Every module that importing or running `module` may load: by statement, lazily, by name, and the packages around them.
-
-    To import a module is to run the `__init__` of its packages first; those that hold `module` too are running already. Kernels are
-    left out: they are asked for by name, and import their caller's types.
-    """
-    imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
-    named = named_modules(FILES[module].read_text(), FILES)
-    there = {n for n in imported | named if not holds_kernels(n)}
-    around = {f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)}
-    running = {p for p in around | named if p.endswith("__init__") and module.startswith(p.removesuffix("__init__"))}
-    return (there | around) - (running - imported) - {module}
 
 
 def test_there_is_no_cycle() -> None:

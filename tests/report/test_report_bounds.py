@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from package_imports import FILES, imports_of
+from package_imports import imports_of, loads
 from report_runs import rollout, write_lines, write_run
 
 from policyloss.cli import main
 from policyloss.report import collect, limits, render
 from policyloss.report.view import view
-from policyloss.train import lock
+from policyloss.train.run import lock
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -186,19 +186,39 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and imports nothing else of the trainer, nor any package that the core does without."""
+    """It asks the trainer's lock, and loads nothing else of the trainer, nor any package that the core does without.
+
+    To load a module is to run the `__init__` of its packages, so those are asked as well.
+    """
     seen: set[str] = set()
     left = {"policyloss.report.command"}
     while left:
-        module = left.pop()
-        seen.add(module)
-        file = module if module in FILES else f"{module}.__init__"
-        left |= (imports_of(file) if file in FILES else set()) - seen
+        seen |= left
+        left = {name for module in left for name in loads(module)} - seen
     assert sorted(name for name in seen if name.startswith("policyloss.train")) == [
-        "policyloss.train.files",
-        "policyloss.train.lock",
+        "policyloss.train.__init__",
+        "policyloss.train.run.__init__",
+        "policyloss.train.run.atomic",
+        "policyloss.train.run.lock",
+        "policyloss.train.run.plain_files",
     ]
-    assert not {name.partition(".")[0] for name in seen} & {"transformers", "numpy", "rich", "safetensors", "tyro"}
+    foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
+    assert not foreign & {"transformers", "numpy", "rich", "safetensors", "tyro"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and links")
+def test_a_link_or_a_pipe_is_no_lock(tmp_path: Path) -> None:
+    """Each would make the run look alive, or keep the report waiting."""
+    owner = lock.Lock(tmp_path)
+    assert lock.is_held(tmp_path)
+    (tmp_path / "elsewhere").write_text(owner.path.read_text())
+    owner.path.unlink()
+    assert not lock.is_held(tmp_path)
+    owner.path.symlink_to(tmp_path / "elsewhere")
+    assert not lock.is_held(tmp_path)
+    owner.path.unlink()
+    os.mkfifo(owner.path)
+    assert not lock.is_held(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and links")

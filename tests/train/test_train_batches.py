@@ -8,7 +8,7 @@ import torch
 from policyloss.train.advantages import judge
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
-from policyloss.train.rollout import Sample
+from policyloss.train.sampler import Sample
 
 
 def made(prompt: list[int], completion: list[int], reward: float, group: int, finished: bool = True) -> Sample:

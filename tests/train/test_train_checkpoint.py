@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import math
 import multiprocessing
 import os
@@ -17,23 +19,16 @@ import pytest
 import torch
 import torch.multiprocessing
 import train_ranks
+from safetensors import safe_open
 from started import started_once
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train import checkpoint
-from policyloss.train.checkpoint import (
-    discard_after,
-    latest,
-    load,
-    load_optimizer_state,
-    optimizer_state,
-    save,
-    step_of,
-    subtree,
-)
-from policyloss.train.files import StorageError
-from policyloss.train.sharded import load_sharded, save_sharded
+from policyloss.train.run import checkpoint
+from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.checkpoint import latest, load, save, subtree
+from policyloss.train.run.checkpoint_folder import discard_after, step_of
+from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -80,11 +75,12 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     }
     for name, saved in checkpoint.flatten(state).items():
         assert same(tensors[name], saved), name
-    assert tensors["model/in.weight"].data_ptr() == tensors["model/out.weight"].data_ptr(), "tied weights are written once"
+    with safe_open(path / "rank00000.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(tensors) - {"model/out.weight", "queue/1/ids"}, (
+            "tied weights are written once, nothing never"
+        )
     assert set(subtree(tensors, "queue/0")) == {"ids"}
     assert step_of(path) == 12
-    assert load_sharded(path)[0].keys() == tensors.keys()
-    assert all(same(x, tensors[name]) for name, x in load_sharded(path)[0].items())
 
 
 @pytest.mark.parametrize(
@@ -230,16 +226,14 @@ def other_number(path: Path) -> None:
 
 def elsewhere(path: Path) -> None:
     """An index that is sound in itself, by someone who wants another file read."""
-    import hashlib
-
-    body = path.read_bytes().partition(b', "checkpoint": ')[2][:-1].replace(b'"tensors.safetensors"', b'"../outside"')
+    body = path.read_bytes().partition(b', "checkpoint": ')[2][:-1].replace(b'"rank00000.safetensors": {', b'"../outside": {')
     path.write_bytes(b'{"sha256": "%s", "checkpoint": %s}' % (hashlib.sha256(body).hexdigest().encode(), body))
 
 
 DAMAGE = {
-    "tensors cut": ("tensors.safetensors", cut, "has 85 bytes, 88 were written"),
-    "a bit of a tensor": ("tensors.safetensors", flip, "tensors.safetensors does not have its checksum"),
-    "no tensors": ("tensors.safetensors", Path.unlink, "is incomplete: .*tensors.safetensors: No such file"),
+    "tensors cut": ("rank00000.safetensors", cut, "has 85 bytes, 88 were written"),
+    "a bit of a tensor": ("rank00000.safetensors", flip, "rank00000.safetensors does not have its checksum"),
+    "no tensors": ("rank00000.safetensors", Path.unlink, "is incomplete: .*rank00000.safetensors: No such file"),
     "no index": ("checkpoint.json", Path.unlink, "is incomplete: .*checkpoint.json: No such file"),
     "index cut": ("checkpoint.json", cut, "checkpoint.json is not readable"),
     "another number": ("checkpoint.json", other_number, "checkpoint.json does not have its checksum"),
@@ -255,7 +249,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, what: str) -> None:
     file, damage, says = DAMAGE[what]
     damage(tmp_path / "step_000003" / file)
     with pytest.raises(StorageError, match=says):
-        load(tmp_path / "step_000003")
+        checkpoint.checked_index(tmp_path / "step_000003", sums=True)
     with pytest.warns(UserWarning, match=f"step_000003.*{says}.*next older"):
         assert holds(latest(tmp_path)) == 2.0
 
@@ -282,7 +276,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_one_that_cannot_be_read_is_not_counted(tmp_path: Path) -> None:
     for step in (1, 2):
         put(tmp_path, step)
-    cut(tmp_path / "step_000002" / "tensors.safetensors")
+    cut(tmp_path / "step_000002" / "rank00000.safetensors")
     put(tmp_path, 3, keep=2)
     assert names(tmp_path) == ["step_000001", "step_000003"]
 
@@ -395,7 +389,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the four ranks worked. Parallel test workers share one start of processes: the first's."""
 
     def start(place: Path) -> None:
-        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.sharded"])
+        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.run.checkpoint"])
         torch.multiprocessing.start_processes(train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver")
 
     return started_once(tmp_path_factory, "train_ranks", start)
@@ -429,7 +423,7 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(case: str, said: Said, alon
 def test_one_process_reads_what_ranks_wrote(ranks: str, folder: Path, said: Said, alone: Any) -> None:
     path = latest(folder / ranks)
     assert path == folder / ranks / "step_000003"
-    tensors, numbers = load_sharded(path)
+    tensors, numbers = load(path)
     for name, x in alone[0].items():
         assert same(tensors[name], x), name
     assert numbers["lr"] == 0.1
@@ -437,15 +431,13 @@ def test_one_process_reads_what_ranks_wrote(ranks: str, folder: Path, said: Said
         assert [tensors[f"rng/rank{rank}"].tolist() for rank in (0, 1)] == [[0, 0, 0], [1, 1, 1]]
         assert tensors["empty"].shape == (0, 4)
         assert tensors["count"].item() == 7
-    with pytest.raises(InputError, match="written by several ranks; read it with load_sharded"):
-        load(path)
 
 
 def test_each_rank_wrote_its_own_rows(folder: Path, said: Said) -> None:
     """Of 5 rows, two ranks have 3 and 2; four have 2, 2, 1 and none."""
     for ranks, rows in (("two", [3, 2]), ("four", [2, 2, 1])):
         index = checkpoint.checked_index(folder / ranks / "step_000003", sums=True)
-        pieces = index["sharded"]["model/0.weight"]["pieces"]
+        pieces = index["tensors"]["model/0.weight"]["pieces"]
         assert [piece["rows"] for piece in pieces] == rows
         assert [piece["file"] for piece in pieces] == [f"rank{rank:05d}.safetensors" for rank in range(len(rows))]
     assert said[0]["path"] == said[1]["path"] == said[1]["latest"]
@@ -453,8 +445,9 @@ def test_each_rank_wrote_its_own_rows(folder: Path, said: Said) -> None:
 
 def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
     for rank in (0, 1):
-        assert said[rank]["full disk"].startswith("StorageError: rank 1: StorageError: could not write ")
-        assert "rank00001.safetensors: No space left on device. Older checkpoints are untouched. Free" in said[rank]["full disk"]
+        assert said[rank]["full disk"].startswith("StorageError: rank 1: StorageError: could not write checkpoint ")
+        assert "step_000009: No space left on device. Older checkpoints are untouched. Free" in said[rank]["full disk"]
+        assert "'model/0.weight'] is spread over 2 ranks (a DTensor); give `group`" in said[rank]["alone"]
         assert "'queue'] is float32 [2] on rank 0 but float32 [3] on rank 1; give" in said[rank]["shapes"]
         assert said[rank]["folder"] == ["step_000003"]
         assert said[rank]["latest"] == said[rank]["path"]
@@ -467,7 +460,7 @@ def test_replicas_and_columns(folder: Path, said: Said) -> None:
         assert all(torch.equal(x, torch.arange(10.0).view(5, 2)) for x in said[rank]["twice"])
         assert "only shards of the first dimension can be written" in said[rank]["columns"]
     index = checkpoint.checked_index(folder / "replicas" / "step_000000", sums=True)
-    assert [piece["rows"] for piece in index["sharded"]["table"]["pieces"]] == [3, 2]
+    assert [piece["rows"] for piece in index["tensors"]["table"]["pieces"]] == [3, 2]
 
 
 def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> None:
@@ -478,11 +471,58 @@ def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> No
         assert latest(tmp_path) is None
     (path / "rank00001.safetensors").unlink()
     with pytest.raises(PolicyLossError, match=r"incomplete: .*rank00001\.safetensors"):
-        load_sharded(path)
+        load(path)
 
 
-def test_one_process_may_write_as_ranks_do(tmp_path: Path) -> None:
-    path = save_sharded(tmp_path, 4, {"w": torch.arange(3)}, {"n": 1}, keep=1)
-    tensors, numbers = load_sharded(path)
-    assert torch.equal(tensors["w"], torch.arange(3))
-    assert numbers == {"n": 1}
+def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None:
+    """The same state: one index, but for where the rows are. A file of each rank, and what one process wrote is a rank's."""
+    one, two, four = (checkpoint.checked_index(folder / name / "step_000003", sums=True) for name in ("one", "two", "four"))
+    assert list(one["files"]) == ["rank00000.safetensors"]
+    assert list(two["files"]) == [f"rank{rank:05d}.safetensors" for rank in (0, 1)]
+    assert one.keys() == two.keys() == four.keys()
+    assert one["numbers"] == two["numbers"] == four["numbers"]
+    for name, entry in one["tensors"].items():
+        rows = entry["shape"][0] if entry["shape"] else 1
+        assert entry["pieces"] == [{"file": "rank00000.safetensors", "first": 0, "rows": rows}], name
+        for other in (two, four):
+            assert {**other["tensors"][name], "pieces": entry["pieces"]} == entry, name
+            assert sum(piece["rows"] for piece in other["tensors"][name]["pieces"]) == rows, name
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"first": 1}, r"model/w: a piece begins at row 1, where row 0 is next"),
+        ({"first": -1}, r"model/w: a piece begins at row -1, where row 0 is next"),
+        ({"rows": 3}, r"model/w has the shape \[4\] in rank00000\.safetensors, but the index says \[3\]"),
+        ({"first": "x"}, r"model/w: a piece begins at row x"),
+        ({"file": "rank00007.safetensors"}, "KeyError: 'rank00007.safetensors'"),
+        (None, r"model/w: 8 of 4 rows are in the files"),
+        ([], r"model/w: 0 of 4 rows are in the files"),
+    ],
+)
+def test_pieces_that_are_not_the_rows_of_a_tensor(tmp_path: Path, change: Any, says: str) -> None:
+    """An index that is sound in its sums, and says that some rows are nowhere, or twice: memory that nobody wrote is not read."""
+    path = put(tmp_path, 1)
+    body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
+    entry = body["tensors"]["model/w"]
+    (piece,) = entry["pieces"]
+    if change is None:  # the same rows once more, as if they were the next
+        entry["pieces"] = [piece, {**piece, "first": 4}]
+    else:
+        entry["pieces"] = [{**piece, **change}] if change else []
+    data = json.dumps(body).encode()
+    (path / "checkpoint.json").write_bytes(
+        b'{"sha256": "%s", "checkpoint": %s}' % (hashlib.sha256(data).hexdigest().encode(), data)
+    )
+    with pytest.raises(StorageError, match=says):
+        load(path)
+
+
+def test_a_checkpoint_of_another_format_is_named(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    body = (path / "checkpoint.json").read_bytes().partition(b', "checkpoint": ')[2][:-1].replace(b'"format": 2', b'"format": 1')
+    sha256 = hashlib.sha256(body).hexdigest().encode()
+    (path / "checkpoint.json").write_bytes(b'{"sha256": "%s", "checkpoint": %s}' % (sha256, body))
+    with pytest.raises(StorageError, match="has format 1, and this version reads format 2; use the version that wrote it"):
+        load(path)

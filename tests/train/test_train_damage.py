@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.train.resuming import stored_options
+from policyloss.train.run.resumed_options import stored_options
 from policyloss.train.tasks import make_task
 from policyloss.train.tiny import tiny_tokenizer
 
@@ -191,7 +191,8 @@ def signed(path: Path, body: Any) -> None:
     for name in body["files"] if isinstance(body.get("files"), dict) else ():
         file = path / str(name)
         if file.is_file():
-            body["files"][name] = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            sizes = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            body["files"][name] = {**body["files"][name], **sizes}
     data = json.dumps(body).encode()
     head = b'{"sha256": "%s", "checkpoint": ' % hashlib.sha256(data).hexdigest().encode()
     (path / "checkpoint.json").write_bytes(head + data + b"}")
@@ -206,9 +207,10 @@ def test_numbers_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     values = ("missing", None, -1, 10**400, "\ud800", [], {"a": 1})
     cases = [(place, value) for place in leaves(body) if place[0] != "files" for value in values]
     random.seed(1)
-    top = [(place, value) for place, value in cases if len(place) < 3 and value in ("missing", -1)]
+    top = [(place, value) for place, value in cases if len(place) < 3 and value in ("missing", -1) and place[0] != "tensors"]
+    numbers, tensors = ([case for case in cases if case[0][0] == part] for part in ("numbers", "tensors"))
     results = {}
-    for place, value in [*top, *random.sample(cases, 24)]:
+    for place, value in [*top, *random.sample(numbers, 24), *random.sample(tensors, 8)]:
         held = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
         signed(path, changed(body, place, value))
         results[f"{place} = {str(value)[:20]!r}"] = outcome(["train", "--resume", "--extend", "3", "--out", str(run)])
@@ -220,9 +222,9 @@ def test_numbers_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """Missing, of another shape or kind, one too many; and shapes of a million million in an index that calls itself sharded."""
+    """Missing, of another shape or kind, one too many; and shapes of a million million in the index."""
     results = {}
-    whole = load_file(folder / "run" / "checkpoints" / "step_000002" / "tensors.safetensors")
+    whole = load_file(folder / "run" / "checkpoints" / "step_000002" / "rank00000.safetensors")
     kinds = (
         "policy/model.lm_head.weight",
         "policy_optimizer/model.lm_head.weight/exp_avg",
@@ -242,16 +244,22 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
             path = run / "checkpoints" / "step_000002"
             other = change(whole[name])
             tensors = {key: x for key, x in whole.items() if key != name} | ({} if other is None else {name: other})
-            save_file(tensors, path / "tensors.safetensors")
-            signed(path, json.loads((path / "checkpoint.json").read_text())["checkpoint"])
+            save_file(tensors, path / "rank00000.safetensors")
+            body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
+            del body["tensors"][name]
+            if other is not None:  # the index says what the file holds
+                piece = {"file": "rank00000.safetensors", "first": 0, "rows": other.shape[0]}
+                dtype = str(other.dtype).removeprefix("torch.")
+                body["tensors"][name] = {"shape": list(other.shape), "dtype": dtype, "pieces": [piece]}
+            signed(path, body)
             results[f"{name} {kind}"] = outcome(["train", "--resume", "--extend", "3", "--out", str(run)])
             shutil.rmtree(run)
     for shape in ([10**12], [10**12, 10**12], [-1], ["x"], 10**400):
         run = copied(folder, tmp_path / "run")
         path = run / "checkpoints" / "step_000002"
         body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
-        piece = {"file": "tensors.safetensors", "first": 0, "rows": 10**12}
-        body["sharded"] = {"policy/model.lm_head.weight": {"shape": shape, "dtype": "float32", "pieces": [piece]}}
+        piece = {"file": "rank00000.safetensors", "first": 0, "rows": 10**12}
+        body["tensors"] = {"policy/model.lm_head.weight": {"shape": shape, "dtype": "float32", "pieces": [piece]}}
         signed(path, body)
         results[f"shape {str(shape)[:20]}"] = outcome(["sample", str(run), "--checkpoint", str(path)])
         shutil.rmtree(run)

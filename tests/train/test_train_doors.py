@@ -16,13 +16,13 @@ from train_loop_ranks import SMALL, lines, make_model, resume, train
 
 from policyloss.cli import main
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import latest
-from policyloss.train.files import StorageError, replace_file
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
 from policyloss.train.models import load
-from policyloss.train.resuming import named_options
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.atomic import StorageError, replace_file
+from policyloss.train.run.checkpoint import latest
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines
+from policyloss.train.run.resumed_options import named_options
 from policyloss.train.tasks import make_task
 
 
@@ -213,7 +213,7 @@ def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
 # ---------------------------------------------------------------- links and pipes
 
 OF_A_RUN = ("config.json", "environment.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "lock", ".config.json.tmp")
-INSIDE = ("checkpoints", "tensorboard", "checkpoints/step_000002", "checkpoints/step_000002/tensors.safetensors")
+INSIDE = ("checkpoints", "tensorboard", "checkpoints/step_000002", "checkpoints/step_000002/rank00000.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -267,13 +267,13 @@ def test_a_task_is_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_checkpoint_that_is_named_is_checked_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run / "checkpoints" / "step_000002" / "tensors.safetensors"
+    file = run / "checkpoints" / "step_000002" / "rank00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     for command in (["eval", "--reward", "exact"], ["sample"]):
         assert main([*command, str(run), "--checkpoint", str(file.parent)]) == 2
-        assert "tensors.safetensors does not have its checksum" in capsys.readouterr().err
+        assert "rank00000.safetensors does not have its checksum" in capsys.readouterr().err
 
 
 def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,7 +349,7 @@ def test_prompts_that_are_left_out_leave_the_others_where_they_were(tmp_path: Pa
 
     task = make_task("sort", reward=None, seed=0)
     whole, skipping = (
-        Collector(TrainConfig(), task, None, Ranks(0, 1, torch.device("cpu")), print, unusable=unusable)
+        Collector(TrainConfig(), task, None, None, Ranks(0, 1, torch.device("cpu")), print, unusable=unusable)
         for unusable in (frozenset[int](), frozenset({5, 9}))
     )
     order = [whole._next().id for _ in range(2 * 4096)]

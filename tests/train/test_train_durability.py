@@ -14,12 +14,11 @@ import pytest
 import torch
 from train_loop_ranks import lines, resume, train
 
-from policyloss.train.checkpoint import latest, save
-from policyloss.train.files import replace_file
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
-from policyloss.train.run_dir import RunDir
-from policyloss.train.sharded import load_sharded
+from policyloss.train.run.atomic import replace_file
+from policyloss.train.run.checkpoint import latest, load, save
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines
 
 
 class Disk:
@@ -75,7 +74,7 @@ def value_of(folder: Path) -> float:
     """What the last intact checkpoint holds; its tensors and its numbers agree."""
     path = latest(folder)
     assert path is not None
-    tensors, numbers = load_sharded(path)
+    tensors, numbers = load(path)
     assert tensors["policy/w"].tolist() == [numbers["value"]] * 4
     value: float = numbers["value"]
     return value
@@ -177,7 +176,7 @@ def test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted(tmp_p
     (tmp_path / "step_000002").rename(tmp_path / ".step_000002.old")
     put(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
-    assert load_sharded(tmp_path / "step_000002")[1] == {"value": 2.0}
+    assert load(tmp_path / "step_000002")[1] == {"value": 2.0}
 
 
 def test_two_that_meet_a_dead_lock_take_it_one_after_the_other(tmp_path: Path) -> None:

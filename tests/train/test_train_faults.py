@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from train_loop_ranks import lines, make_model, resume, train
 
 from policyloss.train import learner as learner_module
-from policyloss.train import limits
 from policyloss.train.batches import Pack
 from policyloss.train.distributed import Ranks
-from policyloss.train.examples import Example, ListTask
 from policyloss.train.finite import nonfinite_tokens
-from policyloss.train.limits import TimeIsUp, within
-from policyloss.train.rewards import RewardError, checked, scored
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.directory import RunDir
+from policyloss.train.tasks import time_limit
+from policyloss.train.tasks.base import Example, ListTask
+from policyloss.train.tasks.rewards import RewardError, checked, scored
+from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.watch import Watch
 
 
@@ -42,7 +42,7 @@ def checkpoints(out: Path) -> list[str]:
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / "checkpoints" / f"step_{step:06d}" / "tensors.safetensors")
+    return load_file(out / "checkpoints" / f"step_{step:06d}" / "rank00000.safetensors")
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -89,7 +89,7 @@ def test_an_update_that_is_not_finite_is_skipped(
         name for name, x in weights(out, 2).items() if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])
     ]
     assert moved  # by the minibatch that was finite
-    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]
+    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]["learner"]
     assert (numbers["updates"], numbers["skipped_in_a_row"]) == (5, 0)
 
 
@@ -137,22 +137,22 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(
 
 def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: str) -> None:
     """As an older version wrote it: sound in every byte, and worthless."""
-    from policyloss.train import stored
+    from policyloss.train.run import resume as resume_module
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "_refuse_nonfinite", lambda tensors, training: None)
+        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, step, ranks: None)
         log = RunDir.log
 
         def poisoned(self: RunDir, step: int, metrics: Any, timing: Any) -> None:
             log(self, step, metrics, timing)
             if step == 3:
                 with torch.no_grad():
-                    held[0].models.model.model.norm.weight[0] = math.nan
+                    learners[0].policy.model.model.norm.weight[0] = math.nan
 
-        held: list[Any] = []
-        start = stored.store
-        patch.setattr("policyloss.train.loop.store", lambda training: (held.append(training), start(training)))
+        learners: list[Any] = []
+        state = learner_module.Learner.state
+        patch.setattr(learner_module.Learner, "state", lambda learner: (learners.append(learner), state(learner))[1])
         patch.setattr(RunDir, "log", poisoned)
         assert train(out, model=model, checkpoint_every=1) == 0
     assert weights(out, 3)["policy/model.model.norm.weight"][0].isnan()
@@ -274,7 +274,7 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
     assert "in native_hang" in done.stderr
     assert "unreachable" not in done.stdout
     assert time.monotonic() - began < 40
-    assert limits.HARD_S == 20  # what the other process made shorter for itself
+    assert time_limit.HARD_S == 20  # what the other process made shorter for itself
 
 
 def test_no_limit_is_none() -> None:

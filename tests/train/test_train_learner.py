@@ -20,7 +20,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Learned, Learner, Policy, rate
 from policyloss.train.models import Critic
-from policyloss.train.rollout import Sample
+from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8
 HERE = Ranks(0, 1, torch.device("cpu"))
@@ -76,10 +76,10 @@ def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
     """With gradient descent of rate 1. `reference` and `critic` are used if the loss or the advantage asks for them."""
     options = {"minibatches": 1, "grad_clip": 0.0, "old_logp": "rollout", "temperature": TEMPERATURE, **options}
     config = TrainConfig(**options)
-    policy = Policy(model, TEMPERATURE, config.head)
+    policy = Policy(model)
     made = Learner(config, spec, HERE, policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     if "ref_logp" in spec.reads:
-        made.reference = Policy(llama(9), TEMPERATURE, config.head).requires_grad_(False)
+        made.reference = Policy(llama(9)).requires_grad_(False)
     if config.with_critic:
         made.critic = Critic(model)
         nn.init.normal_(made.critic.head.weight, generator=torch.Generator().manual_seed(2))
@@ -173,7 +173,8 @@ def test_a_pack_does_not_look_across_sequences(make: Any) -> None:
     batch = samples(model)
     with torch.no_grad():
         micro = Pack.of(batch).micro_batch()
-        found = Policy(model, TEMPERATURE, "fused")(micro).logp[micro["mask"]]
+        made = learner(model, pl.preset("ppo"), advantage="dr_grpo")
+        found = made.logprobs(made.policy, micro)[micro["mask"]]
         torch.testing.assert_close(found, torch.cat([alone(model, s) for s in batch]), rtol=0, atol=1e-12)
         values = Critic(model)
         nn.init.normal_(values.head.weight)

@@ -25,7 +25,7 @@ from policyloss.cli import main
 from policyloss.train import loop
 from policyloss.train.collect import Collector
 from policyloss.train.config import ADVANTAGES
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.directory import RunDir
 
 # A run in which everything that a checkpoint must hold matters: completions that wait, two epochs, a critic, a schedule.
 WHOLE = {
@@ -63,7 +63,7 @@ def assert_same_run(out: Path, expected: Path) -> None:
         assert (out / name).read_bytes() == (expected / name).read_bytes(), name
     last = sorted(path.name for path in (expected / "checkpoints").iterdir())[-1]
     kept = [path / "checkpoints" / last for path in (out, expected)]
-    assert (kept[0] / "tensors.safetensors").read_bytes() == (kept[1] / "tensors.safetensors").read_bytes()
+    assert (kept[0] / "rank00000.safetensors").read_bytes() == (kept[1] / "rank00000.safetensors").read_bytes()
     assert json.loads((kept[0] / "checkpoint.json").read_text()) == json.loads((kept[1] / "checkpoint.json").read_text())
 
 
@@ -203,7 +203,7 @@ def test_without_a_run_there_is_nothing_to_resume(tmp_path: Path, capsys: pytest
 def test_a_corrupt_checkpoint_costs_the_steps_since_the_one_before(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    file = out / "checkpoints" / "step_000005" / "tensors.safetensors"
+    file = out / "checkpoints" / "step_000005" / "rank00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
@@ -312,7 +312,7 @@ def assert_learned(out: Path, model: str) -> dict[str, Any]:
     assert row["grad_norm"] > 0
     assert sum(row["ratio_histogram"]["counts"]) == row["tokens"]
     start = load_file(Path(model) / "model.safetensors")
-    tensors = load_file(out / "checkpoints" / "step_000001" / "tensors.safetensors")
+    tensors = load_file(out / "checkpoints" / "step_000001" / "rank00000.safetensors")
     assert all(x.isfinite().all() for x in tensors.values())
     assert not torch.equal(tensors["policy/model.model.norm.weight"], start["model.norm.weight"])
     return row

@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Example, ListTask, numbered
 from policyloss.train.models import Critic, load, parts
-from policyloss.train.rewards import make_reward
-from policyloss.train.sorting import SortTask
 from policyloss.train.tasks import make_task
+from policyloss.train.tasks.base import Example, ListTask, numbered
+from policyloss.train.tasks.rewards import make_reward
+from policyloss.train.tasks.sort import SortTask
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 from policyloss.train.warmup import warm_up
 

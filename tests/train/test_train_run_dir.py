@@ -20,13 +20,13 @@ import pytest
 from rich.console import Console
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train.checkpoint import latest, save
-from policyloss.train.display import Display
-from policyloss.train.files import StorageError, from_json, replace_file, to_json
-from policyloss.train.jsonl import JsonLines, line_of
-from policyloss.train.lock import Lock
-from policyloss.train.run_dir import RunDir
-from policyloss.train.track import service, service_module
+from policyloss.train.run.atomic import StorageError, from_json, replace_file, to_json
+from policyloss.train.run.checkpoint import latest, save
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.records import JsonLines, line_of
+from policyloss.train.view.display import Display
+from policyloss.train.view.track import service, service_module
 
 CONFIG, SPEC = {"lr": 1e-5, "clip": math.inf}, {"trust": {"type": "clip"}}
 
@@ -265,12 +265,13 @@ def test_a_process_id_given_again_is_another_process(tmp_path: Path) -> None:
     Lock(tmp_path).release()
 
 
-def test_a_lock_of_another_host_is_refused_unless_told(tmp_path: Path) -> None:
+def test_a_lock_of_another_host_is_refused_until_it_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text('{"pid": 1, "host": "elsewhere.example", "began": null}')
     with pytest.raises(StorageError, match=r"locked by process 1 on elsewhere\.example.*delete"):
         Lock(tmp_path)
     assert "elsewhere" in (tmp_path / "lock").read_text()
-    taken = Lock(tmp_path, take_over=True)
+    (tmp_path / "lock").unlink()
+    taken = Lock(tmp_path)
     assert "elsewhere" not in taken.path.read_text()
     taken.path.write_text('{"pid": 1, "host": "elsewhere.example"}')
     taken.release()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Example, normalised
-from policyloss.train.rewards import RewardError, checked, make_reward
 from policyloss.train.tasks import make_task
+from policyloss.train.tasks.base import Example, normalised
+from policyloss.train.tasks.rewards import RewardError, checked, make_reward
 
 
 def written(path: Path, *rows: Any) -> str:

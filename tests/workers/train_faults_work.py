@@ -58,9 +58,9 @@ def rank(number: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": (Path(folder) / "port").read_text()}
     collect = Collector.collect
 
-    def stalling(self: Collector, model: Any) -> Any:
+    def stalling(self: Collector) -> Any:
         Path(folder, "stall").touch()  # from the first step on; the evaluation before it is over
-        return collect(self, model)
+        return collect(self)
 
     Collector.collect = stalling  # type: ignore[method-assign]
     options = {"model": f"{folder}/model", "prompts": 2, "group_size": 2, "steps": 1, "warmup_steps": 0, "max_new_tokens": 4}
@@ -97,8 +97,8 @@ def start_two_ranks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from policyloss.train import limits
+    from policyloss.train.tasks import time_limit
 
-    limits.HARD_S = 1.0
-    limits.within(0.5, native_hang)
+    time_limit.HARD_S = 1.0
+    time_limit.within(0.5, native_hang)
     print("unreachable")

@@ -89,7 +89,7 @@ def lines(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
 def kill_in_a_line(command: Sequence[str], step: int) -> None:
     """Run the command, and die by SIGKILL when half of the line of `step` is written."""
     from policyloss.cli import main
-    from policyloss.train.run_dir import RunDir
+    from policyloss.train.run.directory import RunDir
 
     log = RunDir.log
 

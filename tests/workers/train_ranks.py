@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from policyloss.train import sharded
-from policyloss.train.checkpoint import latest, load_optimizer_state, optimizer_state, save, subtree
-from policyloss.train.sharded import latest_on_ranks, load_sharded, save_sharded
+from policyloss.train.run import checkpoint
+from policyloss.train.run.checkpoint import latest, load, save, subtree
+from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 STEPS, MORE = 3, 2
 Whole = dict[str, Tensor]
@@ -63,7 +63,7 @@ def resumed(path: Path, mesh: DeviceMesh, group: Any) -> tuple[Whole, Whole]:
     model = fully_shard(make_model(), mesh=mesh)
     optimizer = make_optimizer(model, lr=9.0)
     parameters = dict(model.named_parameters())
-    tensors, numbers = load_sharded(path, {"model": parameters, "optimizer": parameters}, group=group)
+    tensors, numbers = load(path, {"model": parameters, "optimizer": parameters}, group=group)
     model.load_state_dict(subtree(tensors, "model"))
     load_optimizer_state(model, optimizer, subtree(tensors, "optimizer"), numbers["optimizer"])
     held = {name: whole(x) for name, x in tensors.items()}
@@ -87,13 +87,14 @@ def failing(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ra
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    real, sharded.write_tensors = sharded.write_tensors, full if rank == 1 else sharded.write_tensors  # type: ignore[assignment]
+    real, checkpoint.write_tensors = checkpoint.write_tensors, full if rank == 1 else checkpoint.write_tensors  # type: ignore[assignment]
     try:
-        found = {"full disk": failure(lambda: save_sharded(folder, 9, state, numbers, keep=1, group=group))}
+        found = {"full disk": failure(lambda: save(folder, 9, state, numbers, keep=1, group=group))}
     finally:
-        sharded.write_tensors = real
+        checkpoint.write_tensors = real
+    found["alone"] = failure(lambda: save(folder, 9, state, numbers, keep=1))
     other = {"queue": torch.zeros(rank + 2)}
-    found["shapes"] = failure(lambda: save_sharded(folder, 9, other, {}, keep=1, group=group))
+    found["shapes"] = failure(lambda: save(folder, 9, other, {}, keep=1, group=group))
     found["folder"] = sorted(path.name for path in folder.iterdir())
     found["latest"] = str(latest(folder))
     return found
@@ -104,9 +105,9 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
     model, optimizer = trained(mesh)
     state, numbers = state_of(model, optimizer)
     extra = {"rng": {f"rank{rank}": torch.full((3,), rank)}, "empty": torch.zeros(0, 4), "count": torch.tensor(7)}
-    save_sharded(folder / "two", 1, {"x": torch.ones(2)}, {}, keep=1, group=group)
-    path = save_sharded(folder / "two", 3, {**state, **extra}, numbers, keep=1, group=group)
-    found: dict[str, Any] = {"path": str(path), "latest": str(latest_on_ranks(folder / "two", group=group))}
+    save(folder / "two", 1, {"x": torch.ones(2)}, {}, keep=1, group=group)
+    path = save(folder / "two", 3, {**state, **extra}, numbers, keep=1, group=group)
+    found: dict[str, Any] = {"path": str(path), "latest": str(latest(folder / "two", group=group))}
     found["2 to 2"] = resumed(path, mesh, group)
     single = folder / "one"
     if rank == 0:
@@ -120,20 +121,20 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
 
 def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """All ranks: read what two and what one wrote; save; a mesh of replicas."""
-    found: dict[str, Any] = {"2 to 4": resumed(folder / "two" / "step_000003", mesh, None)}
-    found["1 to 4"] = resumed(folder / "one" / "step_000003", mesh, None)
+    found: dict[str, Any] = {"2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)}
+    found["1 to 4"] = resumed(folder / "one" / "step_000003", mesh, dist.group.WORLD)
     model, optimizer = trained(mesh)
-    save_sharded(folder / "four", 3, *state_of(model, optimizer), keep=1)
+    save(folder / "four", 3, *state_of(model, optimizer), keep=1, group=dist.group.WORLD)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     table = torch.arange(10.0).view(5, 2)
     spread = distribute_tensor(table, square, [Replicate(), Shard(0)])
-    path = save_sharded(folder / "replicas", 0, {"table": spread}, {}, keep=1)
-    found["replicas"] = whole(load_sharded(path, {"table": spread})[0]["table"])
+    path = save(folder / "replicas", 0, {"table": spread}, {}, keep=1, group=dist.group.WORLD)
+    found["replicas"] = whole(load(path, {"table": spread})[0]["table"])
     twice = distribute_tensor(table, square, [Shard(0), Shard(0)])
-    path = save_sharded(folder / "twice", 0, {"table": twice}, {}, keep=1)
-    found["twice"] = whole(load_sharded(path, {"table": twice})[0]["table"]), load_sharded(path)[0]["table"]
+    path = save(folder / "twice", 0, {"table": twice}, {}, keep=1, group=dist.group.WORLD)
+    found["twice"] = whole(load(path, {"table": twice})[0]["table"]), load(path)[0]["table"]
     across = distribute_tensor(table, mesh, [Shard(1)])
-    found["columns"] = failure(lambda: save_sharded(folder / "columns", 0, {"table": across}, {}, keep=1))
+    found["columns"] = failure(lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD))
     return found
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss.report.reading import Notes, integer, is_regular, json_object, read_bytes
+from policyloss.report.reading import Notes, integer, is_regular, json_object
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.series import Table, read_table
-from policyloss.train.lock import LOCK_BYTES, is_held
+from policyloss.train.run.lock import is_held
 
 SCHEMA = 1
 
@@ -114,8 +114,7 @@ def _state(folder: Path, trained: int, planned: int | None) -> str:
     """Whether the run is "finished", "running" (a process holds its lock), "stopped" before the
     planned end, or "unknown" because no end was planned.
     """
-    lock = read_bytes(folder / "lock", LOCK_BYTES, [])
-    if lock is not None and is_held(lock):
+    if is_held(folder):
         return "running"
     if planned is None:
         return "unknown"

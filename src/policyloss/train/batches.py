@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.train.rollout import Sample
+from policyloss.train.sampler import Sample
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,84 +13,65 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import PolicyLossError
+from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.rewards import RewardError, scored
-from policyloss.train.rollout import Sample, sample, uniforms
+from policyloss.train.models import parts
+from policyloss.train.run.checkpoint import count_from, subtree
+from policyloss.train.sampler import Sample, sample, uniforms
 from policyloss.train.tasks import Example, Task
-
-
-@dataclass(frozen=True)
-class Completions:
-    """The scored completions of one step on this rank.
-
-    greedy: the reward of the greedy answer to the prompt of each, for "remax". statistics: of all ranks, by name.
-    """
-
-    samples: list[Sample]
-    greedy: Tensor | None = None
-    statistics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def keys(self) -> list[tuple[int, int]]:
-        """The group of each completion, and which of the group it is."""
-        seen: dict[int, int] = {}
-        found = []
-        for s in self.samples:
-            found.append((s.group, seen.get(s.group, 0)))
-            seen[s.group] = found[-1][1] + 1
-        return found
-
-
-@dataclass(frozen=True)
-class Forgiving:
-    """A task whose reward function may fail on a completion: that is told, and the completion counts as wrong."""
-
-    task: Task
-    warn: Callable[[str], None]
-    seconds: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def score(self, example: Example, completion: str) -> float:
-        """As the task scores it, or 0 where it cannot."""
-        try:
-            return scored(self.task, example, completion, self.seconds)
-        except RewardError as error:
-            self.warn(str(error))
-            return 0.0
+from policyloss.train.tasks.rewards import RewardError, scored
 
 
 @dataclass
 class Collector:
-    """Draws prompts and samples completions. `cursor` and `draws` are all its state: where it is, and how often it has sampled.
+    """Draws prompts and samples completions.
 
-    unusable: the training prompts that are passed over; the others keep their places. at: told what begins.
+    Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`,
+    the completions that wait for their step (`staleness`). unusable: the training prompts that are
+    passed over; the others keep their places. at: told what begins.
     """
 
     config: TrainConfig
     task: Task
+    model: Any
     tokenizer: Any
     ranks: Ranks
     warn: Callable[[str], None]
     cursor: int = 0
     draws: int = 0
+    queue: deque[Completions] = field(default_factory=deque)
     unusable: frozenset[int] = frozenset()
     at: Callable[[str], None] = lambda where: None
 
-    @property
-    def forgiving(self) -> Any:
-        """The task for an evaluation, which a failure of its reward function must not end."""
-        return Forgiving(self.task, self.warn, self.config.reward_timeout)
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and numbers for a checkpoint, of all ranks together."""
+        waiting = [Completions.merged(self.ranks.gather(completions)).state() for completions in self.queue]
+        numbers = {"cursor": self.cursor, "draws": self.draws, "queue": [numbers for _, numbers in waiting]}
+        return {"queue": [tensors for tensors, _ in waiting]}, numbers
 
-    def collect(self, model: Any) -> Completions:
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, on any number of ranks."""
+        self.cursor, self.draws = (count_from(numbers, name) for name in ("cursor", "draws"))
+        self.queue.clear()
+        for i, its_numbers in enumerate(numbers["queue"]):
+            completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
+            completions.check(len(self.task.train), parts(self.model)[1].shape[0])
+            self.queue.append(completions.share(self.ranks.rank, self.ranks.world, self.config.prompts))
+
+    def next_step(self) -> Completions:
+        """The completions to train on now: those that were sampled `staleness` steps ago."""
+        while len(self.queue) <= self.config.staleness:
+            self.queue.append(self.collect())
+        return self.queue.popleft()
+
+    def collect(self) -> Completions:
         """Sample and score the completions of one step. Every rank has some of the groups, whole; together they are one batch."""
         config = self.config
         kept: list[Sample] = []
         wanted, groups, everything, failed = config.prompts, 0, [], 0
         for _ in range(config.dynamic_tries if config.dynamic_sampling else 1):
-            drawn, errors = self._draw(model, first_group=groups)
+            drawn, errors = self._draw(first_group=groups)
             groups += config.prompts
             everything += drawn
             failed += errors
@@ -100,9 +82,9 @@ class Collector:
         chosen = set(sorted({g for share in self.ranks.gather([s.group for s in kept]) for g in share})[:wanted])
         samples = [s for s in kept if s.group in chosen]
         statistics = self._statistics(everything, len(chosen), failed)
-        return Completions(samples, self._greedy(model, samples) if config.estimator == "remax" else None, statistics)
+        return Completions(samples, self._greedy(samples) if config.estimator == "remax" else None, statistics)
 
-    def _draw(self, model: Any, first_group: int) -> tuple[list[Sample], int]:
+    def _draw(self, first_group: int) -> tuple[list[Sample], int]:
         """One draw of `prompts` groups, scored: this rank's share of it, and how many could not be scored."""
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
@@ -113,7 +95,7 @@ class Collector:
         places = [i * config.group_size + k for i in own for k in range(config.group_size)]
         self.at("sampling")
         found = sample(
-            model,
+            self.model,
             self.tokenizer,
             prompts,
             max_new_tokens=config.max_new_tokens,
@@ -149,12 +131,12 @@ class Collector:
             self.warn(str(error))
             return math.nan
 
-    def _greedy(self, model: Any, samples: Sequence[Sample]) -> Tensor:
+    def _greedy(self, samples: Sequence[Sample]) -> Tensor:
         """The reward of the greedy answer to the prompt of each."""
         examples = sorted({s.example for s in samples})
         prompts = [(i, 0, self.task.train[i].prompt) for i in examples]
         found = sample(
-            model,
+            self.model,
             self.tokenizer,
             prompts,
             max_new_tokens=self.config.max_new_tokens,

@@ -15,17 +15,17 @@ import tyro
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import checked_index, latest, subtree
-from policyloss.train.collect import Forgiving
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import evaluate
+from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
-from policyloss.train.resuming import named_options, read_resumed, refuse_unnamed_code, stored_options
-from policyloss.train.rollout import sample, uniforms
-from policyloss.train.setup import Models, build
-from policyloss.train.sharded import load_sharded
-from policyloss.train.stored import explained, load_weights, refuse_nonfinite_weights
+from policyloss.train.models import load_weights
+from policyloss.train.run.checkpoint import checked_index, latest, load, subtree
+from policyloss.train.run.resume import explained, refuse_nonfinite_weights
+from policyloss.train.run.resumed_options import named_options, read_resumed, refuse_unnamed_code, stored_options
+from policyloss.train.sampler import sample, uniforms
+from policyloss.train.setup import Setup, build
+from policyloss.train.tasks.rewards import forgiving
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -93,11 +93,11 @@ def eval_command(arguments: Sequence[str]) -> int:
     if options.success is not None:
         config = replace(config, success=options.success)
     refuse_unnamed_code(config, frozenset(named))
-    models, step = load_run(options, config, spec)
-    task = models.task
+    (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
     budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
-    found = evaluate(models.model, models.tokenizer, Forgiving(task, _warn, options.reward_timeout), examples, **budget)
+    score = forgiving(task, options.reward_timeout, _warn)
+    found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
     results = list(zip(examples, found.results, strict=True))
     if options.as_json:
         rows = [{"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score} for e, a in results]
@@ -134,14 +134,14 @@ def sample_command(arguments: Sequence[str]) -> int:
     # Nothing is scored here, so no reward is looked for; that of a .jsonl task must have a name.
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
     refuse_unnamed_code(config, frozenset({"trust_remote_code"} if options.trust_remote_code else ()))
-    models, _ = load_run(options, config, spec)
-    prompts = options.prompt or tuple(example.prompt for example in models.task.held_out[:3])
+    (task, tokenizer, model, _), _ = load_run(options, config, spec)
+    prompts = options.prompt or tuple(example.prompt for example in task.held_out[:3])
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
         raise InputError(f"--number {options.number} completions of {len(prompts)} prompts are too many for one call.")
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
     found = sample(
-        models.model,
-        models.tokenizer,
+        model,
+        tokenizer,
         rows,
         max_new_tokens=config.max_new_tokens,
         temperature=options.temperature,
@@ -163,7 +163,7 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
     return replace(config, task=options.task or config.task, model=options.model or config.model, device=options.device), spec
 
 
-def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Models, int]:
+def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
     """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of
     that checkpoint.
     """
@@ -175,11 +175,11 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
-    models = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None)
-    tensors, _ = load_sharded(chosen, {})
+    setup = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None)
+    tensors, _ = load(chosen)
     with explained(chosen):
-        load_weights(models.policy, subtree(tensors, "policy"))
-    return models, int(index["step"])
+        load_weights(setup.learner.policy, subtree(tensors, "policy"))
+    return setup, int(index["step"])
 
 
 def _warn(text: str) -> None:

@@ -98,6 +98,12 @@ def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Modu
     return module
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside DDP's wrapper; FSDP changes a module in its place."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
 @contextmanager
 def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over ranks with the last backward of a step, and not before."""

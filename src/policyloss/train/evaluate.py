@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
-from policyloss.train.examples import SUCCESS
-from policyloss.train.rollout import Progress, sample
-
-if TYPE_CHECKING:
-    from policyloss.train.tasks import Example, Task
+from policyloss.train.sampler import sample
+from policyloss.train.tasks.base import SUCCESS, Example, Reward
 
 
 @dataclass(frozen=True)
@@ -60,14 +56,15 @@ class Evaluation:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
     examples: Sequence[Example],
+    score: Reward,
     *,
     max_new_tokens: int,
     batch_tokens: int,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """The likeliest completion (token by token) of each example's prompt, scored with `task.score`, whose errors are not caught."""
+) -> list[Result]:
+    """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose
+    errors are not caught.
+    """
     samples = sample(
         model,
         tokenizer,
@@ -78,12 +75,8 @@ def evaluate(
         top_k=0,
         uniforms=None,
         batch_tokens=batch_tokens,
-        progress=progress,
     )
-    return Evaluation.of(
-        [
-            Result(e.id, e.prompt, e.answer, s.text, float(task.score(e, s.text)), len(s.completion_ids), s.finished)
-            for e, s in zip(examples, samples, strict=True)
-        ],
-        task.success,
-    )
+    return [
+        Result(e.id, e.prompt, e.answer, s.text, float(score(e, s.text)), len(s.completion_ids), s.finished)
+        for e, s in zip(examples, samples, strict=True)
+    ]

@@ -1,16 +1,19 @@
 """One step of learning: from scored completions to updated weights.
 
-The order of things, which every policy-gradient method of the field shares: freeze what the old policy, the reference and the
-critic say of the completions; turn rewards into advantages; then take several optimizer steps on them, each divided by its own
-global counts (`policyloss.accumulate`), so that neither micro-batches nor ranks change the gradient.
+The order of things, which every policy-gradient method of the field shares: freeze what the old
+policy, the reference and the critic say of the completions; turn rewards into advantages; then take
+several optimizer steps on them, each divided by its own global counts (`policyloss.accumulate`), so
+that neither micro-batches nor ranks change the gradient.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,42 +24,40 @@ from policyloss.metrics import Metrics
 from policyloss.train.advantages import Judged, judge
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
-from policyloss.train.distributed import Ranks, synchronised
+from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
-from policyloss.train.models import Critic, parts
+from policyloss.train.models import Critic, load_weights, parts, weights
+from policyloss.train.run.checkpoint import count_from, subtree
+from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
+
+Head = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
 class Policy(nn.Module):
     """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it."""
 
-    def __init__(self, model: Any, temperature: float, head: str) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
-        self.head = head
 
-    def forward(self, micro: Any, step: pl.Accumulation | None = None) -> Any:
-        """Loss and log-probabilities of a micro-batch of `step`, its metrics merged into the step's; without a step, `LogProbs`."""
+    def forward(self, micro: Any, head: Head) -> Any:
+        """`head(hidden, weight, bias)` of the tokens of a micro-batch; hidden: `[N, H]`.
+
+        The head is called in here because a sharded weight is whole inside a forward only.
+        """
         body, weight, bias = parts(self.model)
-        x = body(input_ids=micro["ids"][None], position_ids=micro["position_ids"][None], use_cache=False).last_hidden_state[0]
-        targets, mask = micro["targets"], micro["mask"]
-        if step is None:
-            return pl.linear_logprobs(x, weight, targets, bias, self.temperature, entropy=True, mask=mask)
-        if self.head == "fused":
-            out = pl.linear_policy_loss(step.spec, x, weight, targets, **micro.arguments(), bias=bias, temperature=self.temperature)
-            step.add(out.metrics)
-            return out.loss, out.logp
-        logits = nn.functional.linear(x, weight, bias)
-        found = pl.logprobs(logits, targets, self.temperature, entropy=True, mask=mask)
-        return micro.loss(found.logp, entropy=found.entropy), found.logp.detach()
+        ids, positions = micro["ids"][None], micro["position_ids"][None]
+        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+        return head(hidden, weight, bias)
 
 
 @dataclass
 class Learned:
-    """What a step did. metrics: of the policy, summed over its updates and merged over ranks; values: of the critic.
+    """What a step did. metrics: of the policy, summed over its updates and merged over ranks;
+    values: of the critic.
 
-    skipped: updates of policy or critic that were not made, because a number was not finite. logp: `[N]` of this rank's pack, as
-    the loss last saw them.
+    skipped: updates of policy or critic that were not made, because a number was not finite. logp:
+    `[N]` of this rank's pack, as the loss last saw them.
     """
 
     metrics: dict[str, float]
@@ -73,8 +74,8 @@ class Learned:
 class Learner:
     """The policy, its critic and reference (if there are), and how they learn.
 
-    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since the last good one. `warn` is
-    told of each.
+    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
+    the last good one. `warn` is told of each.
     """
 
     config: TrainConfig
@@ -89,10 +90,55 @@ class Learner:
     skipped_in_a_row: int = 0
     warn: Callable[[str], None] = warnings.warn
 
+    def start_copies(self) -> None:
+        """Let the reference be the policy as it is now, and the critic read tokens as it does."""
+        if self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        if isinstance(self.critic, Critic):
+            self.critic.start_from(self.policy.model)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and numbers for a checkpoint. Of a sharded module, this rank's part."""
+        tensors: dict[str, Any] = {}
+        numbers: dict[str, Any] = {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
+        for name, module, optimizer in self._trained():
+            moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
+            tensors |= {name: weights(module), f"{name}_optimizer": moments}
+        if self.reference is not None:
+            tensors["reference"] = weights(self.reference)
+        return tensors, numbers
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        for name, module, optimizer in self._trained():
+            load_weights(module, subtree(tensors, name))
+            moments = subtree(tensors, f"{name}_optimizer")
+            load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
+        if self.reference is not None:
+            load_weights(self.reference, subtree(tensors, "reference"))
+        self.updates = count_from(numbers, "updates")
+        self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
+
+    def layout(self) -> dict[str, Any]:
+        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their
+        parameters do.
+        """
+        return {f"{name}{kind}": weights(module) for name, module, _ in self._trained() for kind in ("", "_optimizer")}
+
+    def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
+        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of
+        ranks have none.
+        """
+        trained = [("policy", unwrapped(self.policy), self.optimizer)]
+        if self.critic is not None and self.critic_optimizer is not None:
+            trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
+        return trained
+
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
         """Update the weights with this rank's sequences.
 
-        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks makes the same minibatches.
+        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
+        makes the same minibatches.
         """
         pack = self._frozen(pack.to(self.ranks.device))
         judged = self._judged(pack, greedy)
@@ -103,7 +149,7 @@ class Learner:
         metrics, values = Metrics(), Metrics()
         norms: list[float] = []
         critic_norms: list[float] = []
-        logp = torch.zeros_like(pack.tokens["old_logp"])
+        logp = list(torch.split(torch.zeros_like(pack.tokens["old_logp"]), pack.lengths))
         updates = skipped = 0
         for epoch in range(self.config.epochs):
             for chosen in minibatches(total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)):
@@ -112,7 +158,7 @@ class Learner:
                 skipped += not good
                 metrics, norms = metrics + found, [*norms, norm]
                 for i, x in seen.items():
-                    logp[_span(pack, i)] = x
+                    logp[i] = x.to(logp[i].dtype)
                 if self.critic is not None:
                     value_metrics, critic_norm, good = self._update_critic(pack, own)
                     skipped += not good
@@ -127,7 +173,7 @@ class Learner:
             _mean(critic_norms),
             skipped,
             pack,
-            logp,
+            torch.cat(logp),
         )
 
     @torch.no_grad()
@@ -137,13 +183,37 @@ class Learner:
         if self.config.old_logp == "rollout":
             pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
         else:
-            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, lambda micro: self.policy(micro).logp, self.ranks))
+            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, partial(self.logprobs, self.policy), self.ranks))
         if self.reference is not None:
-            reference = self.reference
-            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, lambda micro: reference(micro).logp, self.ranks))
+            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, partial(self.logprobs, self.reference), self.ranks))
         if self.critic is not None:
             pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
         return pack
+
+    def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
+        """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+        logp: Tensor = policy(micro, partial(self._logprobs_head, micro)).logp
+        return logp
+
+    def _logprobs_head(self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        temperature, mask = self.config.temperature, micro["mask"]
+        return pl.linear_logprobs(hidden, weight, micro["targets"], bias, temperature, entropy=True, mask=mask)
+
+    def _loss_head(
+        self, micro: Any, step: pl.Accumulation, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
+        into the step's.
+        """
+        targets, temperature = micro["targets"], self.config.temperature
+        if self.config.head == "fused":
+            arguments = micro.arguments()
+            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature)
+            step.add(out.metrics)
+            return out.loss, out.logp
+        logits = nn.functional.linear(hidden, weight, bias)
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=micro["mask"])
+        return micro.loss(now.logp, entropy=now.entropy), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
@@ -158,7 +228,9 @@ class Learner:
         return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
 
     def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
-        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has none gets an empty one."""
+        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
+        none gets an empty one.
+        """
         if not own:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
@@ -167,21 +239,20 @@ class Learner:
         return packs, [[next(left) for _ in part.lengths] for part in packs]
 
     def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor], bool]:
-        """One optimizer step of the policy, and what it saw: the log-probabilities of each sequence. → also whether it was made."""
+        """One optimizer step of the policy, and what it saw: the log-probabilities of each
+        sequence. → also whether it was made.
+        """
         packs, members = self._micro_batches(pack, own)
-
-        def current(micro: Any) -> Tensor:
-            logp: Tensor = self.policy(micro).logp
-            return logp
-
+        current = partial(self.logprobs, self.policy)
         step = pl.accumulate(self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current)
         seen: dict[int, Tensor] = {}
-        for micro, part, chosen in zip(step, _padded(packs, len(step)), _padded(members, len(step)), strict=True):
+        # A rank with fewer micro-batches than another gets empty ones, of which nothing is remembered.
+        for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
-                loss, logp = self.policy(micro, step)
+                loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
                 loss.backward()
             if chosen:
-                seen |= dict(zip(chosen, logp.split(part.lengths), strict=True))
+                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train)
         return metrics, norm, seen, good
@@ -218,9 +289,11 @@ class Learner:
         tokens: Callable[[], str],
         train: bool = True,
     ) -> tuple[float, bool]:
-        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and whether the step was made.
+        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and
+        whether the step was made.
 
-        It is not where loss or norm is not finite: on no rank, because both are the same on all. tokens: which ones were to blame.
+        It is not where loss or norm is not finite: on no rank, because both are the same on all.
+        tokens: which ones were to blame.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -260,24 +333,16 @@ class Learner:
 _COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
 
 
-def _padded(items: list[Any], count: int) -> list[Any]:
-    """As many as the step has micro-batches: those it added repeat the last, and hold nothing of ours."""
-    return [*items, *[[]] * (count - len(items))]
-
-
 def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
-    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a sharded module is a collective."""
+    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
+    sharded module is a collective.
+    """
     packs = pack.cut(budget)
     most = max(ranks.gather(len(packs)))
     found = [of_micro(part.micro_batch()) for part in packs]
     for _ in range(most - len(packs)):
         of_micro(packs[-1].micro_batch())
     return torch.cat(found).float()
-
-
-def _span(pack: Pack, i: int) -> slice:
-    start = sum(pack.lengths[:i])
-    return slice(start, start + pack.lengths[i])
 
 
 def _mean(numbers: list[float]) -> float:
@@ -301,6 +366,3 @@ def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Adam
     """AdamW over what requires a gradient."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
-
-
-__all__ = ["Critic", "Learned", "Learner", "Policy", "adamw", "rate"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +20,22 @@ import torch
 import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
-from policyloss.train.collect import Collector, Completions
+from policyloss.train.collect import Collector
+from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
-from policyloss.train.display import Display
 from policyloss.train.distributed import Ranks, gathered
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
-from policyloss.train.resuming import continued, resume_command
-from policyloss.train.run_dir import RunDir
-from policyloss.train.setup import Models, build, distribute
-from policyloss.train.shown import ratio_histogram, rollout_rows
-from policyloss.train.stored import last_good, restore, store
-from policyloss.train.track import service_module
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.resume import Stateful, last_good, restore, store
+from policyloss.train.run.resumed_options import continued, resume_command
+from policyloss.train.setup import build, distribute, teach
+from policyloss.train.tasks.rewards import forgiving
+from policyloss.train.view.display import Display
+from policyloss.train.view.token_log import ratio_histogram, rollout_rows
+from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
 
 INTERRUPTED = 130
@@ -42,7 +44,7 @@ INTERRUPTED = 130
 def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
     """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume.
 
-    A run that is resumed must have the options it was started with, but for those in `resuming.CHANGEABLE`, and `extend`.
+    A run that is resumed must have the options it was started with, but for those in `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
     """
     if config.resume:
@@ -50,23 +52,23 @@ def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> i
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
     ranks = Ranks.start(config.device, config.rank_timeout)
-    run = None
-    if ranks.is_first:
-        options = replace(config, resume=False, extend=None).to_dict()
-        run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
-        if options != run.config:
-            run.rewrite(options)
-        if config.track:
-            run.track(config.track)
-    try:
+    with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         return Training(config, spec, ranks, run, offline).run()
-    finally:
-        if run is not None:
-            run.close()
+
+
+def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
+    """The run directory, made or opened again, with the options of now."""
+    options = replace(config, resume=False, extend=None).to_dict()
+    run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
+    if options != run.config:
+        run.rewrite(options)
+    if config.track:
+        run.track(config.track)
+    return run
 
 
 class Training:
-    """A run in progress. step: how many are done. queue: completions that wait for their step (`staleness`)."""
+    """A run in progress. step: how many are done."""
 
     def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None, offline: bool) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
@@ -74,10 +76,13 @@ class Training:
         if config.advantage_notice:
             self.display.say(config.advantage_notice)
         self.watch = Watch(ranks, self.display.say, config.heartbeat)
-        self.models: Models = build(config, spec, ranks, say=self.display.say, warn=self.display.warn, offline=offline)
-        self.collector = Collector(config, self.models.task, self.models.tokenizer, ranks, warn=self.display.warn, at=self.at)
-        self.held_out = list(self.models.task.held_out[: config.eval_prompts])
-        self.queue: deque[Completions] = deque()
+        say, warn = self.display.say, self.display.warn
+        self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
+        self.task, self.tokenizer, self.model, self.learner = self.setup
+        self.collector = Collector(config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at)
+        # A failing reward must not end an evaluation.
+        self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
 
     def at(self, where: str) -> None:
@@ -112,9 +117,9 @@ class Training:
                 self._step()
                 last = self.step == config.steps
                 if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
-                    store(self)
+                    self._store()
             if self.step < config.steps:
-                store(self)
+                self._store()
                 self.display.say(f"stopped after step {self.step}; go on with: {resume_command(config)}")
                 return INTERRUPTED
         self.display.say(f"done; everything is in {config.out}. To look at it: policyloss report {config.out}")
@@ -126,22 +131,44 @@ class Training:
         preflight(self)
         self.watch.at("the start")
         if self.config.resume:
-            distribute(self.models, self.config, self.ranks)
-            restore(self)
+            distribute(self.learner)
+            self._restore()
             return
-        self.models.warm_up(self.config, self.display)
-        distribute(self.models, self.config, self.ranks)
+        teach(self.setup, self.config, self.display.warmup)
+        distribute(self.learner)
         began = time.perf_counter()
         self._log(self._evaluation(), {"step_s": time.perf_counter() - began})
-        store(self)
+        self._store()
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.out / "checkpoints"
+
+    @property
+    def _changing(self) -> dict[str, Stateful]:
+        """All that changes in a run beside the number of the step, by its name in a checkpoint."""
+        return {"learner": self.learner, "collector": self.collector}
+
+    def _store(self) -> None:
+        """Write a checkpoint, after the lines that lead to it."""
+        self.watch.at(f"step {self.step}, writing a checkpoint")
+        if self.run_dir is not None:
+            self.run_dir.sync()
+        store(self._checkpoints, self.step, self._changing, self.ranks, keep=self.config.keep)
+
+    def _restore(self) -> None:
+        """Continue from the last good checkpoint, and drop what was logged after it."""
+        self.step = restore(self._checkpoints, self._changing, self.ranks, self.learner.layout())
+        if self.run_dir is not None:
+            self.run_dir.truncate(self.step)
+        self.ranks.barrier()
+        self.display.say(f"resumed {self.config.out} after step {self.step}")
 
     def _step(self) -> None:
         """Sample, score, learn."""
         config, began = self.config, time.perf_counter()
-        while len(self.queue) <= config.staleness:
-            with gathered(self.models.policy):
-                self.queue.append(self.collector.collect(self.models.model))
-        completions = self.queue.popleft()
+        with gathered(self.learner.policy):
+            completions = self.collector.next_step()
         sampled = time.perf_counter()
         learned = self._learn(completions)
         timing = {"sample_s": sampled - began, "learn_s": time.perf_counter() - sampled, "step_s": time.perf_counter() - began}
@@ -154,13 +181,13 @@ class Training:
         self._log(metrics, timing)
         every = config.rollouts_every
         if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
-            rows = rollout_rows(self.step, completions, learned, self.models, self.spec, config.rollouts_rows)
-            self.run_dir.rollouts(rows)
+            shown = completions.samples[: config.rollouts_rows]
+            self.run_dir.rollouts(rollout_rows(self.step, shown, learned, self.task, self.tokenizer, self.spec))
 
     def _learn(self, completions: Completions) -> Learned:
         """One step of learning, with the learning rate of now."""
         self.at("learning")
-        learner, config = self.models.learner, self.config
+        learner, config = self.learner, self.config
         share = rate(config, self.step)
         for optimizer, lr in ((learner.optimizer, config.lr), (learner.critic_optimizer, config.critic_lr)):
             for group in [] if optimizer is None else optimizer.param_groups:
@@ -182,25 +209,25 @@ class Training:
         found |= {"advantage/mean": mean, "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5}
         found |= {"grad_norm": learned.grad_norm, "updates": float(learned.updates), "skipped": float(learned.skipped)}
         found["lr"] = self.config.lr * rate(self.config, self.step - 1)
-        if self.models.learner.critic is not None:
+        if self.learner.critic is not None:
             found["critic_grad_norm"] = learned.critic_grad_norm
         return found | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
         self.watch.at(f"step {self.step}, evaluating")
-        config, models = self.config, self.models
+        config, task = self.config, self.task
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
         budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
-        with gathered(models.policy):
-            own = evaluate(models.model, models.tokenizer, self.collector.forgiving, examples, **budget).results if examples else ()
+        with gathered(self.learner.policy):
+            results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        found = Evaluation.of([result for share in self.ranks.gather(own) for result in share], models.task.success)
+        found = Evaluation.of([result for share in self.ranks.gather(results) for result in share], task.success)
         return {"eval/accuracy": found.accuracy, "eval/reward": found.score, "eval/length": found.mean_length}
 
     def _last_good(self) -> str:
         """The sentence that says where to go on from."""
-        path = last_good(self.config.out / "checkpoints")
+        path = last_good(self._checkpoints)
         kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
         return f"{kept}; go on with: {resume_command(self.config)}"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Task
+from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 
 
@@ -80,6 +80,22 @@ class Critic(nn.Module):
         self.body.load_state_dict(parts(model)[0].state_dict())
 
 
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module as a checkpoint holds them: one that has two names (tied weights) once."""
+    kept = module.state_dict().keys()
+    return {name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept}
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a module what `weights` returned."""
+    for name, x in weights(module).items():
+        if name not in tensors or tensors[name].shape != x.shape:
+            seen = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
+            raise InputError(f"the checkpoint has {seen} for {name}, which is {tuple(x.shape)} here; the model must be the same.")
+        x.copy_(tensors[name])
+
+
 def _stored(
     model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Callable[[str], None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -92,7 +108,7 @@ def _stored(
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
-        found, weights = AutoModelForCausalLM.from_pretrained(
+        found, loading = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
         )
     except Exception as error:  # files of any origin, read by another package: whatever it raises, they cannot be used
@@ -106,7 +122,7 @@ def _stored(
             f"cannot load the model {model!r}: {named}{error} "
             f"It must be a folder or hub name with config.json, tokenizer files and weights as safetensors.{hint}"
         ) from error
-    _check_weights(model, weights, warn)
+    _check_weights(model, loading, warn)
     return cast(PreTrainedModel, found), cast(PreTrainedTokenizerBase, tokenizer)
 
 

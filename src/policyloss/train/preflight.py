@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from policyloss.errors import InputError
-from policyloss.train.examples import Example, Task
-from policyloss.train.rewards import RewardError, scored
-from policyloss.train.rollout import encode, longest
+from policyloss.train.sampler import encode, longest
+from policyloss.train.tasks.base import Example, Task
+from policyloss.train.tasks.rewards import RewardError, scored
 
 if TYPE_CHECKING:
+    from policyloss.train.learner import Learner
     from policyloss.train.loop import Training
 
 SHOWN = 5  # prompts that a message names
@@ -27,10 +28,10 @@ def preflight(training: Training) -> None:
     """Raise, on every rank, for what would end the run; or leave out the prompts that cannot be
     used, if the options say so.
     """
-    config, models, ranks = training.config, training.models, training.ranks
+    config, task, ranks = training.config, training.task, training.ranks
     problems: list[str] = []
-    for split, examples in (("train", models.task.train), ("held_out", models.task.held_out[: config.eval_prompts])):
-        bad = unusable(models.model, models.tokenizer, examples, config.max_new_tokens)
+    for split, examples in (("train", task.train), ("held_out", task.held_out[: config.eval_prompts])):
+        bad = unusable(training.model, training.tokenizer, examples, config.max_new_tokens)
         if not bad:
             continue
         text = _listed(split, examples, bad)
@@ -41,9 +42,9 @@ def preflight(training: Training) -> None:
         else:
             training.display.warn(f"{text}; they are left out.")
             training.leave_out(split, frozenset(bad))
-    problems += _reward_problem(models.task, config.reward_timeout)
+    problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
-        problems += _disk_problem(config.out, checkpoint_bytes(training), config.keep)
+        problems += _disk_problem(config.out, checkpoint_bytes(training.learner), config.keep)
     found = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
     if found:
         raise InputError(" ".join(found))
@@ -62,11 +63,10 @@ def unusable(model: Any, tokenizer: Any, examples: Sequence[Example], max_new_to
     return dict(sorted(reasons.items()))
 
 
-def checkpoint_bytes(training: Training) -> int:
+def checkpoint_bytes(learner: Learner) -> int:
     """About what a checkpoint takes: weights and two moments of what learns, and the weights of
     the reference.
     """
-    learner = training.models.learner
     trained = [learner.policy, *([learner.critic] if learner.critic is not None else [])]
     return sum(3 * _bytes(module) for module in trained) + (_bytes(learner.reference) if learner.reference is not None else 0)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,32 +20,13 @@ from policyloss.train.tasks import Task, make_task
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
-@dataclass
-class Models:
-    """model: the language model itself, which samples. policy: the same, wrapped for training on several ranks."""
+class Setup(NamedTuple):
+    """model: the language model, which samples. learner: holds the policy around it, which learns."""
 
     task: Task
     tokenizer: Any
     model: Any
-    policy: nn.Module
     learner: Learner
-
-    def warm_up(self, config: TrainConfig, display: Any) -> None:
-        """Supervised steps on the task's own answers, then everything that starts as a copy of the policy."""
-        steps = config.warmup_steps
-        if steps is None:
-            steps = WARMUP_STEPS if config.model == "tiny" else 0
-        if steps:
-            warm_up(self.model, self.tokenizer, self.task, steps=steps, seed=config.seed, progress=display.warmup(steps))
-        self.copy_policy()
-
-    def copy_policy(self) -> None:
-        """Let the reference be the policy as it is now, and let the critic read tokens as it does."""
-        learner = self.learner
-        if learner.reference is not None:
-            learner.reference.load_state_dict({f"model.{k}": v for k, v in self.model.state_dict().items()})
-        if isinstance(learner.critic, Critic):
-            learner.critic.start_from(self.model)
 
 
 def build(
@@ -56,7 +36,7 @@ def build(
     say: Callable[[str], None],
     warn: Callable[[str], None],
     offline: bool = False,
-) -> Models:
+) -> Setup:
     """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
@@ -75,26 +55,39 @@ def build(
     say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters")
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads:
-        reference = Policy(copy.deepcopy(model), config.temperature, config.head).requires_grad_(False)
+        reference = Policy(copy.deepcopy(model)).requires_grad_(False)
     if config.with_critic:
         critic = Critic(model).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
-    policy = Policy(model, config.temperature, config.head)
+    policy = Policy(model)
     learner = Learner(config, spec, ranks, policy, adamw(policy, config.lr, config), reference, critic, critic_optimizer)
     learner.warn = warn
-    return Models(task, tokenizer, model, policy, learner)
+    return Setup(task, tokenizer, model, learner)
 
 
-def distribute(models: Models, config: TrainConfig, ranks: Ranks) -> None:
+def teach(setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]) -> None:
+    """Supervised steps on the task's own answers, then what starts as a copy of the policy.
+
+    progress: makes, for a number of steps, the function that is told of each.
+    """
+    steps = config.warmup_steps
+    if steps is None:
+        steps = WARMUP_STEPS if config.model == "tiny" else 0
+    if steps:
+        warm_up(setup.model, setup.tokenizer, setup.task, steps=steps, seed=config.seed, progress=progress(steps))
+    setup.learner.start_copies()
+
+
+def distribute(learner: Learner) -> None:
     """Wrap policy and critic for several ranks, once their weights are what they start from."""
+    config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
-    learner = models.learner
-    models.policy = learner.policy = wrapped(models.policy, ranks, config.parallel, _layers(models.model))
-    learner.optimizer = adamw(models.policy, config.lr, config)
+    learner.policy = wrapped(learner.policy, ranks, config.parallel, _layers(learner.policy.model))
+    learner.optimizer = adamw(learner.policy, config.lr, config)
     if config.parallel == "fsdp":
         with torch.no_grad():  # the whole must be run before a part of it, which is what samples
-            models.policy(Pack.nothing().to(ranks.device).micro_batch())
+            learner.logprobs(learner.policy, Pack.nothing().to(ranks.device).micro_batch())
     if learner.critic is not None:
         learner.critic = wrapped(learner.critic, ranks, config.parallel, [])
         learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from policyloss.train.examples import Task
+from policyloss.train.tasks.base import Task
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))

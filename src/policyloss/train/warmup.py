@@ -11,10 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.examples import Task
 from policyloss.train.models import parts
+from policyloss.train.tasks.base import Task
 
 WARMUP_STEPS = 200  # for the model "tiny" on the task "sort": six seconds of one core
+BATCH, LR = 32, 3e-3
 
 
 def warm_up(
@@ -23,8 +24,6 @@ def warm_up(
     task: Task,
     *,
     steps: int = WARMUP_STEPS,
-    batch: int = 32,
-    lr: float = 3e-3,
     seed: int,
     progress: Callable[[int, float], object] | None = None,
 ) -> None:
@@ -37,12 +36,12 @@ def warm_up(
     if not rows:
         raise InputError(f"the task {task.name} has no answers to warm up on; train without warm-up (--warmup-steps 0).")
     device = parts(model)[1].device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):
-        chosen = rng.sample(rows, min(batch, len(rows)))
+        chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10)  # the first steps of AdamW are large whatever the gradient
+            group["lr"] = LR * min(1.0, (step + 1) / 10)  # the first steps of AdamW are large whatever the gradient
         loss = _loss(model, *_tensors(tokenizer, texts, device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.examples import ListTask, Reward, normalised, numbered
+from policyloss.train.tasks.base import ListTask, Reward, normalised, numbered
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")

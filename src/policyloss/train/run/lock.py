@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss.train.files import StorageError, from_json, write_error
-from policyloss.train.plain_files import open_plain
+from policyloss.train.run.atomic import StorageError, from_json, write_error
+from policyloss.train.run.plain_files import open_plain
 
 if sys.platform != "win32":
     import fcntl
@@ -25,15 +25,15 @@ class Lock:
     """Holds `folder/lock` until `release`. It names this process: its id, its host, and when it began.
 
     The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live one is refused. A lock from
-    another host is refused, because from here one cannot see whether its process lives, unless `take_over` says that it does not.
+    another host is refused, because from here one cannot see whether its process lives; its user deletes the file.
     """
 
-    def __init__(self, folder: Path, *, take_over: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
         self.owner: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "began": _began(os.getpid())}
         try:
             with self._alone() as handle:
-                self._refuse_if_held(os.read(handle, LOCK_BYTES), take_over)
+                self._refuse_if_held(os.read(handle, LOCK_BYTES))
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(self.owner).encode(), 0)
                 os.fsync(handle)
@@ -61,9 +61,9 @@ class Lock:
             finally:
                 os.close(handle)
 
-    def _refuse_if_held(self, data: bytes, take_over: bool) -> None:
+    def _refuse_if_held(self, data: bytes) -> None:
         holder = _read(data)
-        if holder is None or take_over:
+        if holder is None:
             return
         pid, host = holder["pid"], holder["host"]
         if host != self.owner["host"]:
@@ -77,9 +77,19 @@ class Lock:
             )
 
 
-def is_held(data: bytes) -> bool:
-    """Whether a lock with these contents names a process that is alive, or one on another host, which cannot be asked."""
-    holder = _read(data)
+def is_held(folder: Path) -> bool:
+    """Whether the lock of a run names a process that is alive, or one on another host, which cannot be asked.
+
+    A link or a pipe in the place of the lock is not read, and is no lock.
+    """
+    try:
+        handle = open_plain(folder / "lock", os.O_RDONLY)
+    except (OSError, StorageError):
+        return False
+    try:
+        holder = _read(os.read(handle, LOCK_BYTES))
+    finally:
+        os.close(handle)
     return holder is not None and (holder["host"] != socket.gethostname() or _runs(holder["pid"], holder.get("began")))
 
 

@@ -34,12 +34,12 @@ REFRESH_S = 0.1  # a table that is drawn more often flickers
 class Display:
     """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and `warn` work outside of it too.
 
-    quiet: show nothing, as on every rank but the first. every: without a terminal, a line each so many steps, and for the first,
-    the last, and each with a held-out accuracy; by default about 20 lines.
+    quiet: show nothing, as on every rank but the first. Without a terminal there are about 20 lines, evenly spaced, and one for
+    the first step, the last, and each with a held-out accuracy.
     """
 
-    def __init__(self, total: int, *, quiet: bool = False, every: int | None = None, console: Console | None = None) -> None:
-        self._total, self._every = total, every or max(1, math.ceil(total / 20))
+    def __init__(self, total: int, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._total, self._every = total, max(1, math.ceil(total / 20))
         self._console = Console(quiet=quiet) if console is None else console
         self._rows: deque[dict[str, str]] = deque(maxlen=ROWS)
         self._titles: set[str] = set()

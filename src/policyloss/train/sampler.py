@@ -8,7 +8,7 @@ how the rows are cut into batches or dealt to ranks, up to the rounding of the m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,8 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +59,12 @@ def sample(
     top_k: int,
     uniforms: Tensor | None,
     batch_tokens: int,
-    progress: Progress | None = None,
 ) -> list[Sample]:
     """One completion for each (example id, group, prompt text), in the order given.
 
     `temperature` 0 takes the likeliest token (`uniforms` may be None); `top_p` 1 and `top_k` 0 are off. `uniforms` is
     `[R, max_new_tokens]`. A batch holds as many rows as `batch_tokens` allows, each counted as its longest prompt plus
-    `max_new_tokens`, and at least one. `progress(n)` is called when n more completions have ended.
+    `max_new_tokens`, and at least one.
     The model samples in eval mode without gradients; its modes are restored.
     """
     rule = Rule(temperature, top_p, top_k)
@@ -80,7 +77,7 @@ def sample(
     completions: dict[int, tuple[list[int], Tensor]] = {}
     with evaluating(model), torch.no_grad():
         for rows in _batches(ids, max_new_tokens, batch_tokens):
-            tokens, logp = _complete(model, [ids[r] for r in rows], drawn[rows], ends, rule, progress)
+            tokens, logp = _complete(model, [ids[r] for r in rows], drawn[rows], ends, rule)
             completions.update(zip(rows, _ragged(tokens, logp), strict=True))
     return _samples(tokenizer, prompts, ids, [completions[r] for r in range(len(prompts))], set(ends))
 
@@ -191,7 +188,7 @@ def _batches(ids: Sequence[list[int]], max_new_tokens: int, batch_tokens: int) -
 
 
 def _complete(
-    model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, ends: list[int], rule: Rule, progress: Progress | None
+    model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, ends: list[int], rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch. A row that ends leaves batch and cache."""
     device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
@@ -208,8 +205,6 @@ def _complete(
             break
         going = (~torch.isin(token, stops)).nonzero().squeeze(-1)  # its size is the one thing the host waits for
         if len(going) < len(alive):
-            if progress:
-                progress(len(alive) - len(going))
             if not len(going):
                 return tokens, logps
             cache.reorder_cache(going)  # selects rows by number, in every kind of layer
@@ -218,8 +213,6 @@ def _complete(
         position = position + 1
         seen = None if mask is None else mask[:, : width + t + 1]
         logits = _next_logits(model, cache, token[:, None], seen, position[:, None])
-    if progress:
-        progress(len(alive))
     return tokens, logps
 
 
@@ -290,7 +283,7 @@ def _check_counts(**counts: int) -> None:
 def _checked_uniforms(uniforms: Tensor | None, rows: int, width: int, rule: Rule) -> Tensor:
     if uniforms is None:
         if rule.temperature > 0:
-            raise InputError(f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see rollout.uniforms.")
+            raise InputError(f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see sampler.uniforms.")
         return torch.zeros(rows, width)
     if uniforms.shape != (rows, width) or not uniforms.is_floating_point():
         raise InputError(

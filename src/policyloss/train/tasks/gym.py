@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.train.examples import ListTask, Reward, numbered
-from policyloss.train.rewards import checked
+from policyloss.train.tasks.base import ListTask, Reward, numbered
+from policyloss.train.tasks.rewards import checked
 
 TRAIN, HELD_OUT = 1024, 128
 # Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all items, so ours lie far apart.

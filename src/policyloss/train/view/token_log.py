@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 import policyloss as pl
 from policyloss.train.batches import Pack
-from policyloss.train.collect import Completions
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Learned
+from policyloss.train.sampler import Sample
+from policyloss.train.tasks import Task
 
 # Of a ratio, evenly spaced in its logarithm; the first and the last bin take what lies beyond.
 EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
@@ -28,18 +30,16 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
 
 
 def rollout_rows(
-    step: int, completions: Completions, learned: Learned, models: Any, spec: pl.LossSpec, count: int
+    step: int, samples: Sequence[Sample], learned: Learned, task: Task, tokenizer: Any, spec: pl.LossSpec
 ) -> list[dict[str, Any]]:
-    """The first `count` completions of this rank, token by token, as rows of rollouts.jsonl."""
-    chosen = list(range(min(count, len(completions.samples))))
-    if not chosen:
+    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones of the pack."""
+    if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)
-    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(chosen).to(torch.device("cpu"))
+    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(range(len(samples))).to(torch.device("cpu"))
     rows = []
-    for i, part in enumerate(_parts(pack)):
-        sample = completions.samples[i]
-        example = models.task.train[sample.example]
+    for sample, part in zip(samples, _parts(pack), strict=True):
+        example = task.train[sample.example]
         ids = sample.completion_ids.tolist()
         logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
         rows.append(
@@ -54,7 +54,7 @@ def rollout_rows(
                 "advantage": advantage.mean().item(),
                 "finished": sample.finished,
                 "ids": ids,
-                "tokens": [models.tokenizer.decode([token]) for token in ids],
+                "tokens": [tokenizer.decode([token]) for token in ids],
                 "logp": logp.tolist(),
                 "old_logp": old.tolist(),
                 "rollout_logp": part["rollout_logp"].tolist(),

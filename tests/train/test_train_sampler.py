@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from policyloss.errors import InputError
 from policyloss.train.evaluate import Evaluation, Result, evaluate
-from policyloss.train.rollout import Rule, Sample, draw, encode, end_ids, evaluating, sample, support, uniforms
+from policyloss.train.sampler import Rule, Sample, draw, encode, end_ids, evaluating, sample, support, uniforms
 
 VOCAB = 24
 EOS = 2
@@ -324,23 +324,20 @@ def test_no_work_for_rows_that_have_ended_or_are_repeated() -> None:
     for row, (prompt, completion) in enumerate(scripts):
         drawn[row, : len(completion)] = scripted(model, prompt, completion)
     model.register_forward_pre_hook(lambda _, __, inputs: seen.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
-    ended: list[int] = []
-    got = sampled(model, [prompt for prompt, _ in scripts], limit=6, uniforms=drawn, progress=ended.append)
+    got = sampled(model, [prompt for prompt, _ in scripts], limit=6, uniforms=drawn)
     assert [s.completion_ids.tolist() for s in got] == [completion for _, completion in scripts]
     # two distinct prompts of up to three tokens; then the rows that go on: three, one, one; then none
     assert seen == [(2, 3), (3, 1), (1, 1), (1, 1)]
-    assert ended == [2, 2, 1]
 
 
 def test_the_last_token_is_not_fed() -> None:
-    model, calls, ended = llama(), [], []
+    model, calls = llama(), []
     script = [LETTERS.index("b") + 3] * 5
     drawn = scripted(model, "kbc", script)[None]
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    (got,) = sampled(model, ["kbc"], limit=5, uniforms=drawn, progress=ended.append)
+    (got,) = sampled(model, ["kbc"], limit=5, uniforms=drawn)
     assert got.completion_ids.tolist() == script
     assert len(calls) == 5
-    assert ended == [1]
 
 
 def test_end_ids_of_model_and_tokenizer() -> None:
@@ -452,13 +449,9 @@ class Question:
     answer: str
 
 
-class Likeness:
+def likeness(example: Any, completion: str) -> float:
     """Full score for the answer itself, half for its first letter."""
-
-    success = 1.0
-
-    def score(self, example: Question, completion: str) -> float:
-        return 1.0 if completion == example.answer else 0.5 * (completion[:1] == example.answer[:1])
+    return 1.0 if completion == example.answer else 0.5 * (completion[:1] == example.answer[:1])
 
 
 def test_evaluation_by_hand() -> None:
@@ -466,14 +459,16 @@ def test_evaluation_by_hand() -> None:
     says = [s.text for s in sampled(model, ["a", "kbc", "mn"], limit=5, rule=Rule(0.0))]
     wrong = next(letter for letter in LETTERS if letter != says[2][:1])
     examples = [Question(8, "a", says[0]), Question(3, "kbc", says[1][:1] + "?"), Question(5, "mn", wrong)]
-    got = evaluate(model, letters(), Likeness(), examples, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+    results = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+    got = Evaluation.of(results)
     assert [r.example for r in got.results] == [8, 3, 5]
     assert [r.text for r in got.results] == says
     assert [r.score for r in got.results] == [1.0, 0.5, 0.0]
     assert (got.accuracy, got.score) == (1 / 3, 0.5)  # one of three; (1 + 0.5 + 0) / 3
     assert got.mean_length == sum(r.length for r in got.results) / 3
+    assert Evaluation.of(results, success=0.5).accuracy == 2 / 3
     with pytest.raises(InputError, match="example 77 "):
-        evaluate(model, letters(), Likeness(), [Question(77, "", "")], max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+        evaluate(model, letters(), [Question(77, "", "")], likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
 
 
 def test_means_of_an_evaluation() -> None:

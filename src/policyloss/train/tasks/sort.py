@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from policyloss.train.examples import SUCCESS, Example, Reward, numbered
+from policyloss.train.tasks.base import SUCCESS, Example, Reward, numbered
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 4, 6  # 186 480 different prompts

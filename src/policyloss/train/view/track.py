@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.train.files import StorageError, from_json, replace_file, to_json
-from policyloss.train.plain_files import read_plain
+from policyloss.train.run.atomic import StorageError, from_json, replace_file, to_json
+from policyloss.train.run.plain_files import read_plain
 
 PROJECT = "policyloss"
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
-from policyloss.train.examples import Example, Reward, Task, normalised
-from policyloss.train.limits import TimeIsUp, within
+from policyloss.train.tasks.base import Example, Reward, Task, normalised
+from policyloss.train.tasks.time_limit import TimeIsUp, within
 
 
 class RewardError(PolicyLossError):
@@ -58,6 +59,19 @@ def scored(task: Task, example: Example, completion: str, seconds: float) -> flo
         return float(within(seconds, task.score, example, completion))
     except TimeIsUp:
         raise RewardError(task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)") from None
+
+
+def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward:
+    """The task's score; 0 and a warning where it fails, so that an evaluation goes on."""
+
+    def score(example: Example, completion: str) -> float:
+        try:
+            return scored(task, example, completion, seconds)
+        except RewardError as error:
+            warn(str(error))
+            return 0.0
+
+    return score
 
 
 def _shown(x: object) -> str:

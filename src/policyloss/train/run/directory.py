@@ -9,7 +9,7 @@
     checkpoints/       step_000010/, …
     lock               the process that uses the directory
 
-JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `jsonl.line_of`).
+JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `records.line_of`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.checkpoint import discard_after
-from policyloss.train.files import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
-from policyloss.train.jsonl import JsonLines
-from policyloss.train.lock import Lock
-from policyloss.train.plain_files import read_plain, refuse_links
-from policyloss.train.track import TensorBoard, Tracker, service
+from policyloss.train.run.atomic import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
+from policyloss.train.run.checkpoint_folder import discard_after
+from policyloss.train.run.lock import Lock
+from policyloss.train.run.plain_files import read_plain, refuse_links
+from policyloss.train.run.records import JsonLines
+from policyloss.train.view.track import TensorBoard, Tracker, service
 
 # What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
 _OF_A_RUN = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "tensorboard", "checkpoints")
@@ -58,10 +58,10 @@ class RunDir:
         self._services: list[Tracker] = []
 
     @classmethod
-    def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any], *, take_over: bool = False) -> RunDir:
+    def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is refused: resume it with `open`.
 
-        config and spec: JSON. take_over: ignore a lock (see `Lock`).
+        config and spec: JSON.
         """
         import policyloss
 
@@ -73,7 +73,7 @@ class RunDir:
         except OSError as error:
             raise write_error(path, error, "Nothing was written.") from error
         refuse_links(path)
-        lock = Lock(path, take_over=take_over)
+        lock = Lock(path)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if there and (not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))):
@@ -88,11 +88,11 @@ class RunDir:
             raise
 
     @classmethod
-    def open(cls, path: Path, *, take_over: bool = False) -> RunDir:
+    def open(cls, path: Path) -> RunDir:
         """Open the run in `path` to continue it. Call `truncate` next, with the step of the checkpoint it continues from."""
         path = Path(path)
         contents = cls.read_config(path)
-        lock = Lock(path, take_over=take_over)
+        lock = Lock(path)
         try:
             _note_resume(path / "environment.json")
             return cls(path, lock, contents)

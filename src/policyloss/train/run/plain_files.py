@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from policyloss.errors import InputError
-from policyloss.train.files import StorageError
+from policyloss.train.run.atomic import StorageError
 
 # What a run directory holds under names of its own; other files that lie there are nobody's business.
 FILES = ("config.json", "environment.json", "track.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "lock")

@@ -20,8 +20,8 @@ import tyro
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.spec import LossSpec
 from policyloss.train.config import TrainConfig, change_spec, flag, read_spec, split_loss_options
-from policyloss.train.files import StorageError
-from policyloss.train.run_dir import RunDir
+from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.directory import RunDir
 
 # How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
 CHANGEABLE = (

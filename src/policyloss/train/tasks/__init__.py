@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from policyloss.errors import InputError
-from policyloss.train.data_file import file_task
-from policyloss.train.examples import Example, ListTask, Task
-from policyloss.train.gym import gym_task
-from policyloss.train.rewards import make_reward
-from policyloss.train.sorting import SortTask
+from policyloss.train.tasks.base import Example, ListTask, Task
+from policyloss.train.tasks.gym import gym_task
+from policyloss.train.tasks.jsonl import file_task
+from policyloss.train.tasks.rewards import make_reward
+from policyloss.train.tasks.sort import SortTask
 
 GYM = "reasoning_gym:"
 

@@ -1,0 +1,104 @@
+"""All that changes in a run, to a checkpoint and back; each object gives and takes its state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.train.distributed import Ranks
+from policyloss.train.finite import NotFiniteError, nonfinite_names
+from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.checkpoint import checked_index, flatten, latest, load, save
+from policyloss.train.run.checkpoint_folder import step_of
+
+# The weights that learn: a checkpoint in which they are not finite is worthless.
+_TRAINED = ("policy/", "critic/")
+
+
+class Stateful(Protocol):
+    """Something that changes in a run. Names of tensors must differ from those of the others."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors, in mappings and sequences, and numbers that JSON holds."""
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Be as `state` said. tensors: those of all objects, by their flat names."""
+
+
+def store(folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int) -> None:
+    """Write a checkpoint of everything that changes, as it is between two steps."""
+    tensors: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    for name, one in changing.items():
+        its_tensors, numbers[name] = one.state()
+        tensors |= its_tensors
+    _refuse_nonfinite(tensors, step, ranks)
+    save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
+
+
+def restore(folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]) -> int:
+    """Let everything be as the last good checkpoint says. → its step. layout: as in
+    `checkpoint.load`.
+    """
+    path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
+    if path is None:
+        raise InputError(f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew in another --out.")
+    tensors, numbers = load(path, layout, group=ranks.group)
+    with explained(path):
+        for name, one in changing.items():
+            one.load_state(tensors, numbers[name])
+    return step_of(path)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Around the use of what a checkpoint holds: what is missing, or of another kind, is the
+    checkpoint's fault.
+    """
+    try:
+        yield
+    except PolicyLossError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, StopIteration, OverflowError) as error:
+        raise StorageError(
+            f"checkpoint {path} does not hold what a run needs: {type(error).__name__}: {error}. "
+            "Remove it to go on from an older one."
+        ) from error
+
+
+def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
+    """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of
+    a good one.
+    """
+    weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
+    names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise NotFiniteError(f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is written.")
+
+
+def refuse_nonfinite_weights(path: Path) -> None:
+    """Raise a `StorageError` if a checkpoint holds weights that are not finite."""
+    for name in checked_index(path, sums=False)["files"]:
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                keys = [key for key in file.keys() if key.startswith(_TRAINED)]  # noqa: SIM118  # no dictionary
+                bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
+        except SafetensorError as error:
+            raise StorageError(f"checkpoint {path} is damaged: {name}: {error}.") from error
+        if bad:
+            raise StorageError(f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} among them.")
+
+
+def last_good(folder: Path) -> Path | None:
+    """The newest checkpoint that is intact and has finite weights. This process looks alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return latest(folder, refuse_nonfinite_weights)
