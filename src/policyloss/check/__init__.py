@@ -1,6 +1,6 @@
 """Tests that the library runs on a user's own code: `check_loss` and `partition_check`.
 
-`loss` checks a loss. `partition` checks a training step: `cutting` cuts its batch, `running` runs it,
+`loss` checks a loss on a `batch`. `partition` checks a training step: `cutting` cuts its batch, `running` runs it,
 `diagnosis` finds the normalisation that explains the gradients, and `wording` says it.
 """
 
