@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from policyloss.errors import InputError
 from policyloss.train.examples import SUCCESS
 from policyloss.train.rollout import Progress, sample
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from policyloss.train.tasks import Example, Task
 
 
