@@ -1,4 +1,4 @@
-"""Collecting the tests and asking a command for its help stay quick: no module loads a model library before it needs one."""
+"""Collecting tests and showing a command's help stay quick: model libraries are loaded when used."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a test run loads while it collects. Examples are read as documentation, and import what they use at the top.
+# What a test run loads while it collects. Examples are read as documentation, and import what they
+# use at the top.
 FOLDERS = ("src", "tests", "benchmarks", "conformance", "docs")
 HEAVY = {"transformers", "tokenizers", "deepspeed", "accelerate", "lightning", "reasoning_gym", "math_verify"}
 
 
 def imported_at_load(tree: ast.Module) -> Iterator[str]:
-    """The packages that importing a module loads: not those for types alone or inside a function."""
+    """The packages that importing a module loads: none for types alone or inside a function."""
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
@@ -46,7 +47,7 @@ def test_imports_at_load_are_those_that_run(text: str, expected: set[str]) -> No
 
 
 def test_no_module_loads_a_model_library_at_the_top() -> None:
-    """They take seconds. A module imports them in the function that uses them, and for types under TYPE_CHECKING."""
+    """They take seconds. A function that uses one imports it; a type is imported under TYPE_CHECKING."""
     slow = [
         f"{path.relative_to(ROOT)}: {', '.join(sorted(loaded))}"
         for folder in FOLDERS
