@@ -16,16 +16,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness import environment, table, write_json
 from policyloss.train.config import TrainConfig, read_spec
 from policyloss.train.loop import train
 from policyloss.train.tasks.base import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 HEADS = ("fused", "logits")
 PAD, END = "<pad>", "<end>"
@@ -61,6 +62,9 @@ def reward(example: Example, completion: str) -> float:
 
 def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
     """Words `w0`, `w1`, …, and two special ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = [PAD, END, *(f"w{i}" for i in range(size.vocabulary - 2))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -69,6 +73,8 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 def make_model(size: Size, folder: Path) -> int:
     """Save a model with random weights, and its tokenizer, to `folder`. → how many weights it has."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,

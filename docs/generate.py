@@ -1,4 +1,4 @@
-"""Writes the generated pages: presets, their index, metrics, names, conformance, performance, evidence.
+"""Writes the generated pages: presets, their index, metrics, names, architecture, conformance, performance, evidence.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import policyloss as pl
+from docs.architecture_page import architecture_pages
 from docs.conformance_page import conformance_page
 from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
@@ -47,6 +48,7 @@ def pages() -> dict[str, str]:
     made["docs/metrics.md"] = metrics_page()
     made["docs/names.md"] = names_page()
     made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
+    made |= architecture_pages()
     made |= performance_pages(ROOT / BENCHMARKS)
     made |= evidence_pages(ROOT / BENCHMARKS)
     return made

@@ -1,5 +1,7 @@
 """On a GPU: the CPU's numbers, no host sync, and the same bits every time. Skipped where there is none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conformance import release
@@ -11,7 +13,7 @@ from test_recorded import NAMES, entry, recorded
 
 import policyloss as pl
 from cases import PRESETS
-from policyloss.check.loss import Batch
+from policyloss.check.batch import TOKEN_TENSORS, Batch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -21,19 +23,17 @@ BATCH = Batch.random(rows=8, width=33, seed=3)
 
 
 def on_gpu(batch: Batch, dtype: torch.dtype = torch.float64) -> Batch:
-    moved = {name: getattr(batch, name).cuda() for name in batch.__dataclass_fields__}
-    return Batch(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
+    moved = {name: x.cuda() for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    return replace(batch, **{name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", pl.presets())
 def test_the_gpu_gives_the_cpus_numbers(name, packed):
-    batch, extra = BATCH.packed() if packed else (BATCH, None)
-    there = {} if extra is None else {"cu_seqlens": extra.cuda()}
-    here = {} if extra is None else {"cu_seqlens": extra}
+    batch = BATCH.packed() if packed else BATCH
     spec = PRESETS[name]
-    loss, gradient = batch.loss(spec, **here)
-    gpu_loss, gpu_gradient = on_gpu(batch).loss(spec, **there)
+    loss, gradient = batch.loss(spec)
+    gpu_loss, gpu_gradient = on_gpu(batch).loss(spec)
     torch.testing.assert_close(gpu_loss.cpu(), loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gpu_gradient.cpu(), gradient, rtol=1e-12, atol=1e-12)
 
@@ -41,14 +41,12 @@ def test_the_gpu_gives_the_cpus_numbers(name, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", pl.presets())
 def test_nothing_waits_for_the_host(name, packed):
-    batch, extra = BATCH.packed() if packed else (BATCH, None)
-    batch = on_gpu(batch, torch.float32)
-    layout = {} if extra is None else {"cu_seqlens": extra.cuda()}
+    batch = on_gpu(BATCH.packed() if packed else BATCH, torch.float32)
     logp = batch.logp.requires_grad_()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = pl.policy_loss(PRESETS[name], logp, **batch.others(), **layout)
+        out = pl.policy_loss(PRESETS[name], logp, **batch.others())
         out.loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -58,11 +56,10 @@ def test_nothing_waits_for_the_host(name, packed):
 @pytest.mark.parametrize("name", pl.presets())
 def test_the_same_bits_every_time(name):
     """A large packed batch, where atomics would show."""
-    batch, cu_seqlens = Batch.random(rows=300, width=700, seed=5).packed()
-    batch, cu_seqlens = on_gpu(batch, torch.float32), cu_seqlens.cuda()
-    first = batch.loss(PRESETS[name], cu_seqlens=cu_seqlens)
+    batch = on_gpu(Batch.random(rows=300, width=700, seed=5).packed(), torch.float32)
+    first = batch.loss(PRESETS[name])
     for _ in range(3):
-        again = batch.loss(PRESETS[name], cu_seqlens=cu_seqlens)
+        again = batch.loss(PRESETS[name])
         assert torch.equal(first[0], again[0])
         assert torch.equal(first[1], again[1])
 
@@ -124,7 +121,7 @@ def test_a_recorded_loss_is_the_compiled_loss(name, packed):
         moved, extra = on_gpu(batch, torch.float32), {}
         if packed:
             shape = batch.mask.shape
-            moved = Batch(**{n: x.reshape(-1) if x.shape == shape else x for n, x in moved.__dict__.items()})
+            moved = moved.map(lambda x: x.reshape(-1), *TOKEN_TENSORS, "mask")
             extra = {"cu_seqlens": torch.arange(0, shape[0] + 1, device="cuda") * shape[1]}
         torch.cuda.synchronize()  # another stream does not wait for the copies to the GPU
         arguments = {"totals": pl.Totals(tokens=100 + seed, sequences=7), "rollout_logp": moved.rollout_logp, **extra}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import policyloss as pl
-from policyloss.check.loss import Batch
+from policyloss.check.batch import Batch
 from policyloss.metrics import ExplainedVariance
 
 BATCH = Batch.random(seed=11)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import policyloss as pl
-
-TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+from policyloss.check.batch import TOKEN_TENSORS as TOKEN_TENSORS  # the tests get both from here
+from policyloss.check.batch import Batch as Batch
 
 RATIOS = (
     pl.TokenRatio(),
@@ -161,58 +160,6 @@ BY_CORRECTION = {
 }
 # Every preset, every aggregation (under a token, a sequence and a turn ratio), every correction under every rejection mode.
 SPECS = {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tensors of one call. Padded: `[B, T]`, tokens beyond `lengths` are padding. Packed: `[N]` and `cu_seqlens`."""
-
-    logp: Tensor
-    old_logp: Tensor
-    rollout_logp: Tensor
-    ref_logp: Tensor
-    entropy: Tensor
-    advantages: Tensor
-    mask: Tensor
-    group_ids: Tensor
-    lengths: Tensor
-    width: int
-    cu_seqlens: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
-        """The batch with `change` applied to the named tensors (by default all floating token tensors)."""
-        return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names or TOKEN_TENSORS})
-
-    def rows(self, index: list[int]) -> Batch:
-        """The sequences at `index`, in that order. Padded only."""
-        i = torch.tensor(index, dtype=torch.int64)
-        names = (*TOKEN_TENSORS, "mask", "group_ids", "lengths")
-        return dataclasses.replace(self, **{n: getattr(self, n)[i] for n in names})
-
-    @property
-    def inside(self) -> Tensor:
-        """Which of the `[B, T]` positions hold a token at all."""
-        return torch.arange(self.width) < self.lengths[:, None]
-
-    def packed(self) -> Batch:
-        """The same sequences end to end, without their padding; a row of length 0 becomes an empty sequence."""
-        offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        return dataclasses.replace(self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets)
-
-    def as_rows(self, x: Tensor) -> Tensor:
-        """A token-shaped result as `[B, T]`, 0 in the padding of a packed batch."""
-        if self.cu_seqlens is None:
-            return x
-        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(self.inside, x)
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The arguments of `policy_loss` and `measure`."""
-        names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
-        arguments = {name: getattr(self, name) for name in names}
-        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (len(self.cu_seqlens) - 1,):
-            arguments["advantages"] = self.advantages.unsqueeze(0)  # one per token, in a pack of as many sequences
-        return arguments
 
 
 def make_batch(seed: int = 0, rows: int = 7, width: int = 8, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> Batch:

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
@@ -40,6 +39,8 @@ VALUES: tuple[Any, ...] = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three thousand weights, a task of twelve prompts, and a run of two steps with everything that can be stored."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     place = tmp_path_factory.mktemp("damage")
     rows = [{"prompt": f"{n}=", "answer": str(n), "split": "held_out" if n > 9 else "train"} for n in range(12)]
     (place / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

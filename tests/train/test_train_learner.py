@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import policyloss as pl
 from policyloss.train.batches import Pack
@@ -29,6 +28,8 @@ REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5]
 
 
 def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -42,6 +43,8 @@ def llama(seed: int) -> Any:
 
 
 def gpt2(seed: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3)
     return GPT2LMHeadModel(config).double().eval()

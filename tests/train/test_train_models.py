@@ -11,20 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from policyloss.errors import InputError
 from policyloss.train.models import Critic, load, parts
@@ -49,6 +35,21 @@ def sorting() -> SortTask:
 
 def small(kind: str) -> Any:
     """A model with few weights, far enough from 0 that logits differ."""
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        OPTConfig,
+        OPTForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
     torch.manual_seed(0)
     model = {
         "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**IDS, **SIZES, tie_word_embeddings=True)),

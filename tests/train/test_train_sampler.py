@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
-from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from policyloss.errors import InputError
 from policyloss.train.evaluate import Evaluation, Result, evaluate
@@ -24,23 +21,30 @@ PROMPTS = ["a", "kbc", "defghijkl", "kbc", "mn", "a", "opqrst", "defghijkl"]  # 
 
 
 @cache
-def letters() -> FastTokenizer:
+def letters() -> Any:
     """One token per letter."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": EOS, **{letter: i for i, letter in enumerate(LETTERS, start=3)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     names = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>"}
-    return FastTokenizer(tokenizer_object=tokenizer, padding_side="left", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ids = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
     return _spread(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=40, **sizes, **ids, **options)))
 
 
-def gpt2(**options: Any) -> GPT2LMHeadModel:
+def gpt2(**options: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     ids = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
     return _spread(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4, **ids, **options)))
 
@@ -434,6 +438,8 @@ def test_broken_weights_are_reported(rule: Rule) -> None:
 
 
 def test_a_model_without_a_key_value_cache_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2))
     with pytest.raises(InputError, match="MambaForCausalLM keeps no past_key_values"):
         sampled(model, ["abc"])

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
 from policyloss.arguments import check_integer, seen
+from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
@@ -99,72 +100,6 @@ class FrozenStopGradients(TorchFunctionMode):
                 return f(*inputs)
 
         return frozen
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Arguments of one `policy_loss` call, padded `[B, T]`; made to be cut, packed and spoiled."""
-
-    logp: Tensor
-    old_logp: Tensor
-    rollout_logp: Tensor
-    ref_logp: Tensor
-    entropy: Tensor
-    advantages: Tensor
-    mask: Tensor
-    group_ids: Tensor
-
-    @classmethod
-    def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
-        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none exactly at one."""
-        g = torch.Generator().manual_seed(seed)
-
-        def noise(scale: float) -> Tensor:
-            return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
-
-        logp = -(0.05 + 2.5 * torch.rand(rows, width, generator=g, dtype=torch.float64))
-        old = logp + noise(0.25)
-        mask = torch.rand(rows, width, generator=g) < 0.75
-        mask[0], mask[1] = True, False
-        entropy = 0.1 + torch.rand(rows, width, generator=g, dtype=torch.float64)
-        # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave them.
-        mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
-        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
-        return cls(logp, old, *rest, group_ids=torch.arange(rows) // 2)
-
-    def rows(self, index: Tensor) -> Batch:
-        """Some rows of the batch."""
-        return Batch(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with `f` applied to every token-shaped floating tensor."""
-        names = [n for n in self.__dataclass_fields__ if getattr(self, n).is_floating_point()]
-        return replace(self, **{n: f(getattr(self, n)) for n in names})
-
-    def packed(self) -> tuple[Batch, Tensor]:
-        """The same sequences without padding at their ends, one after another, and their `cu_seqlens`."""
-        width = self.mask.shape[1]
-        last = torch.where(self.mask.any(1), width - self.mask.flip(1).int().argmax(1), 0)
-        inside = torch.arange(width) < last[:, None]
-        names = [n for n in self.__dataclass_fields__ if n != "group_ids"]
-        flat = replace(self, **{n: getattr(self, n)[inside] for n in names})
-        return flat, torch.nn.functional.pad(last.cumsum(0), (1, 0))
-
-    def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely on)."""
-        logp = self.logp.detach().requires_grad_()
-        others = self.others()
-        if spec.entropy_coef:
-            others["entropy"] = self.entropy.detach().requires_grad_()
-        if "cu_seqlens" in kwargs:
-            others["advantages"] = self.advantages.unsqueeze(0)  # one per token, also where there are as many sequences
-        out = policy_loss(spec, logp, **others, **kwargs)
-        (gradient,) = torch.autograd.grad(out.loss, logp)
-        return out.loss.detach(), gradient
-
-    def others(self) -> dict[str, Any]:
-        """Every argument but logp."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "logp"}
 
 
 def check_loss(
@@ -277,7 +212,8 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     advantages = advantages.repeat_interleave(3).unsqueeze(1)
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
-    apart = Batch(anchor + shift * advantages.sign(), anchor, anchor, anchor, ones, advantages, ones.bool(), group_ids=rows // 2)
+    logp = anchor + shift * advantages.sign()
+    apart = Batch(logp, anchor, anchor, anchor, ones, advantages, ones.bool(), rows // 2, lengths=torch.ones_like(rows), width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 
@@ -324,8 +260,8 @@ def _row_order(spec: LossSpec, batch: Batch) -> str:
 
 def _packing(spec: LossSpec, batch: Batch) -> str:
     value, gradient = batch.loss(spec)
-    flat, cu_seqlens = batch.packed()
-    there = flat.loss(spec, cu_seqlens=cu_seqlens)
+    flat = batch.packed()
+    there = flat.loss(spec)
     return _compare("packing", (there[0], there[1][flat.mask]), (value, gradient[batch.mask]))
 
 

@@ -31,6 +31,8 @@ def with_known_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _KnownGradients(torch.autograd.Function):
+    """Gives autograd the gradients of several inputs, scaled by the gradient of the value."""
+
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]], *inputs: Tensor

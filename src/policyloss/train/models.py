@@ -7,15 +7,17 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
 from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load(
@@ -100,6 +102,8 @@ def _stored(
     model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Callable[[str], None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
     if not model or (looks_local and not os.path.isdir(path)):  # `Path.is_dir` raises where a name is too long
@@ -123,7 +127,7 @@ def _stored(
             f"It must be a folder or hub name with config.json, tokenizer files and weights as safetensors.{hint}"
         ) from error
     _check_weights(model, loading, warn)
-    return cast(PreTrainedModel, found), cast(PreTrainedTokenizerBase, tokenizer)
+    return cast("PreTrainedModel", found), cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def _check_weights(model: str, found: Mapping[str, Any], warn: Callable[[str], None]) -> None:

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from policyloss.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +196,8 @@ def _complete(
     """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch. A row that ends leaves batch and cache."""
     device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
     uniforms, stops = uniforms.to(device), torch.tensor(ends, dtype=torch.int64, device=device)
+    from transformers import DynamicCache  # takes seconds, which a command's help need not wait for
+
     cache = DynamicCache(config=model.config)
     logits, mask, position = _prefill(model, cache, prompts, limit)
     tokens = torch.full((rows, limit), -1, dtype=torch.int64, device=device)

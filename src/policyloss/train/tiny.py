@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from policyloss.train.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
@@ -16,19 +17,24 @@ PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
 
 def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     """One token per character: printable ASCII, and what else the training examples hold."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     seen = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
     vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(seen)])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
     return cast(
-        PreTrainedTokenizerBase,
+        "PreTrainedTokenizerBase",
         PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN),
     )
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A Llama with 138 thousand random weights that follow from `seed`; the generator of the caller is left as it was."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -43,4 +49,4 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return cast(PreTrainedModel, LlamaForCausalLM(config))
+        return cast("PreTrainedModel", LlamaForCausalLM(config))

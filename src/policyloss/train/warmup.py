@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import policyloss as pl
 from policyloss.errors import InputError
 from policyloss.train.models import parts
 from policyloss.train.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WARMUP_STEPS = 200  # for the model "tiny" on the task "sort": six seconds of one core
 BATCH, LR = 32, 3e-3

@@ -1,0 +1,173 @@
+"""What `policyloss` is made of, read from its files: a box for each top-level module or package,
+and the layers they form.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import policyloss as pl
+
+PACKAGE = Path(pl.__file__).resolve().parent
+# Modules that only start the program say nothing about how it is built.
+LEFT_OUT = {"__init__", "__main__"}
+MODULE_NAME = re.compile(r"policyloss(\.\w+)+")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A top-level module or package. path: relative to `policyloss`. about: the first sentence of
+    its docstring. imports: the other boxes that it imports.
+    """
+
+    name: str
+    path: str
+    about: str
+    files: int
+    lines: int
+    imports: frozenset[str]
+
+    @property
+    def size(self) -> str:
+        """Rounded, for a reader."""
+        lines = f"{rounded(self.lines)} lines"
+        return lines if self.files == 1 else f"{self.files} files, {lines}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Boxes of one height, from left to right. A box may import what stands in lower layers or in
+    its own, without a cycle.
+    """
+
+    title: str
+    names: tuple[str, ...]
+
+
+# From the ground up. The drawing keeps this order from left to right, so neighbours should import
+# each other.
+LAYERS = (
+    Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output")),
+    Layer("The tensors of a call", ("advantage", "tokens", "totals", "metrics")),
+    Layer("What a loss is", ("parts", "spec", "presets")),
+    Layer("The loss", ("policy_metrics", "loss")),
+    Layer("Around the loss", ("value", "accumulate", "head", "compiled", "check", "explain")),
+    Layer("The edge", ("compat", "train", "report")),
+    Layer("The command", ("cli",)),
+)
+
+
+@cache
+def boxes(package: Path = PACKAGE) -> dict[str, Box]:
+    """Every box by its name."""
+    files = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    names = frozenset(files - LEFT_OUT)
+    return {name: _box(package, name, names) for name in sorted(names)}
+
+
+def _box(package: Path, name: str, names: frozenset[str]) -> Box:
+    folder = package / name
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [package / f"{name}.py"]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    trees = [ast.parse(text) for text in texts.values()]
+    imported = {box for tree in trees for module in _imported_modules(tree) if (box := _box_of(module, names))}
+    main = folder / "__init__.py" if folder.is_dir() else files[0]
+    about = first_sentence(ast.get_docstring(trees[files.index(main)]))
+    lines = sum(len(text.splitlines()) for text in texts.values())
+    path = f"{name}/" if folder.is_dir() else f"{name}.py"
+    return Box(name, path, about, len(files), lines, frozenset(imported - {name}))
+
+
+def _imported_modules(tree: ast.AST) -> Iterator[str]:
+    """The modules of the package that a file imports, at load or later, but not for types alone.
+
+    A string that is the name of a module counts, because that is how a command is loaded when it is
+    first called. `pl.name` counts as the module that the public name comes from.
+    """
+    for node in _runtime_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield from ([f"{module}.{alias.name}" for alias in node.names] if module == "policyloss" else [module])
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pl":
+            yield f"policyloss.{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+            yield node.value
+
+
+def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING`."""
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        yield node
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        stack.extend(node.orelse if for_types and isinstance(node, ast.If) else ast.iter_child_nodes(node))
+
+
+def _box_of(module: str, names: frozenset[str]) -> str | None:
+    """The box that holds `policyloss.name…`, where the name is a module or a public name of the
+    package.
+    """
+    first, _, rest = module.partition(".")
+    name = rest.split(".")[0]
+    if first != "policyloss":
+        return None
+    public = getattr(pl, name, None)
+    if name in names and (public is None or inspect.ismodule(public) or "." in rest):
+        return name
+    home = (getattr(public, "__module__", None) or "").split(".")[1:2]
+    return home[0] if home and home[0] in names else None
+
+
+def first_sentence(docstring: str | None) -> str:
+    """The first sentence of a docstring, in one line; with the next if it is one word. A colon
+    before a list ends it too.
+    """
+    paragraph = " ".join((docstring or "").strip().split("\n\n")[0].split())
+    end = re.compile(r"\.(?=\s|$)|:(?= [A-Z]|$)").search(paragraph, 6)
+    return (paragraph[: end.start()] if end else paragraph) + "."
+
+
+def rounded(lines: int) -> str:
+    """A number of lines as a reader remembers it, so that few changes of code change the page."""
+    steps = [step * 10**power for power in range(1, 6) for step in (1, 1.5, 2, 3, 5, 7)]
+    return f"{min([5, *steps], key=lambda step: abs(step - lines) / step):,.0f}"
+
+
+def layers(found: Mapping[str, Box]) -> list[Layer]:
+    """The layers with every box in one of them: a box that none names stands in the lowest that its
+    imports allow.
+    """
+    height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
+    if gone := sorted(set(height) - set(found)):
+        raise LookupError(f"there is no policyloss.{gone[0]}: take it out of LAYERS in docs/architecture_imports.py")
+    unnamed = [name for name in found if name not in height]
+    height |= dict.fromkeys(unnamed, 0)
+    for _ in unnamed:  # one that imports another has to wait for it
+        height |= {name: max((height[other] for other in found[name].imports), default=0) for name in unnamed}
+    for name, box in found.items():
+        if above := sorted(other for other in box.imports if height[other] > height[name]):
+            raise LookupError(f"{name} imports {above[0]}, which stands in a higher layer (docs/architecture_imports.py)")
+    return [Layer(layer.title, (*layer.names, *(n for n in unnamed if height[n] == i))) for i, layer in enumerate(LAYERS)]
+
+
+def direct_imports(found: Mapping[str, Box]) -> list[tuple[str, str]]:
+    """Pairs (box, imported box) without those that follow from two others."""
+
+    @cache
+    def below(name: str) -> frozenset[str]:
+        return found[name].imports.union(*(below(other) for other in found[name].imports))
+
+    pairs = []
+    for name, box in found.items():
+        implied: frozenset[str] = frozenset().union(*(below(other) for other in box.imports))
+        pairs += [(name, other) for other in sorted(box.imports - implied)]
+    return pairs

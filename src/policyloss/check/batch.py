@@ -1,0 +1,102 @@
+"""`Batch`: the tensors of one call as a value that a test of a loss can cut, pack and spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.loss import policy_loss
+from policyloss.spec import LossSpec
+
+TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of one call. Padded: `[B, width]`, tokens beyond `lengths` are padding. Packed:
+    `[N]` and `cu_seqlens`.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    rollout_logp: Tensor
+    ref_logp: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    width: int
+    cu_seqlens: Tensor | None = None
+
+    @classmethod
+    def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
+        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none exactly at one."""
+        g = torch.Generator().manual_seed(seed)
+
+        def noise(scale: float) -> Tensor:
+            return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
+
+        logp = -(0.05 + 2.5 * torch.rand(rows, width, generator=g, dtype=torch.float64))
+        old = logp + noise(0.25)
+        mask = torch.rand(rows, width, generator=g) < 0.75
+        mask[0], mask[1] = True, False
+        entropy = 0.1 + torch.rand(rows, width, generator=g, dtype=torch.float64)
+        # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave them.
+        mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
+        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
+        lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
+        return cls(logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width)
+
+    def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
+        """The batch with `change` applied to the named tensors (by default all floating token tensors)."""
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names or TOKEN_TENSORS}
+        return replace(self, **changed)
+
+    def rows(self, index: Sequence[int] | Tensor) -> Batch:
+        """The sequences at `index`, in that order. Padded only."""
+        i = torch.as_tensor(index, dtype=torch.int64)
+        return self.map(lambda x: x[i], *TOKEN_TENSORS, "mask", "group_ids", "lengths")
+
+    @property
+    def inside(self) -> Tensor:
+        """Which of the `[B, width]` positions hold a token at all."""
+        return torch.arange(self.width) < self.lengths[:, None]
+
+    def packed(self) -> Batch:
+        """The same sequences end to end, without their padding; a row of length 0 becomes an empty sequence."""
+        offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        return replace(self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets)
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """A token-shaped result as `[B, width]`, 0 in the padding of a packed batch."""
+        if self.cu_seqlens is None:
+            return x
+        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(self.inside, x)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments of `policy_loss` and `measure`."""
+        names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
+        arguments = {name: getattr(self, name) for name in names}
+        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (len(self.cu_seqlens) - 1,):
+            arguments["advantages"] = self.advantages.unsqueeze(0)  # one per token, in a pack of as many sequences
+        return arguments
+
+    def others(self) -> dict[str, Any]:
+        """Every argument but logp."""
+        return {name: x for name, x in self.kwargs.items() if name != "logp"}
+
+    def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely on)."""
+        logp = self.logp.detach().requires_grad_()
+        others = self.others()
+        if spec.entropy_coef:
+            others["entropy"] = self.entropy.detach().requires_grad_()
+        out = policy_loss(spec, logp, **{**others, **kwargs})
+        (gradient,) = torch.autograd.grad(out.loss, logp)
+        return out.loss.detach(), gradient
