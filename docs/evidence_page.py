@@ -85,13 +85,13 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
     steps = max(int(step) for run in all_runs for step in run["accuracy"])
     goal = data["goal"]
     about = (
-        f"Each preset trains the built-in task, putting digits in order, with `policyloss train`: {seeds} seeds, {steps} steps of "
-        "128 completions, with the trainer's own options, one learning rate among them, but for those in the table. "
-        f"{same_start(all_runs)} Warm-up shows imperfect answers, nine of ten with the last digit left where it stood, so that "
-        "what lifts the accuracy is the reward. It is that of greedy answers to 256 held-out prompts, every 5 steps. Each "
-        "figure is the median over the seeds, with the range behind it; a dash is never, or nothing to measure. Seconds are those "
-        "of sampling and learning on one thread, without warm-up and evaluation; runs shared a machine, so they say less than "
-        "steps do. "
+        f"Each preset trains the built-in task, sorting digits, with `policyloss train`: {seeds} seeds, {steps} steps of "
+        "128 completions. Apart from the options in the table, every run uses the trainer's defaults, including one learning "
+        f"rate for all presets. {same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last digit "
+        "where it stood, so that only the reward can raise the accuracy. Accuracy is that of greedy answers to 256 held-out "
+        "prompts, every 5 steps. Each figure is the median over the seeds, with the range behind it; a dash means never, or "
+        "nothing to measure. Seconds count sampling and learning on one thread, without warm-up and evaluation; several runs "
+        "shared a machine, so seconds say less than steps. "
         f"{machines(data)}"
     )
     rows = [[f"[`{name}`](presets/{name}.md)", *_preset_cells(runs)] for name, runs in presets.items()]

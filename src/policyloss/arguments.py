@@ -1,5 +1,4 @@
-"""The checks of arguments, in one place: each error names the argument, what was seen, and what
-would fit.
+"""The checks of arguments; each error names the argument, its value, and what would fit.
 
 Checks here look at types, dtypes, shapes and devices, which the host knows; none reads a tensor's
 values.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -31,17 +30,16 @@ _WANTED: dict[str, str] = {
 
 
 def seen(x: Any) -> str:
-    """What an error says of a value that does not fit: the type of a tensor's numbers and its
-    shape, or the value itself.
-    """
+    """How an error describes a wrong value: dtype and shape of a tensor, else type and value."""
     if isinstance(x, Tensor):
         return f"dtype {x.dtype} and shape {tuple(x.shape)}"
     return f"{type(x).__name__} {safe_repr(x)}"
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
-    """Whether a tensor's dtype is of this kind. Flags (bool) are numbers, but neither integers nor
-    floating-point.
+    """Whether a tensor's dtype is of this kind.
+
+    Flags (bool) are numbers, but neither integers nor floating-point.
     """
     if kind == "float":
         return x.is_floating_point()
@@ -51,8 +49,9 @@ def fits_kind(x: Tensor, kind: Kind) -> bool:
 
 
 def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None) -> None:
-    """Raise unless `x` is a dense tensor of this kind, on the device of `like`: another argument,
-    with its name.
+    """Raise unless `x` is a dense tensor of this kind, on the device of `like`.
+
+    like: another argument, with its name.
     """
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
         raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
@@ -62,15 +61,10 @@ def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tens
         raise InputError(f"{name} is on {x.device} and {like[0]} on {like[1].device}; move them to one device.")
 
 
-def check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], meaning: str) -> None:
-    """Raise unless the shape of `x` is one of `shapes`. meaning: what would fit, in words."""
-    if tuple(x.shape) not in shapes:
-        raise InputError(f"{name} has shape {tuple(x.shape)}; give {meaning}.")
-
-
 def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
-    """Raise unless `x` is a tensor of the shape and on the device of another argument, given with
-    its name.
+    """Raise unless `x` is a tensor of the shape and on the device of `like`.
+
+    like: another argument, with its name.
     """
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
@@ -133,9 +127,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Raise unless `group` is None or a process group, of a `torch.distributed` that is
-    initialised.
-    """
+    """Raise unless `group` is None, or a process group of an initialised `torch.distributed`."""
     if group is None or torch.compiler.is_compiling():
         return
     if not (dist.is_available() and dist.is_initialized()):
@@ -157,11 +149,11 @@ def by_annotation(
     """A decorator that checks every argument by what its annotation says, before the function runs.
 
     `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of
-    Python or of an array library. `bool`: True or False. A union allows any of its types. What has
-    another annotation (`str`, `Any`, a class) is the function's own matter. A compiler traces the
-    function without the checks. alike: names of arguments that, where given, have one shape.
-    floating: names of those that must be floating-point. also: called with the arguments by name,
-    for what else there is to check.
+    Python or of an array library. `bool`: True or False. A union allows any of its types. Arguments
+    with another annotation (`str`, `Any`, a class) are left to the function. A compiler traces the
+    function without the checks.
+    alike: names of arguments that must have one shape. floating: names of those that must be
+    floating-point. also: called with the arguments by name, for further checks.
     """
 
     def decorate(function: F) -> F:
@@ -201,11 +193,10 @@ def _check_call(
 
 
 def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
-    """The types that each annotated argument may have; an argument that may have any other type as
-    well is left out.
+    """The types that each annotated argument may have.
 
-    So is one that may be a word: which words are valid is the function's own matter, and so is what
-    it says of others.
+    An argument that may also have another type is left out. So is one that may be a word: the
+    function checks words itself, and raises its errors.
     """
     plain = {Tensor, float, int, bool, type(None)}
     hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
@@ -242,9 +233,7 @@ def check_scalar(name: str, value: Any) -> None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether `value` is one number: Python's, or one number of an array library, such as a tensor
-    of one element.
-    """
+    """Whether `value` is one number, of Python or of an array library (a tensor of one element)."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     return is_number(value) or (hasattr(value, "item") and is_number(value.item()))

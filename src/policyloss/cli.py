@@ -1,4 +1,6 @@
-"""The `policyloss` command. Each subcommand is one small function that returns the text to print."""
+"""The `policyloss` command. Each subcommand is one small function that returns the text
+to print.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from policyloss.errors import PolicyLossError
 
 
 class Command:
-    """A subcommand: what it is called, what it does in one line, its arguments, and the function that gives its text."""
+    """A subcommand: its name, one line about it, its arguments, and the function that returns its
+    text.
+    """
 
     def __init__(self, name: str, about: str, run: Callable[[argparse.Namespace], str], *arguments: tuple[str, str]) -> None:
         self.name, self.about, self.run, self.arguments = name, about, run, arguments
 
     def add_to(self, subparsers: Any) -> None:
-        """Give the subcommand a parser of its own."""
+        """Add a parser for this subcommand."""
         parser = subparsers.add_parser(self.name, help=self.about, description=self.about)
         for argument, meaning in self.arguments:
             parser.add_argument(argument, help=meaning)
@@ -57,14 +61,14 @@ def explain_trl_command(args: argparse.Namespace) -> str:
     from policyloss.compat.trl.options import DEFAULTS
     from policyloss.presets import read_json
 
-    given = read_json(args.config)
-    if not isinstance(given, dict):
+    options = read_json(args.config)
+    if not isinstance(options, dict):
         raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
-    for name in given:
+    for name in options:
         meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
         if meant:
             raise PolicyLossError(f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?")
-    config = SimpleNamespace(**{**DEFAULTS, **given})
+    config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
         return _json(spec_from_config(config, handled=BESIDE).to_dict())
     return explain_config(config)
@@ -86,7 +90,7 @@ COMMANDS = (
         "explain-trl",
         "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
         explain_trl_command,
-        ("config", "the path of a JSON file with the config's options; one that is not there has TRL's default"),
+        ("config", "the path of a JSON file with options of the config; an option that is missing has TRL's default"),
     ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
 )
@@ -101,7 +105,7 @@ TRAINING = {
 
 
 def _loss(name: str) -> Any:
-    """`read_loss`, of a file that holds TRL's own parts too, as `explain-trl --json` writes them."""
+    """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
@@ -123,15 +127,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 if what was asked for makes no sense, 130 after Ctrl-C."""
+    """Run the command line and return its exit code: 0, or 2 for a wrong argument, or 130 after
+    Ctrl-C.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a letter gets "?", not a traceback
-    given = sys.argv[1:] if argv is None else list(argv)
+            # A terminal that cannot show a letter gets "?", not a traceback.
+            stream.reconfigure(errors="replace")
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        if given and given[0] in TRAINING:
-            return _training_command(given[0])(given[1:])
-        args = parser().parse_args(given)
+        if arguments and arguments[0] in TRAINING:
+            return _training_command(arguments[0])(arguments[1:])
+        args = parser().parse_args(arguments)
         print(args.run(args), flush=True)
     except PolicyLossError as error:
         print(f"policyloss: {error}", file=sys.stderr)
@@ -140,21 +147,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("policyloss: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it flushes at exit, so give it a sink.
+        # The reader closed the pipe (`| head`). Python would fail again when it flushes at exit, so
+        # give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that reads its options by itself, or an error that says what to install."""
+    """The function behind a command that reads its options by itself, or an error that says what to
+    install.
+    """
     module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
     try:
-        found: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
+        command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
         if name == "report" or (error.name or "").partition(".")[0] == "policyloss":
             raise  # the report needs torch alone, so nothing that could be installed is missing
         raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'.") from None
-    return found
+    return command
 
 
 def _json(data: Any) -> str:

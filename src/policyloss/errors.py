@@ -1,4 +1,7 @@
-"""The errors of the library. All are `ValueError`s, so callers need not import them to catch them."""
+"""The errors of the library.
+
+All are `ValueError`s, so callers need not import them to catch them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ class PolicyLossError(ValueError):
 
 
 class SpecError(PolicyLossError):
-    """A loss specification that means nothing: a bad number, an unknown name, parts that do not fit."""
+    """A loss specification that means nothing: a bad number, an unknown name, parts that clash."""
 
 
 class InputError(PolicyLossError):
@@ -20,11 +23,11 @@ class InputError(PolicyLossError):
 
 def match_name(name: str, valid: Iterable[str]) -> str | None:
     """The entry of `valid` that `name` means: letter case and "-" for "_" make no difference."""
-    plain = {_plain(known): known for known in valid}
-    return plain.get(_plain(name)) if isinstance(name, str) else None
+    by_spelling = {_one_spelling(known): known for known in valid}
+    return by_spelling.get(_one_spelling(name)) if isinstance(name, str) else None
 
 
-def _plain(name: str) -> str:
+def _one_spelling(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
@@ -33,18 +36,19 @@ class InputTypeError(InputError, TypeError):
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The sentence for a name that is not one of `valid`, with the closest valid name if there is one."""
+    """The sentence for a name that is not one of `valid`, with the closest valid name if any."""
     names = sorted(valid)
-    plain = {_plain(known): known for known in names}
-    near = get_close_matches(_plain(name), plain, n=1) if isinstance(name, str) else []
-    close, shown = [plain[key] for key in near], safe_repr(name)
+    by_spelling = {_one_spelling(known): known for known in names}
+    near = get_close_matches(_one_spelling(name), by_spelling, n=1) if isinstance(name, str) else []
+    close, shown = [by_spelling[key] for key in near], safe_repr(name)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
 
 
 def safe_repr(value: object) -> str:
-    """`repr(value)`, cut to a length that a message can hold, or its type where it has none (an
-    integer of many digits).
+    """`repr(value)`, cut to the length of a message.
+
+    Where it has none (an integer of many digits), its type.
     """
     try:
         text = repr(value)

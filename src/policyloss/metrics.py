@@ -1,7 +1,7 @@
-"""Metrics that add up: each is a record of sums, so any number of micro-batches and ranks merge to the true figure.
+"""Metrics that add up over any number of micro-batches and ranks: each is a record of sums.
 
-A mean of means over uneven micro-batches is not the mean. Here nothing is divided until `compute()` is called, and nothing
-leaves the device until then either.
+A mean of means over uneven micro-batches is not the mean. Here nothing is divided until `compute()`
+is called, and nothing leaves the device until then either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "ma
 
 @dataclass(frozen=True)
 class Record:
-    """A metric as sufficient statistics: 0-dim tensors that merge by one operation, and the value they stand for."""
+    """A metric as sufficient statistics: 0-dim tensors, and the value that they stand for.
+
+    Records of one kind merge by one operation.
+    """
 
     op: ClassVar[str] = "sum"
 
@@ -46,7 +49,7 @@ class Record:
 
     @property
     def wide(self) -> tuple[Tensor, ...]:
-        """The same, wide enough that counts stay exact and a quotient of two integers is not rounded to float32."""
+        """The parts in a dtype wide enough for exact counts and for quotients of integers."""
         return tuple(p.to(accumulator_dtype(p.device)) for p in self.parts)
 
     @property
@@ -61,7 +64,10 @@ class Record:
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of this one and `other`. Sums are carried in float64 so that long runs do not lose counts."""
+        """One record of this one and `other`.
+
+        Sums are carried in float64 so that long runs do not lose counts.
+        """
         if type(self) is not type(other):
             raise InputTypeError(
                 f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of two kinds apart."
@@ -103,7 +109,8 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of what is certainly wrong, found out without waiting for the device;
+    """A count of certain mistakes, taken without waiting for the device.
+
     `Metrics.compute` raises unless it is 0.
     """
 
@@ -171,7 +178,7 @@ class Min(Record):
 
 @dataclass(frozen=True)
 class EffectiveSampleSize(Record):
-    """Kish's effective sample size as a fraction: `(Σw)² / (n·Σw²)`; 1 when all weights are equal."""
+    """Kish's effective sample size as a fraction, `(Σw)² / (n·Σw²)`; 1 if all weights are equal."""
 
     weights: Tensor
     squares: Tensor
@@ -185,7 +192,10 @@ class EffectiveSampleSize(Record):
 
 @dataclass(frozen=True)
 class ExplainedVariance(Record):
-    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64; NaN if the target does not vary."""
+    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64.
+
+    NaN if the target does not vary.
+    """
 
     count: Tensor
     error: Tensor
@@ -206,7 +216,10 @@ class ExplainedVariance(Record):
 
 
 class Layout:
-    """Where the records of a `Metrics` lie in one tensor `[K]`; a part that several records share (a count) lies there once."""
+    """Where the records of a `Metrics` lie in one tensor `[K]`.
+
+    A part that several records share (a count) lies there once.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         places = {part: place for place, part in enumerate(_parts_by_id(metrics))}
@@ -214,7 +227,10 @@ class Layout:
 
     @staticmethod
     def pack(metrics: Metrics, *more: Tensor) -> Tensor:
-        """Every part once, and `more` 0-dim numbers behind them, in a dtype wide enough that counts stay exact. → `[K]`"""
+        """Every part once, and `more` 0-dim numbers after them, as one tensor `[K]`.
+
+        Its dtype is wide enough that counts stay exact.
+        """
         parts = [*_parts_by_id(metrics).values(), *more]
         return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
 
@@ -225,7 +241,10 @@ class Layout:
 
 
 class Metrics(Mapping[str, Record]):
-    """Named records. `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats."""
+    """Named records.
+
+    `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats.
+    """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
         if not isinstance(records, (dict, type(None))) or not all(isinstance(r, Record) for r in (records or {}).values()):
@@ -235,7 +254,7 @@ class Metrics(Mapping[str, Record]):
 
     @classmethod
     def packed(cls, layout: Layout, values: Tensor) -> Metrics:
-        """The metrics whose parts lie in `values` `[K]`; the records are made when one is looked at."""
+        """The metrics whose parts lie in `values` `[K]`. Records are built when one is read."""
         metrics = cls()
         metrics._unpacked, metrics._packed = None, (layout, values)
         return metrics
@@ -302,16 +321,14 @@ class Metrics(Mapping[str, Record]):
         return numbers
 
     def refuse_invalid(self) -> None:
-        """Raise if a count of certainly wrong values (`Invalid`) is not 0. Reads them back to the
-        host.
-        """
+        """Raise if a count of certain mistakes (`Invalid`) is not 0. This waits for the device."""
         refuse_invalid({name: record.value for name, record in self._records.items() if isinstance(record, Invalid)})
 
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
 
-        A collective: every rank must call it, also one that has no metrics. Ranks may hold different names; the names travel first.
-        Without `torch.distributed`, the same metrics.
+        A collective: every rank must call it, also one that has no metrics. Ranks may hold
+        different names; the names travel first. Without `torch.distributed`, the same metrics.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self
@@ -333,7 +350,7 @@ class Metrics(Mapping[str, Record]):
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:
-        """Every metric name that some rank holds, in the same order on all ranks, and its kind of record."""
+        """The name and kind of every metric that some rank holds, in one order on all ranks."""
         by_name = {kind.__name__: kind for kind in (Stat, Sum, Invalid, Max, Min, EffectiveSampleSize, ExplainedVariance)}
         shares: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group)

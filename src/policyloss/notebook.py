@@ -1,4 +1,4 @@
-"""HTML for notebooks: plain elements without style, and every text escaped."""
+"""HTML for notebooks: plain elements without style, in which every text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a command was asked to write: only regular ones, whole or not at all."""
+"""Writes the files that a command was asked for: only regular files, completely or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def kind_of(mode: int) -> str | None:
 
 
 def check_output(path: Path, argument: str) -> None:
-    """Refuse a path that is taken by something else than a regular file: to replace a device or a link would destroy it."""
+    """Refuse a path where something other than a regular file exists: replacing a device or a link
+    would destroy it.
+    """
     try:
         kind = kind_of(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -37,10 +39,11 @@ def check_output(path: Path, argument: str) -> None:
 
 
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
-    """Give `path` the contents `data`, and make its folder if there is none. argument: what to call it in an error.
+    """Write `data` to `path`, and make its folder if there is none. argument: the name of the path
+    in an error.
 
-    The bytes go to a temporary file beside the target first, which is then renamed over it: a reader never sees half a file,
-    and a full disk leaves the old one.
+    The bytes go to a temporary file beside the target first, which is then renamed over it: a
+    reader never sees half a file, and a full disk leaves the old one.
     """
     path = Path(path)
     check_output(path, argument)

@@ -1,7 +1,7 @@
 """The named losses: data only. Each number says where it comes from.
 
-A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library default. There is no function
-per algorithm; `explain` says what each one is.
+A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library
+default. There is no function per algorithm; `explain` says what each one is.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from policyloss.spec import LossSpec
 class Preset:
     """A named loss.
 
-    sources: slot or slot.field → where the choice or number comes from; "advantage" → that of `advantage`.
-    advantage: the estimator of `policyloss.advantage` that the loss is defined with; None if it goes with any.
+    sources: slot or slot.field → where the choice or number comes from; "advantage" → that of
+    `advantage`.
+    advantage: the estimator of `policyloss.advantage` that the loss is defined with; None if it
+    goes with any.
     """
 
     name: str
@@ -605,14 +607,16 @@ def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec
 
 
 def defined_with(loss: LossSpec | str) -> str | None:
-    """The advantage estimator that a preset, or a spec equal to one, is defined with; None if it goes with any, or is no preset.
+    """The advantage estimator that a preset, or a spec equal to one, is defined with.
 
-    A spec has no name: where several presets are this loss and are defined with different advantages, the answer is None.
+    None if it goes with any, or is no preset.
+    A spec has no name: where several presets are this loss and are defined with different
+    advantages, the answer is None.
     """
     if isinstance(loss, str):
         return find_preset(loss).advantage
-    found = {p.advantage for p in presets_equal_to(loss)}
-    return found.pop() if len(found) == 1 else None
+    estimators = {p.advantage for p in presets_equal_to(loss)}
+    return estimators.pop() if len(estimators) == 1 else None
 
 
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:

@@ -1,4 +1,7 @@
-"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part; nothing here computes anything."""
+"""`LossSpec`: a policy loss as a value.
+
+Seven slots, each filled by a part; nothing here computes anything.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,17 @@ _TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = ratio.TokenRatio(), trust.Clip(0.2, 0.2),
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What fills each slot of the pipeline. Frozen and hashable; change a slot with `spec.replace(trust=…)`.
+    """What fills each slot of the pipeline.
 
-    ratio: which probability ratio. trust: how a step is limited. correction: what is done about rollout engine ≠ trainer (one
-    part or several). rejected: what a rejected token does to the denominator — "keep": its policy term is 0, it still counts;
-    "renormalise": as if the mask had been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference
-    or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
-    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
+    Frozen and hashable; change a slot with `spec.replace(trust=…)`.
+
+    ratio: which probability ratio. trust: how a step is limited. correction: what is done about
+    rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
+    denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
+    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
+    None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
+    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
+    docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -91,7 +98,7 @@ class LossSpec:
 
     @property
     def is_data(self) -> bool:
-        """Whether every slot is filled by parts of the library or of its drop-ins, none by a user's callable."""
+        """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
         parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
         return all(any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts)
@@ -103,12 +110,15 @@ class LossSpec:
 
     @property
     def reads_ratio_value(self) -> bool:
-        """Whether anything uses the ratio as its slot makes it (a KL may weigh by the token's own)."""
+        """Whether anything uses the ratio as the ratio slot computes it.
+
+        (The KL of a framework may be weighted by another ratio.)
+        """
         return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The tensor arguments of `policy_loss` that this loss reads beside logp, advantages and mask."""
+        """The arguments of `policy_loss` that this loss reads beside logp, advantages and mask."""
         names = set()
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
@@ -131,7 +141,7 @@ class LossSpec:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether batch-wide numbers enter the loss, so that counting the mask is not enough (see `measure`)."""
+        """Whether batch-wide numbers enter the loss: then counts are not enough (see `measure`)."""
         return bool(self.statistics_names) or self.rejected != "keep"
 
     @property
@@ -141,16 +151,19 @@ class LossSpec:
 
     @property
     def corrections_by_logp(self) -> tuple[Any, ...]:
-        """The corrections that read the current log-probabilities, as must be assumed of a callable that does not deny it."""
+        """The corrections that read the current log-probabilities.
+
+        A callable is assumed to do so unless its `reads_logp` is False.
+        """
         return tuple(c for c in self.correction if getattr(c, "reads_logp", True))
 
     @property
     def reach(self) -> Literal["token", "sequence", "batch"]:
-        """Whose log-probabilities the gradient of one token depends on, once batch-wide numbers are known (see `measure`).
+        """Whose log-probabilities the gradient of a token depends on, beside batch-wide numbers.
 
-        "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be assumed of a user's callable that
-        has no attribute `reach` (of an aggregation: that has no `reads_logp = False`), and of a rejection by `logp` that changes
-        denominators.
+        "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be
+        assumed of a user's callable that has no attribute `reach` (of an aggregation: that has no
+        `reads_logp = False`), and of a rejection by `logp` that changes denominators.
         """
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
@@ -162,14 +175,17 @@ class LossSpec:
 
     @property
     def follows_advantage(self) -> bool:
-        """Whether a token without advantage has no loss: no KL, no entropy bonus, and a trust region that is a multiple of A."""
+        """Whether a token without advantage has no loss.
+
+        That takes a trust region that is a multiple of A, no KL and no entropy bonus.
+        """
         return self.kl is None and not self.entropy_coef and getattr(self.trust, "follows_advantage", False)
 
     def with_fields(self, **numbers: Any) -> LossSpec:
-        """The same loss with other values in fields that are named without their part: `eps_high=0.3`.
+        """The same loss with other values in fields, named without their part: `eps_high=0.3`.
 
-        A name may be a field of any part, or one of `rejected` and `entropy_coef`. A name that several parts
-        have, or none, is an error.
+        A name may be a field of any part, or one of `rejected` and `entropy_coef`. A name that
+        several parts have, or none, is an error.
         """
         changed = self
         for name, value in numbers.items():
@@ -223,7 +239,10 @@ class LossSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`. Strict: an unknown key, type or value is an error that names the valid ones."""
+        """The inverse of `to_dict`.
+
+        Strict: an unknown key, type or value is an error that names the valid ones.
+        """
         if not isinstance(data, Mapping):
             raise SpecError(f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}.")
         slots: dict[str, Any] = {}
@@ -270,11 +289,19 @@ def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple
 def _holds_fields(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_holds_fields, value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return has_fields(value)
+
+
+def has_fields(part: Any) -> bool:
+    """Whether `part` is a dataclass, as every part of the library is, and no plain callable."""
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced, every part on the way made anew and so checked."""
+    """`owner` with the entry at `path` replaced.
+
+    Every part on the way is built again, and so checked.
+    """
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
         new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]
@@ -287,7 +314,7 @@ SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
 
 
 def is_part(slot: str, part: Any) -> bool:
-    """Whether `part` is one of the library's own for `slot`, not a user's callable."""
+    """Whether `part` is one of the library's parts for `slot`, not a user's callable."""
     return isinstance(part, _VARIANTS[slot])
 
 
@@ -308,10 +335,10 @@ def check_part(slot: str, part: Any) -> None:
 
 
 def framework_part(slot: str, framework: str) -> Callable[[type[Part]], type[Part]]:
-    """Make a class of a framework's drop-ins known, so that a spec that holds one can be written as data.
+    """A decorator for a framework's part: specs that hold one can be written as data.
 
-    The class extends a part of this slot. In data its type is "framework.ClassName", which can be read back
-    wherever `policyloss.compat` has loaded that framework.
+    The class extends a part of this slot. In data its type is "framework.ClassName", which can be
+    read back wherever `policyloss.compat` has loaded that framework.
     """
 
     def known(part: type[Part]) -> type[Part]:
@@ -327,7 +354,7 @@ def known_parts(slot: str) -> dict[str, type]:
 
 
 def kind(part: Any) -> type:
-    """The library's own class of a part; of a framework's part, the one it extends."""
+    """The library's class of a part; for a framework's part, the class that it extends."""
     ours = {variant for variants in _VARIANTS.values() for variant in variants}
     return next((each for each in type(part).__mro__ if each in ours), type(part))
 

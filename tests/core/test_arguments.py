@@ -50,7 +50,16 @@ def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) 
 NO_CALLS = {
     *("Accumulation", "MicroBatch", "CompiledLoss", "Corrected", "HeadOutput", "LogProbs", "LossOutput", "PartitionReport", "Plan"),
     *("Surrogate", "Tokens", "InputError", "PolicyLossError", "SpecError", "presets", "partition_check"),
-    *("LengthWeighted", "LocalSeqMeanTokenMean", "LocalTokenMean", "PromptMean", "SeqMeanTokenSum", "TokenMean", "TokenSum"),
+    *(
+        "LengthWeighted",
+        "LocalSeqMeanTokenMean",
+        "LocalTokenMean",
+        "PromptMean",
+        "SeqMeanTokenMean",
+        "SeqMeanTokenSum",
+        "TokenMean",
+        "TokenSum",
+    ),
     *("advantage", "compat", "functional", "ESTIMATORS", "GAE"),
 }
 

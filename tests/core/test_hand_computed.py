@@ -146,6 +146,15 @@ def test_probability_band(trust, p, p0, advantage, loss, grad):
     assert_loss(evaluate(token(trust), log(p), log(p0), advantage), loss, grad)
 
 
+def test_a_cap_on_the_unclipped_term():
+    """max(-A·min(r, 3), -A·clip(r, 0.8, 1.2)): at A = -1 it is r up to the cap, and flat beyond."""
+    ratio = torch.tensor([1.1, 2.0, 5.0], dtype=torch.float64, requires_grad=True)
+    loss = pl.functional.clipped(ratio, -torch.ones_like(ratio), 0.2, 0.2, cap=3.0)
+    loss.sum().backward()
+    assert loss.tolist() == [1.1, 2.0, 3.0]
+    assert ratio.grad.tolist() == [1.0, 1.0, 0.0]
+
+
 def test_geometric_clip():
     spec = pl.LossSpec(trust=pl.GeometricClip(0.4, 0.4), aggregate=pl.SeqMeanTokenMean())
     # Log-ratios (1, 0). A = 1: c = (min(1, 0.4), 0), mean 0.2, loss −e^0.2; the clipped token has no gradient, the other −e^0.2/2.

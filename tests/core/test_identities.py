@@ -10,6 +10,7 @@ import torch
 
 import policyloss as pl
 from cases import PRESETS, TOKEN_TENSORS, TRUSTS, Batch, assert_same, assert_same_result, label, make_batch, run
+from policyloss import functional
 
 RATIO = pl.Unbounded("ratio")
 BATCH = make_batch(seed=11)
@@ -73,6 +74,20 @@ def test_geometric_clip_at_ratio_one_is_minus_the_mean_advantage():
     grad = run(pl.LossSpec(trust=pl.GeometricClip(0.4, 0.4), aggregate=pl.TokenSum()), batch).dlogp
     total = torch.where(batch.mask, batch.advantages, 0).sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
     assert_same(grad, torch.where(batch.mask, -total, 0))
+
+
+def test_gmpo_as_a_function_is_its_part():
+    """The part takes its mean in one all-reduce, so it does not call the function."""
+    mask, sequences = BATCH.mask, functional.Sequences.of(BATCH.mask)
+    logp = BATCH.logp.detach().clone().requires_grad_()
+    log_ratio = functional.difference(logp, BATCH.old_logp, mask, logp.dtype)
+    advantages = functional.fill(BATCH.advantages, mask)
+    losses = functional.geometric_clipped(log_ratio, advantages, 0.1, 0.3, sequences.sum(mask), sequences)
+    loss = functional.fill(losses, mask).sum()
+    loss.backward()
+    part = run(pl.LossSpec(trust=pl.GeometricClip(0.1, 0.3), aggregate=pl.TokenSum()), BATCH)
+    assert_same(loss.detach(), part.loss)
+    assert_same(logp.grad, part.dlogp)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None))

@@ -242,9 +242,10 @@ ADVANTAGES: dict[str, Case] = {
 PARTS: dict[str, Case] = {
     type(part).__name__: (type(part), {f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
     for part in (
-        *(pl.TokenRatio(), pl.SequenceRatio(), RolloutProduct(), pl.SegmentRatio()),
+        *(pl.TokenRatio(), pl.SequenceRatio(), pl.SequenceProduct(), RolloutProduct(), pl.SegmentRatio()),
         *(pl.Clip(0.2, 0.28, 3.0), pl.TwoSidedClip(4.0), pl.DetachedClip(0.8, 1.2), pl.SoftGate(), pl.GammaWeight()),
         *(pl.ProbabilityBand("tv", 0.1, 0.2), pl.GeometricClip(0.4, 0.4), pl.Quadratic(0.1), pl.TaperedNegative(), pl.Unbounded()),
+        pl.BySign(pl.Unbounded(), pl.Clip(0.2)),
         *(pl.CovClip(), pl.CovKL(), pl.Truncate(2.0), pl.Band(0.5, 2.0), pl.SequenceMask(0.5, 2.0), pl.Reject("k1", "token", 0.1)),
         *(pl.Veto(), pl.OPSM(0.1), pl.SelfNormalise(), pl.DivergenceMask("kl", 0.1), pl.KL("k3", 0.1)),
         *(pl.SeqMeanTokenMean(), pl.SeqMeanTokenSumNorm(8.0), pl.TokenSumNorm(8.0)),

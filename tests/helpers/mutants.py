@@ -44,15 +44,15 @@ MUTANTS = (
     Mutant(
         "clip_upper_bound_sign",
         "functional/trust.py",
-        "1 + eps_high, None, dual)",
-        "1 - eps_high, None, dual)",
+        "low, high = 1 - eps_low, 1 + eps_high",
+        "low, high = 1 - eps_low, 1 - eps_high",
         _HAND + "test_trust",
     ),
     Mutant(
         "clip_sides_swapped",
         "functional/trust.py",
-        "1 - eps_low, 1 + eps_high, None, dual)",
-        "1 - eps_high, 1 + eps_low, None, dual)",
+        "low, high = 1 - eps_low, 1 + eps_high",
+        "low, high = 1 - eps_high, 1 + eps_low",
         _HAND + "test_trust",
     ),
     Mutant(

@@ -49,8 +49,8 @@ PARTS = (
     (
         "two_sided_clip_as_a_dual_clip",
         "functional/trust.py",
-        "1 + eps_high, delta, None)",
-        "1 + eps_high, None, delta)",
+        "eps_low, eps_high, cap=delta)",
+        "eps_low, eps_high, dual=delta)",
         _HAND + "test_trust",
     ),
     (
@@ -224,8 +224,8 @@ PARTS = (
     (
         "prompt_mean_of_sequences",
         _AGGREGATE,
-        "n_g, number = group_sum(t.counts, t.group_ids), groups",
-        "n_g, number = t.counts, groups",
+        "n_g, group_count = group_sum(t.counts, t.group_ids), groups",
+        "n_g, group_count = t.counts, groups",
         _HAND + "test_prompt_mean",
     ),
     (

@@ -71,7 +71,7 @@ def test_what_explain_trl_writes_can_be_explained(tmp_path: Path, capsys: pytest
     spec.write_text(printed(capsys, "explain-trl", str(config), "--json"))
     assert json.loads(spec.read_text())["kl"]["type"] == "trl.WrittenKL"
     text = printed(capsys, "explain", str(spec))
-    assert "kl = (exp(raw) - raw - 1) * exp(logp - old_logp)" in text
+    assert "kl = (exp(d) - d - 1) * exp(logp - old_logp)" in text
     assert "times the token's own ratio" in text
 
 

@@ -1,8 +1,10 @@
-"""Advantages: how much better an action was than expected. Everything here is computed once per batch and carries no gradient.
+"""Advantages: how much better an action was than expected.
 
-Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named estimators made from it, and
-token by token `optimal_token_baseline`. Over the batch: `whiten`. `ESTIMATORS` maps names to functions; `estimator(name)` looks
-one up.
+Everything here is computed once per batch and carries no gradient.
+
+Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named
+estimators made from it, and token by token `optimal_token_baseline`. Over the batch: `whiten`.
+`ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The named advantage estimators of the field, each a thin line over `group_advantages`, `whiten` and `discounted_returns`.
+"""The named advantage estimators of the field.
 
-Legend: S sequences; rewards, group_ids, lengths and (unless said otherwise) results are `[S]`; hand a result to `policy_loss` as it
-is. n is the size of a group, μ its mean reward, σ its standard deviation. Nothing carries a gradient.
-Common rules, said once in `group_advantages`: a constant group gives exactly 0; a group of one gives 0, or with `single="raw"` the
-raw reward, as in verl; a spread of exactly 0 divides nothing. `group` is a process group whose ranks share every statistic: a
-prompt's samples may lie on several of them, and ids are global; "local" (and None, with a warning if there are other ranks) is this
+Each is a thin layer over `group_advantages`, `whiten` and `discounted_returns`.
+Legend: S sequences; rewards, group_ids, lengths and (unless said otherwise) results are `[S]`; hand
+a result to `policy_loss` as it is. n is the size of a group, μ its mean reward, σ its standard
+deviation. Nothing carries a gradient.
+Common rules, said once in `group_advantages`: a constant group gives exactly 0; a group of one
+gives 0, or with `single="raw"` the raw reward, as in verl; a spread of exactly 0 divides nothing.
+`group` is a process group whose ranks share every statistic: a prompt's samples may lie on several
+of them, and ids are global; "local" (and None, with a warning if there are other ranks) is this
 rank alone.
 """
 
@@ -42,7 +45,8 @@ def grpo(
 ) -> Tensor:
     """GRPO: `(r − μ) / (σ + eps)`.
 
-    Source: Shao et al., arXiv 2402.03300; eps and ddof as in verl (TRL: eps 1e-4; open-instruct: eps 1e-8, ddof 0).
+    Source: Shao et al., arXiv 2402.03300; eps and ddof as in verl (TRL: eps 1e-4; open-instruct:
+    eps 1e-8, ddof 0).
     Constant group: 0. Group of one: 0, or `r / (1 + eps)` with `single="raw"` (verl).
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
@@ -52,7 +56,8 @@ def grpo(
 def dr_grpo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
     """Dr. GRPO: `r − μ`; no division, so easy and hard prompts weigh the same.
 
-    Source: Liu et al., arXiv 2503.20783. Constant group: 0. Group of one: 0, or r with `single="raw"`.
+    Source: Liu et al., arXiv 2503.20783. Constant group: 0. Group of one: 0, or r with
+    `single="raw"`.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale=None, single=single, group=group)
@@ -61,18 +66,22 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", grou
 def rloo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
     """RLOO: `r_i − mean of the other members = (r_i − μ)·n/(n−1)`.
 
-    Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's rloo_vectorized, SkyRL), or r with
-    `single="raw"` (verl's rloo). group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's
+    rloo_vectorized, SkyRL), or r with `single="raw"` (verl's rloo). group: ranks that a prompt's
+    samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale=None, single=single, group=group)
 
 
 def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: Any = None) -> Tensor:
-    """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`, sample standard deviation.
+    """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`.
 
-    Source: NeMo-RL's GRPO with its default leave-one-out baseline. Where the others are all equal (one winner among losers; a group
-    of two) their spread is exactly 0 and `r_i − mean of the others` stays undivided; computed as E[x²] − E[x]² in float32 that
-    spread is rounding residue, which multiplied such an advantage by thousands. Constant group, group of one: 0.
+    The standard deviation is that of a sample.
+    Source: NeMo-RL's GRPO with its default leave-one-out baseline. Where the others are all equal
+    (one winner among losers; a group of two) their spread is exactly 0 and
+    `r_i − mean of the others` stays undivided; computed as E[x²] − E[x]² in float32 that spread is
+    rounding residue, which multiplied such an advantage by thousands. Constant group, group of one:
+    0.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
@@ -89,11 +98,15 @@ def reinforce_pp(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """REINFORCE++: discounted returns over the valid tokens, whitened over all valid tokens. Result token-shaped.
+    """REINFORCE++: discounted returns over the valid tokens, whitened over all valid tokens.
 
-    rewards: token-shaped (any KL penalty included), or `[S]`, then put on the last valid token. mask: token-shaped.
-    group: ranks with other sequences, which share the mean and variance, as in `whiten`. cp_group, positions: ranks with other
-    tokens of the same sequences, as in `gae`; they share both too. There are no groups of samples; a constant batch gives 0.
+    Result token-shaped.
+
+    rewards: token-shaped (any KL penalty included), or `[S]`, then put on the last valid token.
+    mask: token-shaped.
+    group: ranks with other sequences, which share the mean and variance, as in `whiten`. cp_group,
+    positions: ranks with other tokens of the same sequences, as in `gae`; they share both too.
+    There are no groups of samples; a constant batch gives 0.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
     """
     returns = discounted_returns(rewards, mask, gamma, cu_seqlens=cu_seqlens, cp_group=cp_group, positions=positions)
@@ -103,21 +116,26 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None, eps: float = 1e-8
 ) -> Tensor:
-    """REINFORCE++-baseline: `r − μ`, whitened over all valid *tokens*: a sequence counts once for each of its `lengths` tokens.
+    """REINFORCE++-baseline: `r − μ`, whitened over all valid *tokens*.
 
-    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. Constant group, group of one: `r − μ` is 0 (r with
-    `single="raw"`) before whitening. A sequence of length 0 does not count, and gets 0.
+    A sequence counts once for each of its `lengths` tokens.
+    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. Constant group, group
+    of one: `r − μ` is 0 (r with `single="raw"`) before whitening. A sequence of length 0 does not
+    count, and gets 0.
     group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
-    (r, ids, counts), own = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
-    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[own].to(compute_dtype(rewards))
+    (r, ids, counts), this_rank = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
+    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[this_rank].to(compute_dtype(rewards))
 
 
 def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
-    """ReMax: `r − b`, with b `[S]` the reward of the greedy answer to the same prompt. There are no groups.
+    """ReMax: `r − b`, with b `[S]` the reward of the greedy answer to the same prompt.
 
-    Source: Li et al., arXiv 2310.10505. For rewards on every token, as in verl: `discounted_returns(rewards, mask) − b`.
+    There are no groups.
+
+    Source: Li et al., arXiv 2310.10505. For rewards on every token, as in verl:
+    `discounted_returns(rewards, mask) − b`.
     """
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
@@ -128,9 +146,11 @@ def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
-    """OPO: `r − Σ l·r / Σ l` over the group, the variance-optimal baseline if a gradient's square grows with the length l.
+    """OPO: `r − Σ l·r / Σ l` over the group, with l the length.
 
-    Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with `single="raw"` (verl).
+    This baseline minimises the variance if a gradient's square grows with the length.
+    Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with
+    `single="raw"` (verl).
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
@@ -150,14 +170,16 @@ def gpg(
 ) -> Tensor:
     """GPG: `α·(r − μ) / f_norm`, with α = S / (number of valid sequences), at least one.
 
-    valid: "informative" counts the sequences of groups that are not constant (the paper: those that have a gradient), "nonzero"
-    those whose reward is not 0 (verl). group: ranks that share the means of prompts and both numbers, as in `group_advantages`.
-    Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with `single="raw"` (verl).
+    valid: "informative" counts the sequences of groups that are not constant (the paper: those that
+    have a gradient), "nonzero" those whose reward is not 0 (verl). group: ranks that share the
+    means of prompts and both numbers, as in `group_advantages`.
+    Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with
+    `single="raw"` (verl).
     """
     check_choice("valid", valid, ("informative", "nonzero"))
     check_number("f_norm", f_norm, above=0)
     check_rewards(rewards, group_ids)
-    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
     centered = dr_grpo(r, ids, single=single, group="local")
     if valid == "nonzero" or r.numel() == 0:
         counts = r != 0
@@ -165,7 +187,7 @@ def gpg(
         g = RankedGroups.of(r, ids)
         counts = ~g.constant | ((g.size == 1) & (single == "raw"))
     alpha = counts.numel() / counts.sum().clamp(min=1).to(centered.dtype)
-    return (centered * (alpha / f_norm))[own].to(compute_dtype(rewards))
+    return (centered * (alpha / f_norm))[this_rank].to(compute_dtype(rewards))
 
 
 @torch.no_grad()
@@ -181,11 +203,14 @@ def gdpo(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """GDPO, for K rewards: each normalised in its group (`(r_k − μ_k)/(σ_k + eps)`), then summed with weights, then whitened.
+    """GDPO, for K rewards: normalised in their groups, summed with weights, whitened.
 
-    rewards: `[S, K]` → `[S]`. weights: K numbers, 1 by default. The whitening counts each sequence once, or, as verl, once for each
-    of its `lengths` tokens. group: ranks that share the statistics of prompts and the whitening, as in `group_advantages`.
-    Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group of one adds 0, or r with "raw".
+    Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`.
+    rewards: `[S, K]` → `[S]`. weights: K numbers, 1 by default. The whitening counts each sequence
+    once, or, as verl, once for each of its `lengths` tokens. group: ranks that share the statistics
+    of prompts and the whitening, as in `group_advantages`.
+    Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group
+    of one adds 0, or r with "raw".
     """
     check_tensor("rewards", rewards)
     if rewards.dim() != 2:
@@ -194,7 +219,7 @@ def gdpo(
     k, dtype = rewards.shape[1], compute_dtype(rewards)
     weight = rewards.new_ones(k, dtype=dtype) if weights is None else _weights(weights, k, rewards.device)
     counts = torch.ones_like(group_ids) if lengths is None else per_sequence("lengths", lengths, group_ids)
-    (counts, group_ids, *columns), own = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
+    (counts, group_ids, *columns), this_rank = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
     s = counts.shape[0]
     if s == 0:
         return rewards.new_zeros(0, dtype=dtype)
@@ -206,14 +231,16 @@ def gdpo(
     each = torch.cat([counts[:0], *columns])
     parts = group_advantages(each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local")
     summed = (weight.to(parts).unsqueeze(1) * parts.view(k, s)).sum(0)
-    return _whitened_by_length(summed, counts, 1e-8)[own].to(dtype)
+    return _whitened_by_length(summed, counts, 1e-8)[this_rank].to(dtype)
 
 
 def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, single: Single = "zero", group: Any = None) -> Tensor:
-    """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0: the gradient of log pass-rate rather than of pass-rate.
+    """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0.
 
-    Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all wrong too): 0. Group of one: 0,
-    or r with `single="raw"` (SkyRL). A mean of exactly 0 divides nothing.
+    This is the gradient of the log of the pass rate rather than of the pass rate.
+    Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all
+    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL). A mean of exactly 0 divides
+    nothing.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)
@@ -229,45 +256,52 @@ def passk_max_gap(
     ddof: int = 1,
     group: Any = None,
 ) -> Tensor:
-    """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`, the others 0.
+    """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`.
 
-    Leaving the winner out would cost the group's maximum exactly that margin; here k is the size of the group.
-    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. A tie for the best, a constant group, a group of one (an error in
-    verl): 0. group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    The others get 0.
+    Leaving the winner out would cost the group's maximum exactly that margin; here k is the size of
+    the group.
+    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. A tie for the best, a constant group,
+    a group of one (an error in verl): 0. group: ranks that a prompt's samples may be spread over,
+    as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, ddof)
     dtype = compute_dtype(rewards)
-    (r, ids), own = of_all_ranks(group, rewards, group_ids)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
     if r.numel() == 0:
         return r.to(dtype)
     g = RankedGroups.of(r, ids)
     second = g.at((g.rank - 1).clamp(min=0))
     gap = torch.where(g.rank == g.size - 1, g.rewards - second, 0)
-    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[own]
+    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[this_rank]
 
 
 @torch.no_grad()
 def passk_combinatorial(
     rewards: Tensor, group_ids: Tensor, k: int, *, scale: Literal["std"] | None = "std", eps: float = 0.0, group: Any = None
 ) -> Tensor:
-    """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member; exact, without making the subsets.
+    """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member.
 
-    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, population standard deviation.
-    With the rewards sorted and p the number of members below: the best of a subset is member p in `C(p, k−1)` subsets, and, among
-    those that hold a lower i, in `C(p−1, k−2)`. For rewards 0/1 with m wrong: `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`,
-    `A_right = (1−R)/σ`, `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 it is GRPO with ddof 0.
-    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). Where all subsets have the same best member's reward (a constant
-    group, fewer than k wrong), or n ≤ k (a group of one): 0.
+    The result is exact, but no subset is formed.
+    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, population
+    standard deviation.
+    With the rewards sorted and p the number of members below: the best of a subset is member p in
+    `C(p, k−1)` subsets, and, among those that hold a lower i, in `C(p−1, k−2)`. For rewards 0/1
+    with m wrong: `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`, `A_right = (1−R)/σ`,
+    `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 it is GRPO with ddof 0.
+    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). Where all subsets have the same
+    best member's reward (a constant group, fewer than k wrong), or n ≤ k (a group of one): 0.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, 0)
     check_integer("k", k, 1)
     dtype = compute_dtype(rewards)
-    (rewards, group_ids), own = of_all_ranks(group, rewards, group_ids)
+    (rewards, group_ids), this_rank = of_all_ranks(group, rewards, group_ids)
     if rewards.numel() == 0:
         return rewards.to(dtype)
     g = RankedGroups.of(rewards, group_ids)
-    # All terms are shifted alike, so measure from the lowest; NaN is put back by group, as 0·nan would cross groups in the scan.
+    # All terms are shifted alike, so measure from the lowest; NaN is put back by group, as 0·nan
+    # would cross groups in the scan.
     r = (g.rewards - g.lowest).nan_to_num(0, 0, 0)
     best = _choose_ratio(g.rank, k - 1, g.size, k)
     mean = g.total(best * r)
@@ -280,7 +314,7 @@ def passk_combinatorial(
     flat = g.at((g.size - 1).clamp(max=k - 1)) == g.highest
     advantage = torch.where(flat, 0, mean_with - mean)
     advantage = advantage if scale is None else divided(advantage, torch.where(flat, 0, std), eps)
-    return g.back(advantage + g.total(g.rewards * 0), dtype)[own]
+    return g.back(advantage + g.total(g.rewards * 0), dtype)[this_rank]
 
 
 def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:

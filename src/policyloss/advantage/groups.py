@@ -1,9 +1,12 @@
-"""Rewards relative to something: to their group (`group_advantages`), or to the whole batch (`whiten`). No loop over groups.
+"""Rewards relative to their group (`group_advantages`) or to the batch (`whiten`).
 
-Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same id (the samples of one prompt).
-Statistics are computed in float64 and in an order that does not depend on the order of the rows.
-Over several ranks: `group` is a process group whose ranks hold other sequences, of the same prompts or of others. Rewards and ids
-of all of them are brought together, and each rank gets its own rows' advantages. An id must mean the same prompt on every rank.
+There is no loop over groups.
+Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same
+id (the samples of one prompt). Statistics are computed in float64 and in an order that does not
+depend on the order of the rows.
+Over several ranks: `group` is a process group whose ranks hold other sequences, of the same prompts
+or of others. Rewards and ids of all of them are brought together, and each rank gets its own rows'
+advantages. An id must mean the same prompt on every rank.
 """
 
 from __future__ import annotations
@@ -32,10 +35,14 @@ SCALES: tuple[Scale, ...] = ("std", "loo_std", "batch_std", "mean", None)
 
 @dataclass(frozen=True)
 class RankedGroups:
-    """The sequences laid out group after group, and by rising reward inside a group. All tensors `[S]`, in that order.
+    """The sequences laid out group after group, and by rising reward inside a group.
 
-    rewards: float64. order: the row each element came from. size: of the element's group. rank: 0 for the lowest of its group.
-    first: where its group begins. Whether rewards are all equal is read off the sorted ends: exact, where "std ≈ 0" is not.
+    All tensors `[S]`, in that order.
+
+    rewards: float64. order: the row each element came from. size: of the element's group. rank: 0
+    for the lowest of its group.
+    first: where its group begins. Whether rewards are all equal is read off the sorted ends: exact,
+    where "std ≈ 0" is not.
     """
 
     rewards: Tensor
@@ -95,9 +102,10 @@ class RankedGroups:
         return torch.where(self.constant, 0, variance.sqrt())
 
     def std_of_others(self, ddof: int) -> Tensor:
-        """The standard deviation of the element's group without the element; exactly 0 if the others are all equal."""
+        """The standard deviation of the group's other elements; exactly 0 if they are equal."""
         deviation = self.rewards - self.mean()
-        # Σ_{j≠i} (r_j − mean of the others)² = Σ d² − d_i²·n/(n−1), with d measured from the mean of all.
+        # Σ_{j≠i} (r_j − mean of the others)² = Σ d² − d_i²·n/(n−1), with d measured from the mean
+        # of all.
         squares = self.total(deviation**2) - deviation**2 * self.size / (self.size - 1).clamp(min=1)
         variance = squares.clamp(min=0) / (self.size - 1 - ddof).clamp(min=1)
         alone = self.size <= 2
@@ -106,7 +114,7 @@ class RankedGroups:
         return torch.where(alone | (low == high), 0, variance.sqrt())
 
     def back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` in the order of the rows that were given."""
+        """`x` in the order of the input's rows."""
         x = x.to(dtype)
         return torch.empty_like(x).scatter(0, self.order, x)
 
@@ -124,17 +132,23 @@ def group_advantages(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """Rewards relative to their group: `(r − baseline) / (spread + eps)`. `[S]`, `[S]` integers → `[S]`, without gradient.
+    """Rewards relative to their group: `(r − baseline) / (spread + eps)`.
 
-    center, the baseline: "mean" of the group (weighted by `weights` `[S]` if given), "loo" the mean of the *other* members, None 0.
-    scale, the spread: "std" of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`; "mean" of
-    the group; None divides by nothing.
-    A constant group (all rewards exactly equal) gives exactly 0, and a spread of exactly 0 divides nothing: rounding residue is
-    never amplified. A group of one has no one to compare with and gives 0 (`single="zero"`), or with `single="raw"`, as verl does,
-    baseline 0 and spread 1. A NaN reward shows in its whole group. `group_ids` may be any integers in any order; S = 0 gives `[0]`.
-    group: a process group over whose ranks a prompt's samples and the batch may be spread (each rank with its own S, 0 too); ids
-    are then global: the same id is the same prompt on every rank. With context parallel, the data-parallel group: ranks that hold
-    the same sequences would count them twice. "local" is this rank alone, and so is None, with a warning if there are others.
+    `[S]`, `[S]` integers → `[S]`, without gradient.
+
+    center, the baseline: "mean" of the group (weighted by `weights` `[S]` if given), "loo" the mean
+    of the *other* members, None 0. scale, the spread: "std" of the group, "loo_std" of the other
+    members, "batch_std" of all rewards, each with `ddof`; "mean" of the group; None divides by
+    nothing.
+    A constant group (all rewards exactly equal) gives exactly 0, and a spread of exactly 0 divides
+    nothing: rounding residue is never amplified. A group of one has no one to compare with and
+    gives 0 (`single="zero"`), or with `single="raw"`, as verl does, baseline 0 and spread 1. A NaN
+    reward shows in its whole group. `group_ids` may be any integers in any order; S = 0 gives
+    `[0]`.
+    group: a process group over whose ranks a prompt's samples and the batch may be spread (each
+    rank with its own S, 0 too); ids are then global: the same id is the same prompt on every rank.
+    With context parallel, the data-parallel group: ranks that hold the same sequences would count
+    them twice. "local" is this rank alone, and so is None, with a warning if there are others.
     """
     check_rewards(rewards, group_ids)
     check_choice("center", center, CENTERS)
@@ -144,14 +158,14 @@ def group_advantages(
     if weights is not None and center != "mean":
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
-    given = () if weights is None else (per_sequence("weights", weights, rewards),)
-    (rewards, group_ids, *more), own = of_all_ranks(group, rewards, group_ids, *given)
+    columns = () if weights is None else (per_sequence("weights", weights, rewards),)
+    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(group, rewards, group_ids, *columns)
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
     if center is not None and single == "zero":
         _warn_of_single_groups(g)
-    weight = more[0][g.order] if more else None
+    weight = weight_column[0][g.order] if weight_column else None
     alone_raw = (g.size == 1) & (single == "raw")
     advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
     if scale is not None:
@@ -159,7 +173,7 @@ def group_advantages(
         if scale != "batch_std":
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
         advantage = divided(advantage, spread, eps)
-    return g.back(advantage, dtype)[own]
+    return g.back(advantage, dtype)[this_rank]
 
 
 def _warn_of_single_groups(g: RankedGroups) -> None:
@@ -174,7 +188,10 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
-    """Rewards, ids and `more` numbers of the sequences on all ranks that a statistic spans, but for the ids in float64."""
+    """Rewards, ids and `more` columns of all ranks that share a statistic; ids keep their dtype.
+
+    All others are in float64.
+    """
     wide = accumulator_dtype(rewards.device)
     return gather_rows([rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group))
 
@@ -206,21 +223,23 @@ def divided(x: Tensor, spread: Tensor, eps: float) -> Tensor:
 
 
 def moments(x: Tensor, weight: Tensor, ddof: int, *groups: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance of `x`, each element counted `weight` times, over the ranks of every group; 0-dim, in float64.
+    """Mean and variance of `x`, each element counted `weight` times; 0-dim, in float64.
 
+    They are taken over the ranks of every group.
     `x` must be finite, or 0, where its weight is 0. Two passes, because E[x²] − E[x]² cancels.
     """
     wide = accumulator_dtype(x.device)
     x, weight = x.to(wide), weight.to(wide)
-    n, total = _over(groups, torch.stack((weight.sum(), (x * weight).sum())))
+    n, total = _summed_over(groups, torch.stack((weight.sum(), (x * weight).sum())))
     mean = total / n.clamp(min=1)
-    squares = _over(groups, ((x - mean) ** 2 * weight).sum())
+    squares = _summed_over(groups, ((x - mean) ** 2 * weight).sum())
     # The mean of equal numbers may be off by a rounding error; that is no variance.
     rounding = n * (4 * torch.finfo(wide).eps * mean) ** 2
     return mean, torch.where(squares <= rounding, 0, squares) / (n - ddof).clamp(min=1)
 
 
-def _over(groups: tuple[Any, ...], x: Tensor) -> Tensor:
+def _summed_over(groups: tuple[Any, ...], x: Tensor) -> Tensor:
+    """`x` summed over the ranks of every group."""
     for group in groups:
         x = all_sum(x, group)
     return x
@@ -228,13 +247,17 @@ def _over(groups: tuple[Any, ...], x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8, cp_group: Any = None) -> Tensor:
-    """`(x − mean) / √(variance + eps)` over all valid tokens, unbiased variance; 0 at masked tokens. Any shape, without gradient.
+    """`(x − mean) / √(variance + eps)` over all valid tokens, with the unbiased variance.
 
-    mean: False keeps the old mean (it is added back after scaling). group: a process group whose ranks share mean and variance;
-    "local" is this rank alone, and so is None, with a warning if there are other ranks. cp_group: ranks that hold other tokens of
-    the same sequences, if they are not in `group`: they share both too.
-    A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token gives zeros.
-    Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than two tokens).
+    x may have any shape. The result is 0 at masked tokens and has no gradient.
+    mean: False keeps the old mean (it is added back after scaling). group: a process group whose
+    ranks share mean and variance; "local" is this rank alone, and so is None, with a warning if
+    there are other ranks. cp_group: ranks that hold other tokens of the same sequences, if they are
+    not in `group`: they share both too.
+    A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token
+    gives zeros.
+    Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than
+    two tokens).
     """
     check_tensor("x", x, "float")
     check_flag("mean", mean)
@@ -249,7 +272,7 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
 
 
 def whitened(x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """`whiten` for elements that count `weight` times (0 for not at all), as a sequence's advantage counts once per token."""
+    """`whiten` for elements that count `weight` times, as an advantage counts once per token."""
     check_numbers(eps, 1)
     center, variance = moments(x, weight, 1, *groups)
     # Centred in float64: in float32 a mean far from 0 would be rounded before it is subtracted.
@@ -286,7 +309,10 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
 
 
 def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows sorted by group `[S]`, the size of each one's group `[S]`, and for each size above one the rows `[groups, size]`."""
+    """Rows sorted by group `[S]`, the size of the group of each `[S]`, and rows by size.
+
+    The latter are `[groups, size]` for each size above one.
+    """
     order, groups = group_index(group_ids)
     assert groups.offsets is not None
     assert groups.ids is not None

@@ -1,4 +1,7 @@
-"""The optimal token baseline: one for each token of a group's samples, weighted by how noisy their gradients are so far."""
+"""The optimal token baseline: one for each token of a group's samples.
+
+It is weighted by how noisy the gradients of the samples are up to that token.
+"""
 
 from __future__ import annotations
 
@@ -33,79 +36,88 @@ def optimal_token_baseline(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`, the sums over the group's sequences that have a token t.
+    """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`.
 
-    G is the reward-to-go and W the squared length of the gradient so far: `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is
-    the probability of the sampled token and Σ_v π_v² runs over the vocabulary; the term is ‖onehot − π‖², the squared gradient of
-    logp in the logits. So the baseline is the mean return of the group at that token, weighted by gradient variance.
+    The sums run over the sequences of the group that have a token t.
+    G is the reward-to-go and W the squared length of the gradient so far:
+    `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is the probability of the sampled token
+    and Σ_v π_v² runs over the vocabulary; the term is ‖onehot − π‖², the squared gradient of logp
+    in the logits. So the baseline is the mean return of the group at that token, weighted by
+    gradient variance.
 
-    rewards: `[B, T]`, or `[B]`, then put on the last valid token. group_ids: `[B]`. mask, old_logp, sum_pi_squared (`Σ_v π_v²`) and
-    weights w (of a rollout correction, 1 by default): `[B, T]`. Result `[B, T]`, 0 at masked tokens, without gradient.
-    zero_tail: where only the group's longest sequence is left, its own return would be its baseline and A = 0; True uses
-    baseline 0 there, so that A = G.
-    bridge: token t is the t-th valid one of its sequence, and a sequence without one does not count; False compares columns as
-    they stand (and the tail begins at the column numbered by the second-largest count), as for single turns.
+    rewards: `[B, T]`, or `[B]`, then put on the last valid token. group_ids: `[B]`. mask, old_logp,
+    sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by default): `[B, T]`.
+    Result `[B, T]`, 0 at masked tokens, without gradient.
+    zero_tail: where only the group's longest sequence is left, its own return would be its baseline
+    and A = 0; True uses baseline 0 there, so that A = G.
+    bridge: token t is the t-th valid one of its sequence, and a sequence without one does not
+    count; False compares columns as they stand (and the tail begins at the column numbered by the
+    second-largest count), as for single turns.
     A group of one has baseline 0. Computed in the inputs' dtype (half precision in float32).
-    group: ranks that a prompt's samples may be spread over (T may differ), as in `group_advantages`; ids are global.
-    cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with `bridge=True`.
-    Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's optimal_token_baseline (`bridge=False`) and
-    tir_optimal_token_baseline (`bridge=True`).
+    group: ranks that a prompt's samples may be spread over (T may differ), as in
+    `group_advantages`; ids are global.
+    cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with
+    `bridge=True`.
+    Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's
+    optimal_token_baseline (`bridge=False`) and tir_optimal_token_baseline (`bridge=True`).
     """
     check_flag("zero_tail", zero_tail)
     check_flag("bridge", bridge)
-    valid = _checked(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
+    valid = _checked_mask(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
         if not bridge:
             raise InputError("bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True.")
         others = (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
-        whole, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
-        reward = whole.padded(whole.columns[-1]) if len(whole.columns) > len(others) else reward.squeeze(1)
-        logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
+        sequences, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
+        reward = sequences.padded(sequences.columns[-1]) if len(sequences.columns) > len(others) else reward.squeeze(1)
+        logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
-        return whole.own(optimal_token_baseline(reward, group_ids, whole.inside, logp, squared, **same)[whole.inside])
+        inside = sequences.inside
+        advantages = optimal_token_baseline(reward, group_ids, inside, logp, squared, **same)
+        return sequences.on_this_rank(advantages[inside])
     returns = reward_to_go(token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
     if weights is not None:
         energy = energy * fill(weights, valid, dtype) ** 2
     path = fill(energy, valid).cumsum(-1)
-    rows, own = gather_rows([returns, path, valid, group_ids], statistics_group(group))
-    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[own, : valid.shape[1]]
+    rows, this_rank = gather_rows([returns, path, valid, group_ids], statistics_group(group))
+    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[this_rank, : valid.shape[1]]
 
 
 def _less_baseline(
     returns: Tensor, path: Tensor, valid: Tensor, group_ids: Tensor, *, zero_tail: bool, bridge: bool, eps: float
 ) -> Tensor:
-    """`returns` less their baselines, of all rows that may share a group; path is W. `[B, T]`."""
+    """`returns` minus their baselines, for all rows that may share a group. path: W. `[B, T]`."""
     if valid.numel() == 0:
         return returns
     lengths = valid.sum(-1)
     if bridge:
-        group_ids, width = _apart(group_ids, lengths == 0), max(int(lengths.max()), 1)
+        group_ids, width = _without_empty_rows(group_ids, lengths == 0), max(int(lengths.max()), 1)
         place = (valid.long().cumsum(-1) - 1).clamp(min=0)
     else:
         width = valid.shape[1]
         place = torch.arange(width, device=valid.device).expand_as(valid)
-    weighted, weight = (_placed(x, place, valid, width) for x in (path * returns, path))
+    weighted, weight = (_at_places(x, place, valid, width) for x in (path * returns, path))
     baseline = torch.zeros_like(weighted)
     for rows in rows_by_size(group_ids)[2]:
         mean = weighted[rows].sum(1, keepdim=True) / (weight[rows].sum(1, keepdim=True) + eps)
         baseline[rows] = mean.expand(*rows.shape, width)
-    own = baseline.gather(1, place)
+    token_baseline = baseline.gather(1, place)
     if zero_tail:
-        own = torch.where(place < _tail(lengths, group_ids), own, 0)
-    return fill(returns - own, valid)
+        token_baseline = torch.where(place < _tail(lengths, group_ids), token_baseline, 0)
+    return fill(returns - token_baseline, valid)
 
 
-def _placed(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
+def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
     """The valid tokens of each row at their places, 0 elsewhere. `[B, T]` → `[B, width]`."""
     return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[:, :width]
 
 
-def _apart(group_ids: Tensor, empty: Tensor) -> Tensor:
-    """The same groups, numbered anew, without the empty rows: each of those is a group of its own."""
+def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
+    """The same groups, renumbered; each empty row becomes a group by itself."""
     order, groups = group_index(group_ids)
     assert groups.ids is not None
     dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
@@ -113,14 +125,17 @@ def _apart(group_ids: Tensor, empty: Tensor) -> Tensor:
 
 
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Where a group's longest row has no other left to compare with: the second-largest length; inf for others. `[B, 1]`."""
+    """Where the longest row of a group has no other left to compare with. `[B, 1]`.
+
+    That is the second-largest length of the group; inf for all other rows.
+    """
     g = RankedGroups.of(lengths, group_ids)
     second = g.at((g.size - 2).clamp(min=0))
     longest = (g.rank == g.size - 1) & (g.highest > second)
     return g.back(torch.where(longest, second, torch.inf), second.dtype).unsqueeze(-1)
 
 
-def _checked(
+def _checked_mask(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, old_logp: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
 ) -> Tensor:
     """The mask as bool, after checking every shape against it."""

@@ -1,8 +1,9 @@
-"""Credit over time: generalised advantage estimation and discounted returns, for padded rows and packs, without a loop over time.
+"""Credit over time: generalised advantage estimation and discounted returns, without a loop.
 
-Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Masked tokens are *bridged*: time runs over the
-valid tokens of a sequence only, as if the others (tool output, padding) were cut out. With context parallel, the numbers of a
-sequence's valid tokens are brought together in the order of `positions`, scanned on every rank, and each keeps its own.
+Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Masked tokens are
+*bridged*: time runs over the valid tokens of a sequence only, as if the others (tool output,
+padding) were cut out. With context parallel, the valid tokens of a sequence are brought together in
+the order of `positions` and scanned on every rank; each rank keeps the results of its tokens.
 """
 
 from __future__ import annotations
@@ -45,31 +46,37 @@ def gae(
 ) -> GAE:
     """Generalised advantage estimation over the valid tokens of each sequence.
 
-    `A_t = δ_t + γλ·A_{t+1}`, `δ_t = r_t + γ·V_{t+1} − V_t`, `returns = A + V`, where t+1 is the next *valid* token.
+    `A_t = δ_t + γλ·A_{t+1}`, `δ_t = r_t + γ·V_{t+1} − V_t`, `returns = A + V`, where t+1 is the
+    next *valid* token.
 
-    values, mask: token-shaped. rewards: token-shaped, or one per sequence (`[S]`), then put on the last valid token.
-    last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if not given.
-    Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole sequence NaN, and no other.
+    values, mask: token-shaped. rewards: token-shaped, or one per sequence (`[S]`), then put on the
+    last valid token.
+    last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if
+    not given.
+    Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole
+    sequence NaN, and no other.
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
     With γ = λ = 1, A is the reward-to-go minus V; with λ = 0 it is δ.
-    cp_group: the process group over which each sequence's tokens are spread (context parallel); then positions, token-shaped
-    integers, say where each valid token stands in its whole sequence, and every rank gives the same `[S]` numbers.
-    Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant rewards: nothing special.
+    cp_group: the process group over which each sequence's tokens are spread (context parallel);
+    then positions, token-shaped integers, say where each valid token stands in its whole sequence,
+    and every rank gives the same `[S]` numbers.
+    Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant
+    rewards: nothing special.
     """
-    _check_fraction("gamma", gamma)
-    _check_fraction("lam", lam)
+    _check_discount("gamma", gamma)
+    _check_discount("lam", lam)
     check_tensor("rewards", rewards)
     check_tensor("values", values)
     if cp_group is not None:
-        layout, mask = _layout("values", values, mask, cu_seqlens, cp_group)
+        layout, mask = _checked_layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
-        whole, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
-        found = gae(reward, whole.columns[0], whole.mask, gamma, lam, cu_seqlens=whole.cu_seqlens, last_values=last_values)
-        return GAE(*map(whole.own, found))
+        pack, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
+        result = gae(reward, pack.columns[0], pack.mask, gamma, lam, cu_seqlens=pack.cu_seqlens, last_values=last_values)
+        return GAE(*map(pack.on_this_rank, result))
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
     with torch.no_grad():
-        layout, mask = _layout("values", values, mask, cu_seqlens)
+        layout, mask = _checked_layout("values", values, mask, cu_seqlens)
         dtype = compute_dtype(rewards, values)
         value = fill(values, mask, dtype)
         reward = token_rewards(rewards, mask, layout, dtype)
@@ -89,21 +96,25 @@ def discounted_returns(
 ) -> Tensor:
     """`G_t = r_t + γ·G_{t+1}` over the valid tokens of each sequence; with γ = 1, the reward-to-go.
 
-    mask: token-shaped. rewards: token-shaped, or `[S]`, then put on the last valid token → token-shaped, 0 at masked tokens.
+    mask: token-shaped. rewards: token-shaped, or `[S]`, then put on the last valid token →
+    token-shaped, 0 at masked tokens.
     cp_group, positions: as in `gae`.
     """
-    _check_fraction("gamma", gamma)
+    _check_discount("gamma", gamma)
     check_tensor("rewards", rewards)
-    layout, mask = _layout("mask", mask, mask, cu_seqlens, cp_group)
+    layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
-        whole, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
-        return whole.own(discounted_returns(reward, whole.mask, gamma, cu_seqlens=whole.cu_seqlens))
+        pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
+        return pack.on_this_rank(discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens))
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
     return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
-    """Rewards as one number per token, 0 at masked ones; one per sequence (`[S]`, `[S, 1]`) goes to the last valid token."""
+    """Rewards as one number per token, 0 at masked ones.
+
+    One per sequence (`[S]`, `[S, 1]`) goes to the last valid token.
+    """
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
@@ -118,9 +129,11 @@ def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch
 def _lambda_returns(
     reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float, layout: Sequences, last_values: Tensor | None
 ) -> Tensor:
-    """`G_t = r_t + γ·z_{t+1}` with `z_t = (1−λ)·V_t + λ·G_t` at valid tokens and `z_t = z_{t+1}` at masked ones.
+    """The λ-returns `G_t = r_t + γ·z_{t+1}`, with `z_t = (1−λ)·V_t + λ·G_t`.
 
-    This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value across masked tokens.
+    At masked tokens, `z_t = z_{t+1}`.
+    This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
+    across masked tokens.
     """
     n = reward.numel()
     if n == 0:
@@ -131,7 +144,8 @@ def _lambda_returns(
     after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout, x).to(x.dtype)
     if last_values is not None:
         x = x + decay * _placed(after, ends, n)
-    # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN is put back by sequence.
+    # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN
+    # is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
     z = linear_recurrence_reverse(x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape))
@@ -140,7 +154,10 @@ def _lambda_returns(
 
 
 def _ends(layout: Sequences, device: torch.device) -> Tensor:
-    """Flat position of the last token of each sequence, valid or not; n (one past the tokens) for an empty sequence. `[S]`."""
+    """The flat position of each sequence's last token, valid or not. `[S]`.
+
+    It is n (one past the tokens) for an empty sequence.
+    """
     if layout.offsets is None:
         rows, length = layout.shape
         return torch.arange(1, rows + 1, device=device) * length - 1
@@ -154,7 +171,7 @@ def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
 
 
 def _runs_as_kernel(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None) -> bool:
-    """Whether the one-launch kernel takes these: floating-point tensors on a GPU, with Triton to compile it."""
+    """Whether the kernel takes these: floating-point tensors on a GPU where Triton is installed."""
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
@@ -164,7 +181,10 @@ def _runs_as_kernel(rewards: Tensor, values: Tensor, mask: Tensor, last_values: 
 def _gae_by_kernel(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, cu_seqlens: Tensor | None, last_values: Tensor | None
 ) -> GAE:
-    """`gae` in one launch. The checks are those of the other path, less what they would compute: microseconds count here."""
+    """`gae` in one launch.
+
+    The checks are those of the other path, without what they would compute: microseconds count.
+    """
     if cu_seqlens is None:
         layout = Sequences.of(values, called="values")
     else:
@@ -175,7 +195,8 @@ def _gae_by_kernel(
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         rewards = rewards.reshape(layout.shape)
-    # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs more.
+    # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs
+    # more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
     return GAE(*kernels(KERNEL).gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
@@ -184,24 +205,27 @@ def _gae_by_kernel(
 def whole_sequences(
     rewards: Tensor, mask: Tensor, layout: Sequences, positions: Tensor | None, dtype: torch.dtype, *others: Tensor
 ) -> tuple[WholeSequences, Tensor]:
-    """`others` (the columns) and the rewards of whole sequences, from the ranks of the context-parallel group of `layout`.
+    """The rewards and `others` (the columns) of whole sequences, from all context-parallel ranks.
 
-    Rewards per sequence are known on every rank: they stay what they are, as `[S, 1]`.
+    Rewards per sequence are known on every rank and stay as they are, as `[S, 1]`.
     """
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     by_token = (rewards.reshape(layout.shape).to(dtype),) if tuple(rewards.shape) in _token_shapes(layout) else ()
-    whole = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return whole, whole.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
+    pack = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
+    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
 
 
-def _layout(name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None) -> tuple[Sequences, Tensor]:
+def _checked_layout(
+    name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None
+) -> tuple[Sequences, Tensor]:
+    """Where the sequences of `tokens` are, and the mask as bool."""
     check_tensor(name, tokens)
     return Sequences.of(tokens, cu_seqlens, cp_group, name), as_mask(mask, tokens, like_called=name)
 
 
 def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
-    """The shapes that mean one number per token: the tokens' own, and for a pack also `[1, N]`."""
+    """The shapes that mean one number per token: that of the tokens; for a pack also `[1, N]`."""
     return (layout.shape,) if layout.offsets is None else (layout.shape, (1, *layout.shape))
 
 
@@ -225,12 +249,15 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
     return last_values.reshape(-1)
 
 
-def _check_fraction(name: str, x: float) -> None:
+def _check_discount(name: str, x: float) -> None:
     if not is_number(x) or not 0 <= x <= 1:
         raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
 
 
 @torch.no_grad()
 def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
+    """The sum of the rewards of this and all later valid tokens, at masked tokens too.
+
+    Token-shaped.
+    """
     return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,6 @@
-"""A batch that can be cut anywhere between its sequences, and the cuts that make a wrong denominator visible."""
+"""A batch that can be cut anywhere between its sequences, and the cuts that make a wrong
+denominator visible.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ Cut = list[list[int]]  # the micro-batches, each a list of sequences
 
 
 class CuttableBatch:
-    """The mapping a trainer trains on, seen as S sequences.
+    """The mapping that a trainer trains on, as S sequences that can be cut.
 
-    mask: `[B, T]` rows, or `[N]` with `cu_seqlens`. Tensors that lie along the rows (`[B, …]`), the tokens of a pack (`[N, …]`,
-    `[1, N, …]`) or its sequences (`[S, …]`) are cut; everything else is passed through.
-    lengths: valid tokens of each sequence; positions: all its positions, masked ones too. Both `[S]`, float64.
+    mask: `[B, T]` rows, or `[N]` with `cu_seqlens`. Tensors that lie along the rows (`[B, …]`), the
+    tokens of a pack (`[N, …]`, `[1, N, …]`) or its sequences (`[S, …]`) are cut; everything else is
+    passed through.
+    lengths: the number of valid tokens of each sequence. positions: the number of all its
+    positions, masked ones included. Both are `[S]`, float64.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
@@ -74,7 +78,9 @@ class CuttableBatch:
         return micro
 
     def checked(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
-        """A user's cuts: each must hold every sequence once, in micro-batches that are not empty."""
+        """The user's cuts. Each must contain every sequence once, and no micro-batch may
+        be empty.
+        """
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}.")
         every = list(range(self.sequences.count))
@@ -86,7 +92,7 @@ class CuttableBatch:
         return {str(name): [list(part) for part in cut] for name, cut in cuts.items()}
 
     def default_cuts(self) -> dict[str, Cut]:
-        """Halves, singles, one and the rest, short and long; those that coincide once."""
+        """Halves, single sequences, one and the rest, short and long; equal cuts appear once."""
         present = self.lengths.nonzero().flatten().tolist()
         by_length = sorted(present, key=lambda i: float(self.lengths[i]))
         half = len(present) // 2
@@ -103,12 +109,16 @@ class CuttableBatch:
         return {name: self._with_empty(cut) for name, cut in distinct.items()}
 
     def over_ranks(self, ranks: int) -> Cut:
-        """One share per rank, uneven in tokens and in sequences: the shortest one by one, the last rank gets the rest."""
+        """One share per rank, uneven in tokens and in sequences: each rank gets one of the shortest
+        sequences, and the last rank gets the rest.
+        """
         present = sorted(self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i]))
         if len(present) < ranks:
             raise InputError(f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks.")
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 
     def _with_empty(self, cut: Cut) -> Cut:
-        """Sequences without a valid token ride in the last micro-batch: alone they would be 0/0 in many a trainer."""
+        """`cut` with the sequences that have no valid token in its last micro-batch, because alone
+        they would be 0/0 in many trainers.
+        """
         return [*cut[:-1], [*cut[-1], *(self.lengths == 0).nonzero().flatten().tolist()]]

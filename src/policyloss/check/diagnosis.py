@@ -1,8 +1,10 @@
 """Which normalisation explains a gradient that moved.
 
-A micro-batch m alone has the gradient g_m, normalised as the trainer does it. A trainer that averages gives the whole batch as
-`g = Σ_m v_m · g_m` and the cut as `g_cut = Σ_m w_m · g_m`, and what v and w are proportional to is the diagnosis: valid tokens,
-sequences, nothing (1/k each), or a plain sum. A law must fit every cut at once, because one cut alone leaves several open.
+A micro-batch m alone has the gradient g_m, normalised as the trainer normalises it. With a trainer
+that averages, the gradient of the uncut batch is `g = Σ_m v_m · g_m` and that of the cut batch is
+`g_cut = Σ_m w_m · g_m`. What v and w are proportional to is the diagnosis: valid tokens, sequences,
+nothing (1/k each), or a plain sum. A law must fit every cut at once, because several laws may fit a
+single cut.
 
 Legend: k micro-batches, P parameters.
 """
@@ -20,7 +22,9 @@ POWERS = (0, -1, 1, -2)  # of k: what a loop divides by, or multiplies with, on 
 
 
 class Counts(NamedTuple):
-    """What each micro-batch holds, `[k]` each: valid tokens, sequences that have some, all sequences, all positions."""
+    """The counts of each micro-batch, `[k]` each: valid tokens, sequences with valid tokens, all
+    sequences, all positions.
+    """
 
     tokens: Tensor
     sequences: Tensor
@@ -30,10 +34,12 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One cut: the whole's gradient and the cut's `[P]`, each micro-batch's alone `[k, P]`, and what the micro-batches hold."""
+    """One cut: the gradients of the uncut and of the cut batch `[P]`, that of each micro-batch
+    alone `[k, P]`, and the counts of the micro-batches.
+    """
 
     name: str
-    whole: Tensor
+    full_gradient: Tensor
     cut: Tensor
     alone: Tensor
     counts: Counts
@@ -45,7 +51,9 @@ class Experiment:
 
 
 class Law(NamedTuple):
-    """A way to weigh micro-batches: its formula, its words, and what a loss that does it in one pass is called."""
+    """A way to weigh micro-batches: its formula, its description, and the name of a loss that does
+    it in one pass.
+    """
 
     weights: Callable[[Counts], Tensor]
     words: str
@@ -56,7 +64,8 @@ def _share(x: Tensor) -> Tensor:
     return x / x.sum()
 
 
-# Where several fit, the first is taken: the plainest, and for a loop the one that needs no counting.
+# Where several laws fit, the first is taken: it is the simplest, and for a loop it needs no
+# counting.
 LAWS = {
     "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
     "sum": Law(lambda c: torch.ones_like(c.tokens), "in full", "sum"),
@@ -70,9 +79,11 @@ WHOLE_LAWS = [name for name in LAWS if name != "equal"]
 
 
 class Weighing(NamedTuple):
-    """What was found: the law of the whole batch, the law of the loop, and the power of k that the loop adds."""
+    """A diagnosis: the law of the uncut batch, the law of the loop, and the power of k that the
+    loop adds.
+    """
 
-    whole: str
+    full_law: str
     loop: str
     power: int
 
@@ -86,25 +97,31 @@ def fitting_power(factors: list[tuple[int, float]], tolerance: float) -> int | N
 
 
 def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing | None:
-    """The pair of laws that explains every experiment: the whole's, and the loop's with a power of k."""
+    """The laws that explain every experiment: one for the uncut batch, and one with a power of k
+    for the loop.
+    """
 
     def misfit(law: str, power: int, target: str) -> float:
         weights = LAWS[law].weights
         return max(_misfit(getattr(e, target), e.alone, weights(e.counts) * float(e.k) ** power) for e in experiments)
 
-    whole = _first_of_the_best({(law, 0): misfit(law, 0, "whole") for law in WHOLE_LAWS}, tolerance)
+    full = _first_of_the_best({(law, 0): misfit(law, 0, "full_gradient") for law in WHOLE_LAWS}, tolerance)
     loop = _first_of_the_best({(law, power): misfit(law, power, "cut") for power in POWERS for law in LAWS}, tolerance)
-    return None if whole is None or loop is None else Weighing(whole[0], *loop)
+    return None if full is None or loop is None else Weighing(full[0], *loop)
 
 
 def _first_of_the_best(misfits: dict[tuple[str, int], float], tolerance: float) -> tuple[str, int] | None:
-    """The first that fits about as well as the best. A wide tolerance (half precision) may admit laws that fit much worse."""
+    """The first law that fits about as well as the best one. With a wide tolerance (half
+    precision), laws that fit much worse could pass too.
+    """
     best = min(misfits.values())
     return next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None) if best <= tolerance else None
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
-    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none fit or they are not unique."""
+    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none
+    fit or they are not unique.
+    """
     scale = alone.norm(dim=1)
     unit = alone / scale[:, None]
     gram = unit @ unit.T
@@ -115,12 +132,16 @@ def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor 
 
 
 def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool:
-    """Whether any weights at all make `gradient` of the micro-batches' own ones, unique or not."""
+    """Whether `gradient` is any weighted sum of the gradients of the micro-batches,
+    unique or not.
+    """
     basis = torch.linalg.qr(alone.T).Q
     return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(gradient.norm())
 
 
 def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
-    """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to the terms: where they cancel, rounding does not."""
+    """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to its terms, whichever is
+    larger: where terms cancel, their rounding errors do not.
+    """
     size = max(float(gradient.norm()), float((weights.abs() * alone.norm(dim=1)).sum()))
     return float((gradient - weights @ alone).norm()) / size

@@ -1,4 +1,5 @@
-"""`partition_check`: does the gradient of your own training step depend on how the batch was cut?
+"""`partition_check` tests whether the gradient of your training step depends on how the batch is
+cut.
 
 def step(micro_batches):            # one optimizer step of your trainer, without the optimizer
     model.zero_grad()
@@ -31,7 +32,9 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class CutResult:
-    """One cut: how far its gradient is from the whole batch's, `‖g_cut − g‖ / ‖g‖`, and the f with `g_cut ≈ f · g`."""
+    """One cut: the distance of its gradient from that of the uncut batch, `‖g_cut − g‖ / ‖g‖`, and
+    the factor f with `g_cut ≈ f · g`.
+    """
 
     name: str
     micro_batches: int
@@ -43,11 +46,12 @@ class CutResult:
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """What `partition_check` found; `str()` is a table and a diagnosis.
+    """The result of `partition_check`; `str()` is a table and a diagnosis.
 
     moved: the gradient depends on what it must not: the cut, the ranks, or tokens outside the mask.
     diagnosis: what explains it, one paragraph each. notes: what this batch could not show.
-    gradient: of the whole batch, `[P]` float64; give it as `reference=` to a run on several ranks.
+    gradient: that of the uncut batch, `[P]` float64; pass it as `reference=` to a run on several
+    ranks.
     """
 
     cuts: list[CutResult]
@@ -64,27 +68,31 @@ class PartitionReport:
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
-        """Raise an AssertionError with the whole report, for a test of your trainer."""
+        """Raise an AssertionError with the report if the gradient moved, for a test of your
+        trainer.
+        """
         if self.moved:
             raise AssertionError(str(self))
 
     def __str__(self) -> str:
         width = max(len(cut.name) for cut in self.cuts)
         table = [f"  {'cut'.ljust(width)}  pieces  difference  factor"]
-        for name, pieces, seen, factor in self._rows():
-            table.append(f"  {name.ljust(width)}  {pieces:>6}  {seen:>10}  {factor:>6}")
+        for name, pieces, difference, factor in self._rows():
+            table.append(f"  {name.ljust(width)}  {pieces:>6}  {difference:>10}  {factor:>6}")
         headline, *paragraphs = (
             textwrap.fill(text, 110, break_on_hyphens=False) for text in [self._headline(), *self._paragraphs()]
         )
         return "\n\n".join([headline, "\n".join(table), *paragraphs])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The report as HTML, for a notebook."""
         table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
         return notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
-        """Of each cut: its name, its pieces, how far the gradient moved, and by which factor."""
+        """For each cut: its name, the number of its pieces, how far the gradient moved, and by
+        which factor.
+        """
         return [
             (
                 cut.name,
@@ -116,20 +124,25 @@ def partition_check(
     group: Any = None,
     reference: Any = None,
 ) -> PartitionReport:
-    """Cut `batch` in several ways, run your own training step on each, and say whether the gradient moved, how far, and why.
+    """Cut `batch` in several ways, run your training step on each, and report whether the gradient
+    moved, how far, and why.
 
-    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for ONE optimizer step: zero the
-      gradients, forward and backward of each. No optimizer step, no gradient clipping. It returns the model, its parameters, or the
+    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for
+      ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without an
+      optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
-    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows, tokens or sequences are cut with
-      it, everything else is passed through.
-    cuts: name → micro-batches, each a list of sequences. By default halves, one sequence each, one and the rest, short and long.
-    tolerance: of `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients' machine epsilon (3e-4 in float32). Under
-      autocast give that of the half precision, 1e-1 for bfloat16, or check in float32.
-    group: the data-parallel ranks; None is the default group if there is one. Every rank makes this call with the same batch; the
-      batch is then shared among the ranks too.
-    reference: a gradient computed elsewhere, in any form `step_fn` may return: `report.gradient` of a run in one process. Only this
-      shows a factor that every run on these ranks has.
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows,
+      tokens or sequences are cut with it, everything else is passed through.
+    cuts: name → micro-batches, each a list of sequences. The default cuts are halves, single
+    sequences, one and the rest, short and long.
+    tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
+    machine epsilon (3e-4 in float32). Under autocast, pass that of the half precision, 1e-1 for
+    bfloat16, or check in float32.
+    group: the data-parallel ranks; None is the default group if there is one. Every rank makes this
+    call with the same batch, which is then also shared among the ranks.
+    reference: a gradient from another run, in any form that `step_fn` may return, such as
+    `report.gradient` of a run in one process. Nothing else can show a factor that every run on
+    these ranks has.
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
@@ -163,29 +176,33 @@ class _Check:
         lengths = self.data.lengths[self.data.lengths > 0]
         if lengths.min() == lengths.max():
             self.notes.append(wording.EQUAL_LENGTHS.format(n=int(lengths[0])))
-        tokens = int(lengths.sum())
-        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, self.steps.whole)
+        tokens, gradient = int(lengths.sum()), self.steps.full_gradient
+        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient)
 
     def _check_mask(self) -> None:
-        """Mask half of the longest sequence. If only the denominator notices, the gradient is the same times n / (n // 2)."""
+        """Mask half of the longest sequence. If only the denominator reads the mask, the gradient
+        is multiplied by n / (n // 2).
+        """
         longest = int(self.data.lengths.argmax())
         n = int(self.data.lengths[longest])
-        full, whole = self.steps.alone([longest]), self.steps.whole
-        if n < 2 or not full.any():
+        alone, full_gradient = self.steps.alone([longest]), self.steps.full_gradient
+        if n < 2 or not alone.any():
             return
         half = self.steps.run_on([self.data.half_masked(longest)])
-        if all(abs(float(x.norm() / whole.norm()) - 1) <= 1e-4 for x in (full, half)):
+        if all(abs(float(x.norm() / full_gradient.norm()) - 1) <= 1e-4 for x in (alone, half)):
             raise InputError(
-                f"step_fn gives every gradient the same norm, {float(whole.norm()):.4g}, which hides any factor: leave "
+                f"step_fn gives every gradient the same norm, {float(full_gradient.norm()):.4g}, which hides any factor: leave "
                 "clip_grad_norm_ out of it."
             )
-        if torch.equal(half, full):
+        if torch.equal(half, alone):
             self.notes.append(wording.MASK_UNREAD)
-        elif self.steps.distance(half, full * n / (n // 2)) <= self.tolerance:
+        elif self.steps.distance(half, alone * n / (n // 2)) <= self.tolerance:
             self.diagnosis.append(wording.MASK)
 
     def _over_ranks(self) -> list[CutResult]:
-        """Every rank the whole batch, against rank r the r-th share W times: the same sequences in the step, and as often."""
+        """Compare two runs that contain the same sequences equally often: every rank with the
+        complete batch, and rank r with the r-th share W times.
+        """
         shares = self.data.over_ranks(self.ranks.size)
         name = f"over {self.ranks.size} ranks"
         return self._judge({name: shares}, {name: self._shared(shares, self.ranks.size)}, RANKS)
@@ -201,14 +218,16 @@ class _Check:
         return gradient
 
     def _against(self, reference: Any) -> CutResult:
-        """The batch once over all ranks (or in one micro-batch) against a gradient from elsewhere."""
+        """Compare the batch, shared once among all ranks (or in one micro-batch), with
+        `reference`.
+        """
         expected, _ = flat_gradient(reference, "reference")
-        if expected.shape != self.steps.whole.shape:
-            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.whole.numel()}.")
+        if expected.shape != self.steps.full_gradient.shape:
+            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}.")
         if not expected.any() or not expected.isfinite().all():
             raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
         ranks = self.ranks.size
-        gradient = self.steps.whole if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
+        gradient = self.steps.full_gradient if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
         result = self._result("against the reference", ranks, gradient, expected)
         if result.moved:
             straight = self.steps.distance(gradient, result.factor * expected) <= self.tolerance
@@ -216,8 +235,8 @@ class _Check:
         return result
 
     def _judge(self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place) -> list[CutResult]:
-        whole = self.steps.whole
-        results = [self._result(name, len(cut), gradients[name], whole) for name, cut in named.items()]
+        full_gradient = self.steps.full_gradient
+        results = [self._result(name, len(cut), gradients[name], full_gradient) for name, cut in named.items()]
         if any(r.moved for r in results):
             why = self._explain(named, gradients, results, place)
             self.diagnosis.append(why)
@@ -233,7 +252,7 @@ class _Check:
         infinite = [r.name for r in results if math.isinf(r.relative_difference)]
         if infinite:
             return f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count that is 0 there."
-        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.whole) <= self.tolerance for r in results]
+        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.full_gradient) <= self.tolerance for r in results]
         if all(straight):
             factors = [(r.micro_batches, r.factor) for r in results]
             power = fitting_power(factors, self.tolerance)
@@ -242,22 +261,23 @@ class _Check:
         experiments = [self._experiment(name, cut, gradients[name]) for name, cut in named.items()]
         if any(not e.alone.isfinite().all() for e in experiments):
             return f"No cause can be named: the gradient of a {place.one} alone is not finite."
-        found = find_weighing(experiments, self.tolerance)
-        if found is not None:
-            return wording.weighing_words(found, place, self.data.packed)
+        weighing = find_weighing(experiments, self.tolerance)
+        if weighing is not None:
+            return wording.weighing_words(weighing, place, self.data.packed)
         if all(straight):
             return wording.unequal_factors_words(factors, place)
         return self._unexplained(experiments, results, place)
 
     def _unexplained(self, experiments: list[Experiment], results: list[CutResult], place: Place) -> str:
-        if any(not is_a_weighted_sum(e.whole, e.alone, self.tolerance) for e in experiments):
+        if any(not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments):
             return wording.COMPANIONS.format(one=place.one, many=place.many)
         worst = max(zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference)[0]
-        whole, cut = (fitted_weights(gradient, worst.alone, self.tolerance) for gradient in (worst.whole, worst.cut))
-        return wording.unknown_words(worst, whole, cut, place)
+        full_weights = fitted_weights(worst.full_gradient, worst.alone, self.tolerance)
+        cut_weights = fitted_weights(worst.cut, worst.alone, self.tolerance)
+        return wording.unknown_words(worst, full_weights, cut_weights, place)
 
     def _experiment(self, name: str, cut: Cut, gradient: Tensor) -> Experiment:
         data, present = self.data, (self.data.lengths > 0).to(torch.float64)
         per_sequence = (data.lengths, present, torch.ones_like(present), data.positions)
         counts = Counts(*(torch.stack([x[part].sum() for part in cut]) for x in per_sequence))
-        return Experiment(name, self.steps.whole, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)
+        return Experiment(name, self.steps.full_gradient, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)

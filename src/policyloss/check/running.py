@@ -1,4 +1,4 @@
-"""Running the user's step on pieces of the batch, and reading its gradient as one vector."""
+"""Runs the user's step on pieces of the batch, and reads its gradient as one vector."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ StepFunction = Callable[[list[dict[str, Any]]], Any]
 
 
 def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.dtype]:
-    """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype among them.
+    """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype
+    among them.
 
-    result: a module or parameters (their `.grad`; one without is 0), or gradients: a tensor, a mapping or an iterable of tensors.
+    result: a module or parameters, whose `.grad` is read (None counts as 0), or the gradients
+    themselves: a tensor, a mapping or an iterable of tensors.
     """
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
@@ -44,9 +46,10 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    full = getattr(gradient, "full_tensor", None)  # a DTensor (FSDP2) holds a shard; every rank asks for the whole
-    whole: Tensor = gradient if full is None else full()
-    return whole.detach().reshape(-1).to("cpu", torch.float64)
+    # A DTensor (FSDP2) holds a shard, and every rank gathers the complete tensor.
+    full = getattr(gradient, "full_tensor", None)
+    unsharded: Tensor = gradient if full is None else full()
+    return unsharded.detach().reshape(-1).to("cpu", torch.float64)
 
 
 class Ranks:
@@ -60,7 +63,9 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`. What is run next depends on it, and ranks that ran different things would wait forever."""
+        """The first rank's `number`. The next run depends on it, and ranks that run different
+        things would wait for each other forever.
+        """
         if self.size == 1:
             return number
         shares: list[Any] = [None] * self.size
@@ -68,7 +73,7 @@ class Ranks:
         return float(shares[0])
 
     def check_same(self, numbers: list[float], tolerance: float, otherwise: str) -> None:
-        """Raise on every rank unless all ranks hold the same `numbers`: a collective."""
+        """Raise on every rank unless all ranks have the same `numbers`. This is a collective."""
         if self.size == 1:
             return
         shares: list[Any] = [None] * self.size
@@ -80,30 +85,33 @@ class Ranks:
 
 
 class Steps:
-    """The user's step, run on pieces of one batch. `whole` is its gradient of all of it; `tolerance` comes from its dtype."""
+    """The user's step, run on pieces of one batch. `full_gradient` is that of the uncut batch, and
+    `tolerance` follows from its dtype.
+    """
 
     def __init__(self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None) -> None:
         self._step_fn, self.batch, self.ranks = step_fn, batch, ranks
         self._alone: dict[tuple[int, ...], Tensor] = {}
         everything = list(range(batch.sequences.count))
-        self.whole, dtype = flat_gradient(step_fn([batch.take(everything)]))
-        # Half of the digits: rounding in another order of sums stays far below, and a wrong denominator far above.
+        self.full_gradient, dtype = flat_gradient(step_fn([batch.take(everything)]))
+        # Half of the digits: another order of sums changes far less, and a wrong denominator far
+        # more.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
-        if not self.whole.isfinite().all():
+        if not self.full_gradient.isfinite().all():
             raise InputError("step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it.")
-        if not self.whole.any():
+        if not self.full_gradient.any():
             raise InputError("step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask False everywhere?")
         self._check_repeatable(self.run([everything]))
 
     def _check_repeatable(self, again: Tensor) -> None:
-        if self.distance(again, self.whole) <= self.tolerance:
+        if self.distance(again, self.full_gradient) <= self.tolerance:
             return
-        if self.distance(again, 2 * self.whole) <= self.tolerance:
+        if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
             raise InputError("step_fn gave twice the gradient when it ran twice: zero the gradients at its start.")
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative difference "
-            f"{self.distance(again, self.whole):.1e}), so no cut can be judged: switch dropout off (model.eval()), seed what it "
-            "samples, and leave the optimizer's step out."
+            f"{self.distance(again, self.full_gradient):.1e}), so no cut can be judged: switch dropout off (model.eval()), "
+            "seed what it samples, and leave the optimizer's step out."
         )
 
     def run(self, cut: Sequence[Sequence[int]]) -> Tensor:
@@ -113,12 +121,15 @@ class Steps:
     def run_on(self, micro_batches: list[dict[str, Any]]) -> Tensor:
         """The gradient `[P]` of one step over ready micro-batches."""
         gradient, _ = flat_gradient(self._step_fn(micro_batches))
-        if gradient.shape != self.whole.shape:
-            raise InputError(f"step_fn gave {self.whole.numel()} numbers for the whole batch, {gradient.numel()} for a cut of it.")
+        if gradient.shape != self.full_gradient.shape:
+            expected = self.full_gradient.numel()
+            raise InputError(f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a cut of it.")
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:
-        """The gradient of one micro-batch that is the whole step: normalised as the trainer normalises it. Run once each."""
+        """The gradient of a step that consists of this micro-batch alone, normalised as the trainer
+        normalises it. Each micro-batch is run once.
+        """
         key = tuple(part)
         if key not in self._alone:
             self._alone[key] = self.run([part])

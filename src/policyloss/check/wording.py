@@ -10,7 +10,9 @@ from policyloss.check.diagnosis import LAWS, Experiment, Weighing
 
 
 class Place(NamedTuple):
-    """Where the pieces of a cut went: the word for one, for several, for their number, and how to count over all of them."""
+    """Where the pieces of a cut run: the words for one piece, for several and for their number, and
+    how to count over all of them.
+    """
 
     one: str
     many: str
@@ -33,21 +35,21 @@ _HOW = {
 _COUNTED = {"tokens": "valid tokens", "sequences": "sequences", "packs": "sequences (by cu_seqlens)"}
 
 
-def weighing_words(found: Weighing, place: Place, packed: bool) -> str:
-    """The diagnosis and the remedy, for laws that were found."""
-    k, whole = place.number, LAWS[found.whole]
-    on_top = _ON_TOP[found.power].format(k=k)
+def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
+    """The diagnosis and the remedy where laws explain the gradients."""
+    k, law = place.number, LAWS[weighing.full_law]
+    on_top = _ON_TOP[weighing.power].format(k=k)
     words = [
-        f"In one pass over the whole batch a {place.one} counts {whole.words}; cut, each counts "
-        f"{LAWS[found.loop].words.format(k=k)}{on_top}."
+        f"In one pass over the whole batch a {place.one} counts {law.words}; cut, each counts "
+        f"{LAWS[weighing.loop].words.format(k=k)}{on_top}."
     ]
-    if found.whole == "sum":
+    if weighing.full_law == "sum":
         return f"{words[0]} Remedy: the {place.many} add up to the whole as they are; sum them with no further weight."
-    if whole.mean and found.loop in _HOW:
-        words.append(f"That is a {whole.mean} taken inside each {place.one}, {_HOW[found.loop].format(k=k, many=place.many)}.")
-    if packed and (found.whole, found.loop) in (("tokens", "equal"), ("packs", "sequences")):
+    if law.mean and weighing.loop in _HOW:
+        words.append(f"That is a {law.mean} taken inside each {place.one}, {_HOW[weighing.loop].format(k=k, many=place.many)}.")
+    if packed and (weighing.full_law, weighing.loop) in (("tokens", "equal"), ("packs", "sequences")):
         words.append("A pack treated as one sequence looks like this: does the loss read cu_seqlens?")
-    counted = _COUNTED.get(found.whole, "valid tokens or sequences")
+    counted = _COUNTED.get(weighing.full_law, "valid tokens or sequences")
     words.append(
         f"Remedy: count the {counted} of the whole step before the first backward, and divide every {place.one} by that and by "
         f"nothing else ({place.counting})."
@@ -56,7 +58,9 @@ def weighing_words(found: Weighing, place: Place, packed: bool) -> str:
 
 
 def factor_words(power: int, place: Place) -> str:
-    """The diagnosis where the direction is right and the length is off by a power of the number of pieces."""
+    """The diagnosis where the direction is right and the length is off by a power of the number of
+    pieces.
+    """
     k, many = place.number, place.many
     if power > 0:
         return (
@@ -72,9 +76,9 @@ def factor_words(power: int, place: Place) -> str:
 
 
 def unequal_factors_words(factors: list[tuple[int, float]], place: Place) -> str:
-    """Where only the length is off, by no power of the number of pieces."""
-    seen = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
-    return f"The direction is right and the length is off by a factor that no count here explains: {seen}."
+    """The diagnosis where only the length is off, and by no power of the number of pieces."""
+    listed = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
+    return f"The direction is right and the length is off by a factor that no count here explains: {listed}."
 
 
 COMPANIONS = (
@@ -84,17 +88,17 @@ COMPANIONS = (
 )
 
 
-def unknown_words(experiment: Experiment, whole: Tensor | None, cut: Tensor | None, place: Place) -> str:
-    """What is left to say where no law fits: the weights that do, if they are unique."""
+def unknown_words(experiment: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, place: Place) -> str:
+    """The report where no law fits: the fitted weights, if they are unique."""
     start = "No normalisation that is known here explains it."
-    if whole is None or cut is None:
+    if full_weights is None or cut_weights is None:
         return (
             f"{start} Nor can weights be fitted: the {place.many}' own gradients are too alike, or the cut's is no sum of them. "
             "Try other sequences, or return more parameters."
         )
     return (
-        f"{start} Fitted per {place.one} of {experiment.name!r}: weights {_numbers(whole)} in the whole batch, {_numbers(cut)} "
-        f"cut, for {_numbers(experiment.counts.tokens)} valid tokens."
+        f"{start} Fitted per {place.one} of {experiment.name!r}: weights {_numbers(full_weights)} in the whole batch, "
+        f"{_numbers(cut_weights)} cut, for {_numbers(experiment.counts.tokens)} valid tokens."
     )
 
 
@@ -104,7 +108,9 @@ def _numbers(x: Tensor) -> str:
 
 
 def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
-    """What a comparison with a gradient computed elsewhere says; factor: None where the direction differs too."""
+    """The diagnosis of a comparison with a reference gradient. factor: None where the direction
+    differs too.
+    """
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
         return f"The gradient of the batch {where} differs from the reference by more than a factor."

@@ -35,7 +35,9 @@ BOUNDS = frozenset({"cliprange", "cliprange_low", "cliprange_high", "clip_eps", 
 
 
 def _check_values(arguments: dict[str, Any]) -> None:
-    """Masks of 0 and 1, and numbers that are not negative, under the names the caller knows."""
+    """Check that masks hold 0 and 1 and that numbers are not negative, under the names that the
+    caller knows.
+    """
     for name, value in arguments.items():
         if name in MASKS and value is not None:
             as_mask(value, value, name)
@@ -55,7 +57,7 @@ def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def drop_in(function: F) -> F:
-    """Check the arguments of a framework's function under the framework's own names, before they
-    get those of this library.
+    """Check the arguments of a framework's function under the framework's names, before they are
+    passed on under ours.
     """
     return drop_in_with()(function)

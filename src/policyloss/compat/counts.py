@@ -1,4 +1,6 @@
-"""Numbers as frameworks take and give them: the 1e-8 that guards a count, shares and their dtype, counts of any kind."""
+"""How frameworks treat counts and shares: the 1e-8 that guards a count, the dtype of shares, and
+counts of any type.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,30 @@ from policyloss.metrics import Record, Stat
 def guard(mask: Tensor) -> float:
     """What `mask.sum() + 1e-8` adds to a count.
 
-    In float64 it adds 1e-8. The count of any other mask — bool, integer, float32 — becomes float32, in which n + 1e-8 is n: there
-    the guard only keeps 0/0 from being NaN, as 1e-30 does.
+    In float64 it adds 1e-8. The count of any other mask — bool, integer, float32 — becomes float32,
+    in which n + 1e-8 is n: there the guard only keeps 0/0 from being NaN, as 1e-30 does.
     """
     return 1e-8 if mask.dtype == torch.float64 else 1e-30
 
 
 def share(x: Tensor, mask: Tensor) -> Tensor:
-    """A share of tokens in the dtype a framework gives it: flags are float32, so it is float64 only if the mask is."""
+    """A share of tokens in a framework's dtype: flags are float32, so the share is float64 only if
+    the mask is.
+    """
     return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)
 
 
 def number(x: Any) -> Any:
-    """A count that may be a tensor (kept), a Python number, or a numpy scalar (made a Python number)."""
+    """A count: a tensor is returned as it is, and a Python number or a numpy scalar as a Python
+    number.
+    """
     return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()
 
 
 def together(*shares: Record) -> Stat:
-    """The share of tokens in any of several sets that do not overlap (clipped above, clipped below), from each set's share."""
+    """The share of tokens in the union of disjoint sets (clipped above, clipped below), from the
+    share of each set.
+    """
     stats = [s for s in shares if isinstance(s, Stat)]
     if len(stats) < len(shares) or not stats:
         raise InputTypeError(f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}")

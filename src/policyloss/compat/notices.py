@@ -1,4 +1,4 @@
-"""What a hook says about the options of its framework: each sentence once in a process."""
+"""The warnings of a hook about the options of its framework, each once in a process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from policyloss.spec import LossSpec
 
 @cache
 def warn_once(text: str) -> None:
-    """A `UserWarning`, unless the same one was given before."""
+    """Issue a `UserWarning`, unless the same one was issued before."""
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def check_advantages(name: str, loss: LossSpec | str, made: str | None, setting: str, fix: str) -> None:
-    """Warn if `loss` is defined with other advantages than the framework makes.
+def check_advantages(name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str) -> None:
+    """Warn if `loss` is defined with other advantages than the framework computes.
 
-    name: what the framework calls the loss. made: the estimator of `policyloss.advantage` that stands for what it makes, or None
-    if there is none. setting: the option that decides, as it is set. fix: how to get the others, or "" if there is no way.
+    name: what the framework calls the loss. estimator: the function of `policyloss.advantage` that
+    computes what the framework computes, or None if there is none. setting: the option that
+    decides, with its value. fix: how to get the right advantages, or "" if there is no way.
     """
     wanted = defined_with(loss)
-    if wanted is None or wanted == made:
+    if wanted is None or wanted == estimator:
         return
     preset = PRESETS[loss] if isinstance(loss, str) else presets_equal_to(loss)[0]
     called = name if isinstance(loss, str) else f"{name}, the preset {preset.name!r},"
-    are = f"those of advantage.{made}" if made else "others"
+    are = f"those of advantage.{estimator}" if estimator else "others"
     advice = f"; {fix}" if fix else ""
     source = preset.sources["advantage"]
     warn_once(f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} makes {are}{advice}.")

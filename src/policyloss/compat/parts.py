@@ -16,7 +16,9 @@ from policyloss.tokens import Layout
 @framework_part("aggregate", "parts")
 @dataclass(frozen=True)
 class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
-    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`, as verl and OpenRLHF divide."""
+    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`, as verl
+    and OpenRLHF divide.
+    """
 
     epsilon: float
 

@@ -1,4 +1,4 @@
-"""Putting one object in the place of another in a framework that is already imported."""
+"""Replaces one object by another in a framework that is already imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 
 def installed_version(package: str) -> str:
-    """The release of an installed framework, or an error that says what can be done without it."""
+    """The release of an installed framework; if there is none, the error says what works without
+    it.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -20,10 +22,10 @@ def installed_version(package: str) -> str:
 
 
 def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
-    """Wherever an imported module of `package` has a global that is the first of a pair, make it the second.
-
-    A name bound by `from package.module import name` is a global of its own, so patching the module that defines it is not
-    enough. What is imported later takes its names from the patched modules. Returns the names that changed, "module.name".
+    """In every imported module of `package`, replace each global that is the first of a pair by the
+    second. A name bound by `from package.module import name` is a separate global, so patching the
+    module that defines it is not enough. Modules that are imported later take their names from the
+    patched ones. Returns the names that changed, "module.name".
     """
     changed = []
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,6 @@
-"""Comparing the releases of a framework: where a framework changed a number, its drop-in takes `release="0.8.0"`."""
+"""Compares the releases of a framework: where a framework changed a number, its drop-in takes
+`release="0.8.0"`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ _Key = tuple[tuple[int, ...], int]
 def at_least(release: str | None, version: str) -> bool:
     """Whether `release` is `version` or newer; None means the current release, so True.
 
-    Missing numbers are 0 (0.9 is 0.9.0). A pre-release (a, b, rc, dev) comes before its release, a .post after it, and what stands
-    behind a + is ignored.
+    Missing numbers are 0 (0.9 is 0.9.0). A pre-release (a, b, rc, dev) comes before its release, a
+    .post after it, and whatever follows a + is ignored.
     """
     return release is None or _key(release, "release") >= _key(version, "version")
 
 
 def _key(text: str, called: str) -> _Key:
-    """Something that orders as releases do; `called` is the argument an error names."""
+    """A key that sorts releases. called: the argument that an error names."""
     match = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SpecError(f'{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as {called}="0.9.1".')

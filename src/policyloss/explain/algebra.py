@@ -1,7 +1,7 @@
-"""How expressions are put together: each function builds one node, or something simpler.
+"""Functions that build expressions: each returns one node, or something simpler.
 
-What it builds is equal to the node in value and gradient. What is left out is what a reader does
-not need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
+What it returns is equal to the node in value and gradient. It leaves out what a reader does not
+need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from policyloss.explain.expression import (
     Expression,
     boolean,
     call,
+    constant,
     name,
-    number,
 )
 
-TRUE, FALSE, ZERO, ONE = boolean(True), boolean(False), number(0), number(1)
+TRUE, FALSE, ZERO, ONE = boolean(True), boolean(False), constant(0), constant(1)
 # How many tokens a sequence and a run of the mask have; both are at least 1 where a token is.
 LENGTHS = {"seq": name("L"), "run": name("run_length")}
 # What changes nothing on the right of each operator.
@@ -47,18 +47,20 @@ def _built(x: Expression, arguments: list[Expression]) -> Expression:
 
 
 def function(called: str, *arguments: Expression) -> Expression:
-    """A call. A function of stopped arguments is written as the stopped function of the arguments."""
+    """A call.
+
+    A function of stopped arguments is written as the stopped function of the arguments.
+    """
     if called.endswith(("_mean", "_sum", "_max")) and arguments[0].operator == "number":
         return arguments[0] if arguments[0] == ZERO else call(called, *arguments)
     if called == "where":
         return where(*arguments)
     if called in ("min", "max") and arguments[0] == arguments[1]:
         return arguments[0]
-    whole = call(called, *arguments)
-    hidden = any(x.calls("sg") for argument in arguments for x in argument.walk())
-    if hidden and not whole.carries_gradient and not whole.is_boolean:
-        return call("sg", unstopped(whole))
-    return whole
+    node = call(called, *arguments)
+    if _stops_inside(*arguments) and not node.carries_gradient and not node.is_boolean:
+        return call("sg", unstopped(node))
+    return node
 
 
 def where(condition: Expression, yes: Expression, no: Expression) -> Expression:
@@ -67,11 +69,15 @@ def where(condition: Expression, yes: Expression, no: Expression) -> Expression:
         return yes if condition != FALSE else no
     if (yes, no) == (TRUE, FALSE):
         return condition
-    whole = call("where", condition, yes, no)
-    hidden = any(x.calls("sg") for argument in (yes, no) for x in argument.walk())
-    if hidden and not whole.carries_gradient:
+    node = call("where", condition, yes, no)
+    if _stops_inside(yes, no) and not node.carries_gradient:
         return call("sg", call("where", condition, unstopped(yes), unstopped(no)))
-    return whole
+    return node
+
+
+def _stops_inside(*arguments: Expression) -> bool:
+    """Whether a gradient is stopped somewhere inside one of `arguments`."""
+    return any(x.calls("sg") for argument in arguments for x in argument.walk())
 
 
 def bounded(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
@@ -82,7 +88,7 @@ def bounded(x: Expression, low: Expression | None, high: Expression | None) -> E
         high = None
     if x.operator == "number" and (low or high or ZERO).operator == "number":
         least = -math.inf if low is None else _value(low)
-        return number(min(max(_value(x), least), math.inf if high is None else _value(high)))
+        return constant(min(max(_value(x), least), math.inf if high is None else _value(high)))
     if low is not None and high is not None:
         return function("clip", x, low, high)
     if high is not None:
@@ -93,7 +99,7 @@ def bounded(x: Expression, low: Expression | None, high: Expression | None) -> E
 def negative(x: Expression) -> Expression:
     """`x` with the opposite sign."""
     if x.operator == "number":
-        return number(-_value(x))
+        return constant(-_value(x))
     if x.operator == "negative":
         return x.arguments[0]
     if x.operator == "-" and all(side.is_leaf or side.calls("sg") for side in x.arguments):

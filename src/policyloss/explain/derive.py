@@ -1,8 +1,8 @@
 """From a part to the lines of its formula: run it on symbols, and name what is used twice.
 
-The names are those of the part's own local variables: where `tau = …` stands in the code and τ is
-used twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or
-that symbols cannot follow, states its own in a method `formula`.
+The names are those of local variables in the part's code: where it says `tau = …` and τ is used
+twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or that
+symbols cannot follow, states its formula in a method `formula`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from policyloss.explain.expression import Expression, name, parse
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
 from policyloss.parts.correction import Corrected
 from policyloss.parts.trust import Surrogate
+from policyloss.spec import has_fields
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 Lines = list[tuple[str, Expression]]
-# Replaced wherever they stand: every formula has lines for these.
+# Every formula has lines for these two, so they are replaced wherever they occur.
 _KNOWN = {
     parse("exp(log_ratio)"): name("ratio"),
     parse("old_logp - rollout_logp"): name("log_weight"),
@@ -52,7 +53,7 @@ def symbolic_tokens(anchor: str) -> Tokens:
 
 
 class _Recorder:
-    """What the local variables of the functions that run are called, by what they hold."""
+    """The names of the local variables of the functions that run, by the expressions they hold."""
 
     def __init__(self) -> None:
         self.labels: dict[Expression, str] = {}
@@ -65,24 +66,27 @@ class _Recorder:
         self.every_label[label + self.suffix] = unstopped(expression)
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
-        """What a part states, each line of which keeps its name; a line may also be another part."""
-        whole: dict[str, Expression] = {}
+        """The result of a part that states its formula.
+
+        Every line keeps its name. A line is a text, or another part, which is run.
+        """
+        lines: dict[str, Expression] = {}
         label = ""
         for label, line in part.formula(t.anchor):
             if isinstance(line, str):
-                whole[label] = with_names(parse(line), whole)
+                lines[label] = with_names(parse(line), lines)
             else:
-                whole[label] = expression_of(_runnable(line, self)(t).loss)
-            self.labels[unstopped(whole[label])] = label + self.suffix
-            self.record(whole[label], label)
-            self.stated.add(unstopped(whole[label]))
-        last: Any = Symbol(whole[label])
-        self.stated.discard(unstopped(whole[label]))
+                lines[label] = expression_of(_runnable(line, self)(t).loss)
+            self.labels[unstopped(lines[label])] = label + self.suffix
+            self.record(lines[label], label)
+            self.stated.add(unstopped(lines[label]))
+        last: Any = Symbol(lines[label])
+        self.stated.discard(unstopped(lines[label]))
         return Corrected(keep=last) if label == "keep" else Surrogate(last)
 
     @contextmanager
     def inside(self, field: str) -> Iterator[None]:
-        """While the part in `field` of another part runs, its names end in that."""
+        """While a part inside another part runs, end its names in the field that holds it."""
         before, self.suffix = self.suffix, f"_{field}{self.suffix}"
         yield
         self.suffix = before
@@ -109,11 +113,11 @@ class _Recorder:
 
 
 class Derived(NamedTuple):
-    """What was derived of a part.
+    """The derived formula of a part.
 
-    lines: those of each thing that it returns, "loss" alone or the fields of a `Corrected`; the
-    last line of an entry is called by its key. other_names: of lines that two parts inside a part
-    share.
+    lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
+    lead to it; the last one has the name of the result. other_names: the second name of a line that
+    two parts inside a part share, and the name that is printed.
     """
 
     lines: dict[str, Lines]
@@ -156,7 +160,7 @@ def _runnable(part: Any, recorder: _Recorder) -> Any:
     """`part` with numbers that remember how they are written, or what it states as its formula."""
     if hasattr(part, "formula"):
         return partial(recorder.state, part)
-    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+    if not has_fields(part):
         return part
     written = copy.copy(part)
     for field in dataclasses.fields(part):
@@ -169,7 +173,7 @@ def _written(field: str, value: Any, recorder: _Recorder) -> Any:
         return tuple(_written(field, v, recorder) for v in value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Written(value)
-    if callable(value) and dataclasses.is_dataclass(value):
+    if callable(value) and has_fields(value):
         inner = _runnable(value, recorder)
 
         def run(t: Tokens) -> Surrogate:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from policyloss import notebook
 from policyloss.explain.formula import formula
 from policyloss.explain.sentences import SLOTS, describe_slot
-from policyloss.explain.sources import is_part, part_name
+from policyloss.explain.sources import part_name
 from policyloss.parts.wording import number
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.spec import LossSpec
+from policyloss.spec import LossSpec, has_fields
 
 
 class FieldChange(NamedTuple):
@@ -27,7 +27,10 @@ class FieldChange(NamedTuple):
 
 
 class SlotChange(NamedTuple):
-    """One slot that differs: what fills it on either side, the fields that differ if it is the same part, and what it means."""
+    """One slot that differs: the part on either side, and what the change means.
+
+    fields: those that differ, if both are the same part.
+    """
 
     slot: str
     a: str
@@ -77,15 +80,16 @@ class Difference:
 
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
-    """How `a` and `b` (each a `LossSpec`, or the name of a preset) differ: only what differs, and what it means."""
+    """How `a` and `b` differ, and what it means; each is a `LossSpec` or the name of a preset."""
     first, second = as_spec(a, "a"), as_spec(b, "b")
-    changes = tuple(_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
+    changes = tuple(_slot_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
     return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
 
 
 def shown(value: Any, where: str = "") -> Any:
-    """A number as it is printed in formulas; a horizon that is None as "not set"; anything else as it is.
+    """A number as it is printed in formulas; other values as they are.
 
+    A horizon of None is "not set".
     where: the name of the number, such as "aggregate.horizon".
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -102,14 +106,14 @@ def plain(value: Any) -> Any:
     return number(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _label(given: LossSpec | str, spec: LossSpec) -> str:
-    if isinstance(given, str):
-        return given
+def _label(spec_or_name: LossSpec | str, spec: LossSpec) -> str:
+    if isinstance(spec_or_name, str):
+        return spec_or_name
     same = presets_equal_to(spec)
     return same[0].name if same else "a LossSpec"
 
 
-def _change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
+def _slot_change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
     mine, theirs = getattr(a, slot), getattr(b, slot)
     pair = (mine, theirs)
     if slot == "correction" and len(mine) == len(theirs) == 1:
@@ -119,17 +123,17 @@ def _change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return is_part(a) and type(a) is type(b)
+    return has_fields(a) and type(a) is type(b)
 
 
 def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
-    """The fields of two parts of one kind that differ; those of a part inside a part as "field.field"."""
+    """The fields that differ in two parts of one kind; "field.field" for a part inside a part."""
     for field in dataclasses.fields(a):
         name, first, second = prefix + field.name, getattr(a, field.name), getattr(b, field.name)
         if _alike(first, second):
             yield from _field_changes(first, second, f"{name}.")
         elif first != second:
-            yield FieldChange(name, *(_name(x) if is_part(x) else x for x in (first, second)))
+            yield FieldChange(name, *(_name(x) if has_fields(x) else x for x in (first, second)))
 
 
 def _name(value: Any) -> str:
@@ -137,19 +141,21 @@ def _name(value: Any) -> str:
         return " + ".join(_name(v) for v in value) or "none"
     if value is None or isinstance(value, (str, int, float)):
         return "none" if value is None else str(shown(value))
-    if not is_part(value):
+    if not has_fields(value):
         return part_name(value)
-    given = ", ".join(f"{f.name}={_written(getattr(value, f.name))}" for f in dataclasses.fields(value) if _set(value, f))
-    return f"{part_name(value)}({given})"
+    arguments = ", ".join(
+        f"{f.name}={_value_text(getattr(value, f.name))}" for f in dataclasses.fields(value) if _differs_from_default(value, f)
+    )
+    return f"{part_name(value)}({arguments})"
 
 
-def _written(value: Any) -> str:
-    if is_part(value):
+def _value_text(value: Any) -> str:
+    if has_fields(value):
         return _name(value)
     return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
 
 
-def _set(part: Any, field: Any) -> bool:
+def _differs_from_default(part: Any, field: Any) -> bool:
     return bool(getattr(part, field.name) != field.default)
 
 

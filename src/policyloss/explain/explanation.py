@@ -24,11 +24,13 @@ _WIDTH = 100
 class Explanation:
     """What a loss is. `str()` gives a page of plain text, `to_dict()` the same as JSON-ready data.
 
-    preset: the preset it is (None if it is none), also: other presets that are the same loss, near: the preset it is a small
-    change of. advantage: the estimator of `policyloss.advantage` that this preset, or the one it is a change of, is defined
-    with (None: any); advantage_source: who says so. formula: lines in the argument names of `policy_loss`. words: what each slot
-    does. numbers: every choice and number with its source. reads: the tensors it needs. zero: which tokens get exactly no gradient
-    from the policy term. elsewhere: what frameworks call its parts. traps: what surprises people about it.
+    preset: the preset it is (None if it is none), also: other presets that are the same loss, near:
+    the preset it is a small change of. advantage: the estimator of `policyloss.advantage` that this
+    preset, or the one it is a change of, is defined with (None: any); advantage_source: who says
+    so. formula: lines in the argument names of `policy_loss`. words: what each slot does. numbers:
+    every choice and number with its source. reads: the tensors it needs. zero: which tokens get
+    exactly no gradient from the policy term. elsewhere: what frameworks call its parts. traps: what
+    surprises people about it.
     """
 
     spec: LossSpec
@@ -50,7 +52,7 @@ class Explanation:
 
     @property
     def still_moved_by(self) -> str:
-        """A sentence on what moves a token although the policy term gives it no gradient; "" if nothing does."""
+        """What still moves a token without gradient from the policy term, as a sentence or ""."""
         terms = ["the KL term"] if self.spec.kl is not None else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
@@ -124,9 +126,10 @@ class Explanation:
 
 
 def explain(spec: LossSpec | str) -> Explanation:
-    """What `spec` (a `LossSpec`, or the name of a preset) is: formula, numbers and sources, zero gradients, names, traps.
+    """What `spec` (a `LossSpec`, or the name of a preset) is.
 
-    What a TRL `GRPOConfig` trains is said by `policyloss.compat.trl.explain_config`.
+    That is: formula, numbers and sources, zero gradients, names, traps. For a TRL `GRPOConfig`, see
+    `policyloss.compat.trl.explain_config`.
     """
     named = find_preset(spec) if isinstance(spec, str) else None
     spec = as_spec(spec)

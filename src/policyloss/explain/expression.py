@@ -79,13 +79,16 @@ class Expression:
         return self.operator == "call" and self.value == function
 
     def walk(self) -> Iterator[Expression]:
-        """It and everything below, parents first."""
+        """The expression and all subexpressions, parents first."""
         yield self
         for argument in self.arguments:
             yield from argument.walk()
 
     def replaced(self, change: Callable[[Expression], Expression | None]) -> Expression:
-        """It with each subexpression for which `change` gives another one exchanged, from the top."""
+        """A copy with subexpressions replaced, from the top.
+
+        change: returns what to put in the place of a subexpression, or None to go on below it.
+        """
         other = change(self)
         if other is not None:
             return other
@@ -94,22 +97,22 @@ class Expression:
 
 
 def name(text: str) -> Expression:
-    """A name."""
+    """A name, as an expression."""
     return Expression("name", (), text)
 
 
-def number(x: float) -> Expression:
-    """A number."""
+def constant(x: float) -> Expression:
+    """A number, as an expression."""
     return Expression("number", (), float(x))
 
 
 def boolean(x: bool) -> Expression:
-    """True or False."""
+    """True or False, as an expression."""
     return Expression("boolean", (), x)
 
 
 def call(function: str, *arguments: Expression) -> Expression:
-    """A function of the vocabulary, applied."""
+    """The call of a function of the vocabulary, as an expression."""
     return Expression("call", arguments, function)
 
 
@@ -167,15 +170,15 @@ def _parsed(node: ast.expr) -> Expression:
         if isinstance(node.op, ast.Invert):
             return Expression("~", (inner,))
         if inner.operator == "number":
-            return number(-float(inner.value))
+            return constant(-float(inner.value))
         return Expression("negative", (inner,))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         return call(node.func.id, *(_parsed(argument) for argument in node.args))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return boolean(node.value)
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        return number(node.value)
+        return constant(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
         text = ast.unparse(node)
-        return number(math.inf) if text == "inf" else name(text)
+        return constant(math.inf) if text == "inf" else name(text)
     raise ValueError(f"{ast.unparse(node)!r} is not an expression of the printed formulas.")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explain.expression import Expression, name, parse
-from policyloss.explain.expression import number as number_tree
+from policyloss.explain.expression import Expression, constant, name, parse
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 
@@ -51,7 +50,8 @@ VOCABULARY = {
     "n": "n: tokens of this call alone (1 if there are none)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
-# Names that a local variable of a part may not give to a line: they mean something in every formula.
+# Names that a local variable of a part may not give to a line: they mean something in every
+# formula.
 _RESERVED = COMMON_NAMES | {
     "entropy",
     "log_weight",
@@ -145,7 +145,7 @@ def _unknown(slot: str, part: Any) -> CallableInSlot:
 
 
 def _live(lines: list[Line]) -> tuple[Line, ...]:
-    """The lines that `loss` depends on: read from the end, a line stays if a later one needs its name."""
+    """The lines that `loss` depends on: those whose name a later line needs."""
     needed, kept = {"loss"}, []
     for line in reversed(lines):
         # The mask is in every sum and count without being written there.
@@ -162,7 +162,8 @@ def _taken(label: str) -> bool:
 
 def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
     """The formula of a part by what it returns; None if symbols cannot follow it."""
-    # A part of the library is a value, so its lines never change; a user's function may read anything.
+    # A part of the library is a value, so its lines never change; a user's function may read
+    # anything.
     return (_derived_once if is_part(slot, part) else _derived_anew)(part, anchor)
 
 
@@ -187,7 +188,7 @@ def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
 
 
 def raw_log_ratio(part: Any) -> Expression | None:
-    """The ratio slot's log-ratio before its clamp, as one expression; None if it cannot be derived."""
+    """The ratio slot's log-ratio before its clamp, as one expression; None if not derivable."""
     of_part = _derived("ratio", part)
     if of_part is None:
         return None
@@ -197,7 +198,7 @@ def raw_log_ratio(part: Any) -> Expression | None:
 
 def _ratio(spec: LossSpec) -> _Slot:
     limit = clamp_bounds(getattr(spec.ratio, "log_clamp", 20.0))
-    low, high = (None if bound is None else number_tree(bound) for bound in limit)
+    low, high = (None if bound is None else constant(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
     clamped = bounded(lines[-1].tree, low, high)
     return [
@@ -208,7 +209,10 @@ def _ratio(spec: LossSpec) -> _Slot:
 
 
 def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
-    """The two bounds of a `log_clamp`: a number means ±number, a pair is (low, high), None is no bound."""
+    """The two bounds of a `log_clamp`; None is no bound.
+
+    A number means ±number, a pair is (low, high).
+    """
     if limit is None:
         return None, None
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
@@ -225,7 +229,10 @@ def _kl(spec: LossSpec) -> _Slot:
 
 
 class _Verdict(NamedTuple):
-    """The lines of a correction's weight and of its test of which tokens to keep; empty if it has none."""
+    """The lines of a correction's weight and of its test of which tokens to keep.
+
+    Either is empty if the correction has none.
+    """
 
     weight: list[Line]
     keep: list[Line]
@@ -257,7 +264,7 @@ def normalises(part: Any) -> bool:
 
 def _corrections(spec: LossSpec) -> _Slot:
     lines, callables = [Line("log_weight", "old_logp - rollout_logp")], []
-    seen: set[str] = set()
+    written: set[str] = set()
     for part in spec.correction:
         if normalises(part):
             continue
@@ -266,19 +273,19 @@ def _corrections(spec: LossSpec) -> _Slot:
         for (key, operator), stated in zip((("weight", "*"), ("keep", "&")), verdict[:2], strict=True):
             if not stated:
                 continue
-            joined = Expression(operator, (name(key), stated[-1].tree)) if key in seen else stated[-1].tree
+            joined = Expression(operator, (name(key), stated[-1].tree)) if key in written else stated[-1].tree
             lines += [
                 *(line for line in stated[:-1] if line not in lines[-4:]),
                 Line(key, str(joined)),
             ]
-            seen.add(key)
-    if spec.rejected != "keep" and "keep" in seen:
+            written.add(key)
+    if spec.rejected != "keep" and "keep" in written:
         if spec.rejected == "drop_sequence":
             lines.append(Line("keep", "~seq_any(~keep)"))
         lines.append(Line("mask", "mask & keep"))
     for part in spec.correction:
         if normalises(part):
-            if "keep" in seen:
+            if "keep" in written:
                 lines.append(Line("weight", "where(keep, weight, 0)"))
             lines.append(Line("weight", part.normalised("weight")))
     return lines, callables

@@ -1,7 +1,10 @@
-"""What each framework calls a policy loss, as data. An entry applies to a spec if its traits fit (see `names.traits`).
+"""What each framework calls a policy loss, as data.
 
-Read from the frameworks' own sources: verl 0.9.1, TRL 1.16.0, OpenRLHF 0.11.2 and SkyRL 0.3.0 as released, the others as of
-mid-2026. Names move; the settings beside them say how to find them again. "TRL, Liger, …": all of these.
+An entry applies to a spec if its traits fit (see `traits`).
+
+Read from the frameworks' own sources: verl 0.9.1, TRL 1.16.0, OpenRLHF 0.11.2 and SkyRL 0.3.0 as
+released, the others as of mid-2026. Names move; the settings beside them say how to find them
+again. "TRL, Liger, …": all of these.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from typing import NamedTuple
 
 
 class Elsewhere(NamedTuple):
-    """A part of a loss, what it is, and what frameworks call it. needs: traits that must hold; one with a leading "-" must not."""
+    """A part of a loss, what it is, and what frameworks call it.
+
+    needs: traits that must hold; one with a leading "-" must not.
+    """
 
     part: str
     what: str

@@ -1,4 +1,7 @@
-"""What each framework calls the rest of a loss — corrections, KL, averages, the entropy bonus — as data. See `elsewhere`."""
+"""What each framework calls corrections, KL, averages and the entropy bonus, as data.
+
+See `elsewhere`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One plain sentence for every slot of a loss, with its numbers.
 
-The parts say theirs; this puts them together.
+Each part has a method `sentence`; here they are put together.
 """
 
 from __future__ import annotations

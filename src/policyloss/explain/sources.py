@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from policyloss.explain.formula import callable_name
 from policyloss.presets import PRESETS, Preset
-from policyloss.spec import LossSpec, kind
+from policyloss.spec import LossSpec, has_fields, kind
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.
@@ -19,7 +19,7 @@ _PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
 
 
 class Sourced(NamedTuple):
-    """One choice or number: where it stands ("trust" or "trust.eps_low"), its value, and where that comes from."""
+    """One choice or number: its place ("trust" or "trust.eps_low"), its value, and its source."""
 
     where: str
     value: Any
@@ -27,15 +27,18 @@ class Sourced(NamedTuple):
 
 
 def nearest(spec: LossSpec) -> Preset | None:
-    """The preset that `spec` is a small change of, or None: the same kind of trust region, and a few things changed."""
+    """The preset that `spec` is a small change of, or None.
+
+    It has the same kind of trust region, and few other things differ.
+    """
     costs = {name: distance(spec, p.spec) for name, p in PRESETS.items() if type(p.spec.trust) is type(spec.trust)}
     best = min(costs, key=lambda name: costs[name], default=None)
     return PRESETS[best] if best is not None and costs[best] <= 4 else None
 
 
 def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
-    """Every choice and number of `spec`, with its source, seen from the preset `base` (or from none)."""
-    found: list[Sourced] = []
+    """Every choice and number of `spec` with its source, compared with the preset `base` if any."""
+    rows: list[Sourced] = []
     for slot in _PARTS:
         if slot == "ratio" and not spec.reads_ratio:
             continue
@@ -43,22 +46,17 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
         for i, part in enumerate(mine):
             label = slot if len(mine) == 1 else f"{slot}[{i}]"
             other = next((t for t in theirs if kind(t) is kind(part)), None)
-            found += _of_part(slot, label, part, other, theirs, base)
+            rows += _of_part(slot, label, part, other, theirs, base)
     if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
-        found.append(_plain(spec, base, "rejected"))
+        rows.append(_of_setting(spec, base, "rejected"))
     if spec.entropy_coef:
-        found.append(_plain(spec, base, "entropy_coef"))
-    return tuple(found)
-
-
-def is_part(part: Any) -> bool:
-    """Whether `part` is one of the library's parts, not a callable."""
-    return dataclasses.is_dataclass(part) and not isinstance(part, type)
+        rows.append(_of_setting(spec, base, "entropy_coef"))
+    return tuple(rows)
 
 
 def part_name(part: Any) -> str:
     """The class of a part, or the name of a callable."""
-    return type(part).__name__ if is_part(part) else callable_name(part)
+    return type(part).__name__ if has_fields(part) else callable_name(part)
 
 
 def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
@@ -70,11 +68,11 @@ def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
 
 def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None) -> list[Sourced]:
     name = part_name(part)
-    if not is_part(part):
+    if not has_fields(part):
         return [Sourced(label, name, "your own function")]
     if base is not None and other is not None:
         rows = [Sourced(label, name, base.sources.get(slot, DEFAULT))]
-        for f in _shown(part, base, slot):
+        for f in _fields_with_a_row(part, base, slot):
             rows += _field(slot, label, part, other, f, base)
         return rows
     if base is not None:
@@ -82,10 +80,10 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
         rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
     else:
         rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you")]
-    for f in _shown(part, None, slot):
+    for f in _fields_with_a_row(part, None, slot):
         value = getattr(part, f.name)
         where = f"{label}.{f.name}"
-        if is_part(value):
+        if has_fields(value):
             rows += _of_part(f"{slot}.{f.name}", where, value, None, (), None)
         else:
             rows.append(Sourced(where, value, DEFAULT if value == f.default else "set by you"))
@@ -95,7 +93,7 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
 def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> list[Sourced]:
     value, theirs = getattr(part, field.name), getattr(other, field.name, field.default)
     where, key = f"{label}.{field.name}", f"{slot}.{field.name}"
-    if is_part(value):
+    if has_fields(value):
         alike = theirs if type(theirs) is type(value) else None
         return _of_part(key, where, value, alike, (theirs,), base)
     if value != theirs:
@@ -107,8 +105,11 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
     return [Sourced(where, value, stated or base.sources.get(slot, DEFAULT))]
 
 
-def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
-    """The fields worth a row: numbers that have an effect, and choices that are not the default or have a source of their own."""
+def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
+    """The fields that get a row: numbers that have an effect, and choices that need a word.
+
+    A choice needs one if it is not the default, or if it has a source.
+    """
 
     def worth(field: Any) -> bool:
         value = getattr(part, field.name)
@@ -120,7 +121,7 @@ def _shown(part: Any, base: Preset | None, slot: str) -> list[Any]:
     return [f for f in dataclasses.fields(part) if worth(f)]
 
 
-def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
+def _of_setting(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
     value = getattr(spec, slot)
     if base is not None and value == getattr(base.spec, slot):
         return Sourced(slot, value, base.sources.get(slot, DEFAULT))
@@ -129,10 +130,11 @@ def _plain(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
 
 
 def distance(a: LossSpec, b: LossSpec) -> float:
-    """How far `a` is from `b`, as a reader would say it: the price of every change that leads from `b` to `a`.
+    """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
 
-    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term costs little either way, because
-    people leave it out of every loss, and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
+    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
+    costs little either way, because people leave it out of every loss, and guards cost next to
+    nothing. A horizon that `b` leaves open costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in _PARTS:
@@ -143,10 +145,10 @@ def distance(a: LossSpec, b: LossSpec) -> float:
             total += _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
-            if not is_part(x):
+            if not has_fields(x):
                 total += 2.0 * (x != y)
                 continue
-            total += sum(_change(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
+            total += sum(_price_of(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
     return total
 
 
@@ -155,8 +157,11 @@ _EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "
 _ADDED = 0.9
 
 
-def _change(field: Any, mine: Any, theirs: Any) -> float:
-    """The price of one changed field: of a number, a little more the further it moved; of what was off; of a choice."""
+def _price_of(field: Any, mine: Any, theirs: Any) -> float:
+    """The price of one changed field: it is low for a guard and highest for a choice.
+
+    A number costs a little more the further it moved.
+    """
     if mine == theirs or (field.name == "horizon" and theirs is None):
         return 0.0
     if field.name in (*_GUARDS, *_ROUNDING):

@@ -17,7 +17,7 @@ import torch
 
 from policyloss.explain import algebra
 from policyloss.explain.algebra import FALSE, LENGTHS, ONE, TRUE, ZERO, binary, function
-from policyloss.explain.expression import Expression, boolean, number
+from policyloss.explain.expression import Expression, boolean, constant
 
 
 class NotDerivableError(Exception):
@@ -33,38 +33,38 @@ class Written(float):
         """`value`, printed as `expression` (as the number it is if none is given)."""
         self = super().__new__(cls, value)
         plain = expression is None or math.isinf(value)
-        self.expression = number(value) if plain or expression is None else expression
+        self.expression = constant(value) if plain or expression is None else expression
         return self
 
     def __add__(self, other: Any) -> Any:
-        return self._joined("+", self, other)
+        return self._computed("+", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self._joined("+", other, self)
+        return self._computed("+", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self._joined("-", self, other)
+        return self._computed("-", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._joined("-", other, self)
+        return self._computed("-", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self._joined("*", self, other)
+        return self._computed("*", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self._joined("*", other, self)
+        return self._computed("*", other, self)
 
     def __truediv__(self, other: Any) -> Any:
-        return self._joined("/", self, other)
+        return self._computed("/", self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return self._joined("/", other, self)
+        return self._computed("/", other, self)
 
     def __neg__(self) -> Written:
         return Written(-float(self), algebra.negative(self.expression))
 
     @staticmethod
-    def _joined(operator: str, a: Any, b: Any) -> Any:
+    def _computed(operator: str, a: Any, b: Any) -> Any:
         if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
             return NotImplemented
         x, y = float(a), float(b)
@@ -79,7 +79,7 @@ def expression_of(x: Any) -> Expression:
     if isinstance(x, bool):
         return boolean(x)
     if isinstance(x, (int, float)):
-        return number(x)
+        return constant(x)
     raise NotDerivableError(f"a {type(x).__name__} is neither a symbol nor a number")
 
 
@@ -235,7 +235,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class SymbolicSequences:
-    """Stands for `Sequences`: sums and maxima over the sequences ("seq") or the runs of the mask ("run")."""
+    """Stands for `Sequences`. over: "seq" for the sequences, "run" for the runs of the mask."""
 
     cp_group = offsets = ids = None
 

@@ -16,7 +16,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
 
 
 def traits(spec: LossSpec) -> frozenset[str]:
-    """Short words for what a spec is made of, to hang names and traps on."""
+    """Short words for what a spec is made of; names and traps are chosen by them."""
     words = {
         f"anchor_{getattr(spec.ratio, 'anchor', 'old')}",
         *getattr(spec.ratio, "traits", ("other_ratio",)),

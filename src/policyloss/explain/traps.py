@@ -1,6 +1,7 @@
 """Known traps, as data: what surprises people about a part, and where one name means two things.
 
-Each hangs on traits of a spec (`names.traits`), so that `explain` shows those that concern the loss at hand.
+Each hangs on traits of a spec (see `traits`), so that `explain` shows those that concern the loss
+at hand.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Trap(NamedTuple):
 
 def traps(spec: LossSpec) -> tuple[Trap, ...]:
     """The traps that concern `spec`."""
-    found = traits(spec)
-    return tuple(trap for trap in TRAPS if fits(trap.needs, found))
+    words = traits(spec)
+    return tuple(trap for trap in TRAPS if fits(trap.needs, words))
 
 
 _FIRST_STEP = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policyloss.explain.algebra import FALSE, binary, unstopped
-from policyloss.explain.expression import number
+from policyloss.explain.expression import constant
 from policyloss.explain.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec
@@ -100,7 +100,7 @@ def _any_of(conditions: Conditions) -> str:
 
 
 def _once(conditions: Conditions) -> Conditions:
-    """The conditions without those that stand there already."""
+    """The conditions without repetitions."""
     return tuple(dict.fromkeys(conditions))
 
 
@@ -133,6 +133,6 @@ def _beyond_clamp(part: Any) -> Conditions:
     if raw is None:
         return ()
     value, bounds = unstopped(raw), zip("<>", clamp_bounds(part.log_clamp), strict=True)
-    tests = [binary(sign, value, number(bound)) for sign, bound in bounds if bound is not None]
+    tests = [binary(sign, value, constant(bound)) for sign, bound in bounds if bound is not None]
     texts = [f"({test})" for test in tests if test != FALSE]
     return (Condition(" | ".join(texts), "the log-ratio is beyond its clamp"),) if texts else ()

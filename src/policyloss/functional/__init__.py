@@ -1,7 +1,7 @@
-"""Pure functions of tensors: what every slot is made of, and what to write a loss of your own from.
+"""Pure functions of tensors: parts are made of them, and a loss of yours can be, too.
 
-They know nothing of specs. Token-shaped means `[B, T]` or packed `[N]`; where a function needs to know where sequences are, it
-takes a `Sequences`.
+They know nothing of specs. Token-shaped means `[B, T]` or packed `[N]`. A function that needs to
+know where sequences begin and end takes a `Sequences`.
 """
 
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum

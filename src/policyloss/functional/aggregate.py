@@ -1,4 +1,7 @@
-"""Aggregation: `loss = Σ_t weight_t · loss_t`, with weights that depend on the mask and on counts only, never on the loss."""
+"""Aggregation: `loss = Σ_t weight_t · loss_t`.
+
+Weights depend on the mask and on counts only, never on the loss.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = 
 
 
 def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
-    """The weight that makes a sum over a sequence's valid tokens its mean: `1 / length`, token-shaped."""
+    """Weights `1 / length`, token-shaped: with them, sums over tokens are means of sequences."""
     return sequences.expand(reciprocal(lengths, lengths))
 
 
 def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
-    """Raise if `x` would be broadcast along the wrong axis: `[B]` numbers are of rows, not of columns."""
+    """Raise if `x` would be broadcast along the wrong axis: `[B]` has one number per row."""
     if x.dim() not in (0, tokens.dim()):
         shape = tuple(tokens.shape)
         raise InputError(
@@ -35,12 +38,18 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
 
 
 def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`Σ weight·x` as a total and a 0-dim scale: a weight that all tokens share is the scale, another goes into the total."""
+    """The two factors of `Σ weight·x`: a total and a 0-dim scale.
+
+    One weight for all tokens becomes the scale; weights per token are multiplied into the total.
+    """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
     return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), x.new_ones(()))
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """`Σ weight·x`, `x` being 0 at masked positions (see `fill`); a 0-dim weight multiplies the sum once."""
+    """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`).
+
+    A 0-dim weight multiplies the sum once.
+    """
     total, scale = weighted_total(x, weight)
     return total * scale

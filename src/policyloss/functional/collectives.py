@@ -1,4 +1,7 @@
-"""Reductions over a process group, and rows brought together from its ranks; with `group=None` they are of one rank."""
+"""Reductions over a process group, and rows gathered from its ranks.
+
+With `group=None` they cover this rank alone.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from policyloss.errors import InputError
 
 
 def statistics_group(group: Any) -> Any:
-    """The ranks that a statistic spans: `group`, or None for this rank alone, which `"local"` says on purpose.
+    """The group whose ranks share a statistic, or None for this rank alone.
 
-    If nothing was said and there are other ranks, a warning at the line that called the package.
+    `"local"` asks for this rank alone. None means the same; if there are other ranks, it warns at
+    the line that called the package.
     """
     if isinstance(group, str):
         if group != "local":
@@ -36,7 +40,11 @@ def statistics_group(group: Any) -> Any:
 
 
 def outside_level() -> int:
-    """How many frames above the function that asks the first one outside of this package (and of torch's decorators) is."""
+    """The `stacklevel` of a warning that shall point at the line that called the package.
+
+    It counts the frames from the calling function up to the first one outside of this package and
+    of torch's decorators.
+    """
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in ("policyloss", "torch"):
         level += 1
@@ -44,18 +52,22 @@ def outside_level() -> int:
 
 
 class Gathered(NamedTuple):
-    """The rows of all ranks, one rank after the other, and where this rank's own are."""
+    """The rows of all ranks, one rank after another, and the slice that belongs to this rank."""
 
     columns: list[Tensor]
-    own: slice
+    this_rank: slice
 
 
 def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> Gathered:
-    """`columns` (`[n]` or `[n, k]` each, same n) of all ranks, `[Σn]` or `[Σn, K]`; without gradient.
+    """The rows of all ranks, without gradient.
 
-    Ranks may hold different n, 0 too, and different k: the narrower ones are filled up with 0 (or False) to the widest, K.
-    alike: numbers that must be equal on all ranks, by what they count; if not, an error on every rank.
-    Two collectives: the sizes, then all columns together, as the 64 bits of each number, which keeps them exactly.
+    columns: `[n]` or `[n, k]` each, with the same n; each becomes `[Σn]` or `[Σn, K]`. Ranks may
+    have different n, also 0, and different k: narrower columns are filled up with 0 (or False) to
+    the width K of the widest.
+    alike: numbers that must be equal on all ranks, named by what they count. If they differ, every
+    rank raises an error.
+    This takes two collectives: the sizes, then all columns together. Numbers travel as 64 bits
+    each, which keeps them exactly.
     """
     columns = [x.detach() for x in columns]
     n = columns[0].shape[0]
@@ -74,9 +86,9 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
     for i, x in enumerate(columns):
         wide = x.to(device, torch.float64).view(torch.int64) if x.is_floating_point() else x.to(device, torch.int64)
         bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = wide.view(n, -1) if n else wide.new_zeros(0, 1)
-    whole = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
+    all_bits = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
     before = sum(row[0] for row in table[: dist.get_rank(group)])
-    return Gathered([_as_given(whole[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
+    return Gathered([_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
 
 
 _PER_TOKEN = (
@@ -85,13 +97,17 @@ _PER_TOKEN = (
 )
 
 
-def _as_given(bits: Tensor, like: Tensor) -> Tensor:
+def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
+    """The numbers that `bits` stand for, in the dtype of `like` and with as many dimensions."""
     bits = bits.contiguous() if like.dim() == 2 else bits[:, 0].contiguous()
     return (bits.view(torch.float64) if like.is_floating_point() else bits).to(like.device, like.dtype)
 
 
 def all_gather(x: Tensor, group: Any) -> list[Tensor]:
-    """`x` of every rank, the same shape on all. It travels where the backend gathers, and comes back to where `x` was."""
+    """`x` of every rank, on the device of `x`; its shape must be the same on all ranks.
+
+    It is gathered where the backend works (see `collective_device`).
+    """
     here = x.to(collective_device(group, x.device)).contiguous()
     shares = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shares, here, group=group)
@@ -99,7 +115,7 @@ def all_gather(x: Tensor, group: Any) -> list[Tensor]:
 
 
 def collective_device(group: Any, otherwise: torch.device) -> torch.device:
-    """Where the group's backend works: gloo on the CPU, NCCL on a GPU; others anywhere."""
+    """The device where the group's backend works: CPU for gloo, GPU for NCCL, else `otherwise`."""
     return {"gloo": torch.device("cpu"), "nccl": torch.device("cuda")}.get(dist.get_backend(group), otherwise)
 
 
@@ -118,7 +134,7 @@ def all_sum(x: Tensor, group: Any = None) -> Tensor:
 
 
 def all_max(x: Tensor, group: Any) -> Tensor:
-    """The largest `x` of the ranks of `group`, element by element; NaN where one of them has NaN."""
+    """The largest `x` of the ranks of `group`, element by element; NaN where a rank has NaN."""
     # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
     pair = torch.stack([torch.where(x.isnan(), torch.inf, x), x.isnan().to(x.dtype)])
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
@@ -126,20 +142,22 @@ def all_max(x: Tensor, group: Any) -> Tensor:
 
 
 def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
-    """The k-th largest pair (score, tie) in the order of score, then tie (int64); k ≥ 1, a 0-dim tensor.
+    """The k-th largest pair (score, tie), in the order of score, then tie (int64).
 
-    Over the ranks of every group given. If there are fewer than k pairs, the lowest. On one rank nothing is read back to the host;
-    across ranks only each rank's own k largest travel.
+    k: at least 1, a 0-dim tensor; with fewer than k pairs, the lowest is returned. The pairs of all
+    ranks of every group count. On one rank nothing is read back to the host; across ranks only the
+    k largest of each rank travel.
     """
     score, tie = _largest(score, tie, k, groups)
     return score[0], tie[0]
 
 
 def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
-    """A pair that exactly the k largest are `at_least`.
+    """A pair that the k largest pairs, and no others, reach (see `at_least`).
 
-    It lies halfway between the k-th and the next score, so that scores may be computed again and differ
-    in their last digits; where the two are equal, it is the k-th pair. Arguments as in `kth_largest`.
+    It lies halfway between the k-th and the next score, so that scores may be computed again and
+    differ in their last digits. Where the two are equal, it is the k-th pair. Arguments as in
+    `kth_largest`.
     """
     (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))
     middle = (score + after) / 2
@@ -148,7 +166,10 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
 
 
 def _largest(score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Scores and ties of the k-th and the next largest pair, `[2]` each; of fewer pairs, the lowest."""
+    """Scores and ties of the k-th and the next largest pair, `[2]` each.
+
+    Where there are fewer pairs, the lowest is repeated.
+    """
     score, tie = score.reshape(-1), tie.reshape(-1)
     if score.numel() == 0:
         score, tie = score.new_full((1,), -torch.inf), tie.new_full((1,), _LOWEST)
@@ -177,5 +198,5 @@ def _descending(score: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(top: Tensor, want: int, lowest: float, group: Any) -> Tensor:
-    """The `want` largest of every rank, one after another; a rank with fewer fills up with `lowest`."""
+    """The `want` largest of every rank, one after another; `lowest` where a rank has fewer."""
     return torch.cat(all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group))

@@ -1,10 +1,12 @@
-"""Sequences whose tokens lie on several ranks, in the order of their positions: turns that cross ranks, and scans over time.
+"""Sequences whose tokens lie on several ranks: turns that cross ranks, and scans over time.
 
-Positions say where a token stands in its whole sequence; tokens may lie on the ranks in any way and any order. Only *valid* tokens'
-positions are read: what padding or masked tokens say of theirs does not matter, and masked tokens need not be there at all. A
-position that no rank holds a valid token for is a masked one. Two valid tokens of a sequence at one position are an error.
+A position is the place of a token in its whole sequence; tokens may lie on the ranks in any order.
+Only the positions of *valid* tokens are read: those of padding and masked tokens do not matter, and
+masked tokens may be absent. A position at which no rank has a valid token counts as masked. Two
+valid tokens of a sequence at one position are an error.
 
-Legend: `x` token-shaped (`[B, T]` or `[N]`), n valid tokens on this rank, M on all ranks, S sequences (the same on every rank).
+Legend: `x` token-shaped (`[B, T]` or `[N]`), n valid tokens on this rank, M on all ranks, S
+sequences (the same on every rank).
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class Turns(Protocol):
 
 
 def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns:
-    """The runs of `mask`: neighbouring tokens on one rank, or with a context-parallel group tokens at consecutive `positions`."""
+    """The runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
+
+    Positions count where a context-parallel group holds the sequences.
+    """
     if sequences.cp_group is None:
         return _TurnsHere(sequences.runs(mask), mask)
     return _turns_across(sequences, mask, checked_positions(positions, mask, "SegmentRatio"))
@@ -61,6 +66,8 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
 
 @dataclass(frozen=True)
 class _TurnsHere:
+    """The turns of sequences that lie on this rank alone."""
+
     runs: Sequences
     mask: Tensor
 
@@ -77,7 +84,11 @@ class _TurnsHere:
 
 @dataclass(frozen=True)
 class _TurnsAcross:
-    """`runs` lies over this rank's tokens, sorted by run (`order`); `back` undoes that. The last run holds the masked tokens."""
+    """The turns of sequences that lie on several ranks.
+
+    runs: over this rank's tokens, sorted by run; the last run holds the masked tokens. order: the
+    permutation that sorts the tokens. back: its inverse.
+    """
 
     runs: Sequences
     order: Tensor
@@ -93,7 +104,10 @@ class _TurnsAcross:
 
 
 class _Spans(NamedTuple):
-    """Intervals of positions, `first` to `last` of a sequence, that nothing lies between; `span_of`: which one each item is in."""
+    """Intervals of positions without a gap, from `first` to `last` of a sequence.
+
+    span_of: the interval that each item is in.
+    """
 
     span_of: Tensor
     sequence: Tensor
@@ -101,38 +115,42 @@ class _Spans(NamedTuple):
     last: Tensor
 
 
-def _joined(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
+def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     """Join intervals where one begins right after another ends."""
-    order = _sorted(sequence, first)
+    order = _order_by_position(sequence, first)
     sequence, first, last = sequence[order], first[order], last[order]
     begins, ends = (torch.ones_like(order, dtype=torch.bool) for _ in range(2))
     begins[1:] = (sequence[1:] != sequence[:-1]) | (first[1:] != last[:-1] + 1)
     ends[:-1] = begins[1:]
-    return _Spans((begins.cumsum(0) - 1)[_undone(order)], sequence[begins], first[begins], last[ends])
+    return _Spans((begins.cumsum(0) - 1)[_inverse(order)], sequence[begins], first[begins], last[ends])
 
 
 def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
-    """Each rank joins its own tokens; only the ends of what it found travel, and are joined once more."""
+    """The turns over all ranks of the context-parallel group.
+
+    Each rank joins its tokens to intervals. Only the ends of these travel, and every rank joins
+    them once more.
+    """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
-    here = _joined(sequence, position, position)
-    ends, own = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
-    whole = _joined(*ends)
-    _refuse_overlap(whole.sequence, whole.first, whole.last)
-    count = whole.first.shape[0]
-    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, whole.span_of[own][here.span_of])
+    here = _joined_spans(sequence, position, position)
+    ends, this_rank = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
+    spans = _joined_spans(*ends)
+    _refuse_overlap(spans.sequence, spans.first, spans.last)
+    count = spans.first.shape[0]
+    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, spans.span_of[this_rank][here.span_of])
     ordered, order = torch.sort(ids, stable=True)
     offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
     runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
-    lengths = torch.nn.functional.pad(whole.last - whole.first + 1, (0, 1))
-    return _TurnsAcross(runs, order, _undone(order), tuple(mask.shape), lengths)
+    lengths = torch.nn.functional.pad(spans.last - spans.first + 1, (0, 1))
+    return _TurnsAcross(runs, order, _inverse(order), tuple(mask.shape), lengths)
 
 
 @dataclass(frozen=True)
 class WholeSequences:
     """The valid tokens of all ranks as one pack, sequence after sequence in the order of positions.
 
-    columns: what was brought together, `[M]` each. mask: all True, `[M]`. cu_seqlens: `[S+1]`. at, place: where this rank's n valid
-    tokens are, among its own tokens (flat) and in the pack.
+    columns: what was brought together, `[M]` each. mask: all True, `[M]`. cu_seqlens: `[S+1]`. at,
+    place: where this rank's n valid tokens are, among its own tokens (flat) and in the pack.
     """
 
     columns: list[Tensor]
@@ -145,20 +163,21 @@ class WholeSequences:
     @classmethod
     @torch.no_grad()
     def of(cls, sequences: Sequences, mask: Tensor, positions: Tensor, *xs: Tensor) -> WholeSequences:
-        """Bring together the valid tokens of `xs` from the ranks of the context-parallel group of `sequences`."""
+        """Bring the valid tokens of `xs` together from all context-parallel ranks."""
         at, sequence, position = _valid_tokens(sequences, mask, positions)
         values = [x.reshape(-1)[at] for x in xs]
-        whole, own = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
-        order = _sorted(whole[0], whole[1])
-        ordered = whole[0][order]
-        _refuse_overlap(ordered, whole[1][order], whole[1][order])
-        cu_seqlens = torch.searchsorted(ordered, torch.arange(sequences.count + 1, device=at.device))
+        columns, this_rank = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
+        order = _order_by_position(columns[0], columns[1])
+        sequence, position = columns[0][order], columns[1][order]
+        _refuse_overlap(sequence, position, position)
+        cu_seqlens = torch.searchsorted(sequence, torch.arange(sequences.count + 1, device=at.device))
         valid = torch.ones_like(order, dtype=torch.bool)
-        return cls([x[order] for x in whole[2:]], valid, cu_seqlens, at, _undone(order)[own], sequences.shape)
+        place = _inverse(order)[this_rank]
+        return cls([x[order] for x in columns[2:]], valid, cu_seqlens, at, place, sequences.shape)
 
     @property
     def inside(self) -> Tensor:
-        """Which places hold a token, if each sequence is a row: `[S, longest]`."""
+        """Where the rows of `padded` hold a token. `[S, longest]`, bool."""
         lengths = self.cu_seqlens.diff()
         return torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device) < lengths.unsqueeze(1)
 
@@ -167,33 +186,33 @@ class WholeSequences:
         inside = self.inside
         return x.new_zeros(inside.shape).masked_scatter(inside, x)
 
-    def own(self, x: Tensor) -> Tensor:
+    def on_this_rank(self, x: Tensor) -> Tensor:
         """The tokens of `x` `[M]` that this rank holds, token-shaped, 0 at masked ones."""
-        mine = x.new_zeros(self.shape)
-        mine.view(-1)[self.at] = x[self.place]
-        return mine
+        tokens = x.new_zeros(self.shape)
+        tokens.view(-1)[self.at] = x[self.place]
+        return tokens
 
 
 def _valid_tokens(sequences: Sequences, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the valid tokens are (flat), the sequence each belongs to, and its position there; `[n]` each."""
+    """Where the valid tokens are (flat), and the sequence and position of each; `[n]` each."""
     at = mask.reshape(-1).nonzero().squeeze(-1)
     sequence = at // max(sequences.shape[-1], 1) if sequences.ids is None else sequences.ids[at]
     return at, sequence, positions.reshape(-1)[at].to(torch.int64)
 
 
-def _sorted(sequence: Tensor, position: Tensor) -> Tensor:
-    """The order by sequence, then position."""
+def _order_by_position(sequence: Tensor, position: Tensor) -> Tensor:
+    """The permutation that sorts tokens by sequence, then by position."""
     by_position = position.argsort(stable=True)
     return by_position[sequence[by_position].argsort(stable=True)]
 
 
-def _undone(order: Tensor) -> Tensor:
-    """The permutation that brings `order` back."""
+def _inverse(order: Tensor) -> Tensor:
+    """The inverse of the permutation `order`."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:
-    """Raise if sorted intervals share a position. Every rank sees the same ones, so that all raise or none."""
+    """Raise if sorted intervals share a position. All ranks pass the same ones, so all raise."""
     twice = (sequence[1:] == sequence[:-1]) & (first[1:] <= last[:-1])
     if twice.any():
         i = int(twice.nonzero()[0]) + 1

@@ -1,6 +1,9 @@
-"""Rollout corrections: the inference engine's log-probabilities are not the trainer's. Pure functions, all detached.
+"""Rollout corrections: the inference engine's log-probabilities are not the trainer's.
 
-Legend: `log_weight` = old_logp − rollout_logp, token-shaped, 0 at masked positions; a weight is `exp` of it.
+Pure functions, all detached.
+
+Legend: `log_weight` = old_logp − rollout_logp, token-shaped, 0 at masked positions; a weight is
+`exp` of it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
 
 
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Where low ≤ x ≤ high (bool); None does not bind. NaN counts as within, so that it is not dropped unseen."""
+    """Where low ≤ x ≤ high (bool); a bound of None does not bind.
+
+    NaN counts as within, so that it is not silently dropped.
+    """
     keep = torch.ones_like(x, dtype=torch.bool)
     if low is not None:
         keep = keep & ~(x < low)
@@ -29,14 +35,18 @@ def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def nan_where_undecided(x: Tensor) -> Tensor:
-    """The weight of a test on `x`: 1, but NaN where `x` is NaN, because such a token can be neither kept nor dropped."""
+    """The weight that goes with a test of `x`: 1, but NaN where `x` is NaN.
+
+    Such a token can be neither kept nor dropped, so its NaN must show.
+    """
     return torch.where(x.isnan(), x, 1)
 
 
 def reduced(x: Tensor, reduce: str, mask: Tensor, lengths: Tensor | None, sequences: Sequences) -> Tensor:
-    """`x` per token, or its sum, mean or maximum over each sequence's valid tokens, given back to every token.
+    """`x` per token, or its sum, mean or maximum over each sequence's valid tokens, token-shaped.
 
-    reduce: "token", "sum", "mean" or "max". lengths: the valid tokens of each sequence `[S]`, read by "mean" alone.
+    reduce: "token", "sum", "mean" or "max". lengths: the valid tokens of each sequence `[S]`, which
+    only "mean" reads.
     """
     if reduce == "token":
         return x

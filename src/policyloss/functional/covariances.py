@@ -1,8 +1,8 @@
 """Covariances of advantage and log-probability over a whole step.
 
-Numbers that are equal up to rounding are equal. A mean is rounded, and differently for every layout of
-the same batch. Where all advantages are equal, their distances from their mean are that rounding and
-nothing else, and an order by them would be an order by chance.
+Numbers that are equal up to rounding are equal. A mean is rounded, and differently for every layout
+of the same batch. Where all advantages are equal, their distances from their mean are that rounding
+and nothing else, and an order by them would be an order by chance.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.stats import count
 from policyloss.functional.trust import covariance
 
-ROUNDINGS = 16  # of a mean: some of the sum, one of each number that enters it
+# How many roundings a mean may be off by: some of its sum, and one of each number in it.
+ROUNDINGS = 16
 
 
 def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> dict[str, Tensor]:
-    """The number of valid tokens, and mean and rounding of advantages and logp over them. All 0-dim.
+    """The number of valid tokens, and the mean and rounding of advantages and logp. All 0-dim.
 
-    They are taken over the ranks of every group. A rounding is how far two equal numbers may lie apart
-    once a mean was subtracted: some units in the last place of the mean size. Both tensors are 0 where
-    masked.
+    They are taken over the ranks of every group. A rounding is how far two equal numbers may lie
+    apart once a mean was subtracted: some units in the last place of the mean size. Both tensors
+    must be 0 where masked.
     """
     wide = accumulator_dtype(mask.device)
     sums = [x.sum(dtype=wide) for x in (advantages, logp, advantages.abs(), logp.abs())]
@@ -45,7 +46,10 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
 
 
 def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:
-    """Each token's `covariance`, exactly 0 where a number equals its mean up to rounding. Detached."""
+    """Each token's `covariance`, exactly 0 where a number equals its mean up to rounding.
+
+    Detached.
+    """
     cov = covariance(logp, advantages, means["logp_mean"], means["advantage_mean"])
     at_mean = (advantages - means["advantage_mean"]).abs() <= means["advantage_rounding"]
     at_mean = at_mean | ((logp.detach() - means["logp_mean"]).abs() <= means["logp_rounding"])

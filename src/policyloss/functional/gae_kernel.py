@@ -1,6 +1,7 @@
-"""Generalised advantage estimation as one Triton launch, for padded rows and packs; the reference is `advantages/returns.py`.
+"""Generalised advantage estimation as one Triton launch, for padded rows and packs.
 
-Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. One program owns one sequence.
+The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or packed `[N]` with
+`cu_seqlens`; S sequences. One program works on one sequence.
 """
 
 # Triton has no types, and constants of a kernel are written in capitals.
@@ -18,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of a sequence that a program takes at once: all of a short one; a longer one is walked from its end.
+# Tokens of a sequence that a program takes at once: all of a short one; a longer one is walked from
+# its end.
 SHORTEST_BLOCK, LONGEST_BLOCK = 256, 8192
 TOKENS_PER_THREAD = 8
 
@@ -31,7 +33,10 @@ def _then(decay_after, x_after, decay, x):
 
 @triton.jit
 def _tokens(rewards_ptr, values_ptr, mask_ptr, at, inside, DTYPE: tl.constexpr, PER_TOKEN: tl.constexpr):
-    """Reward (0 if there is one per sequence), value and validity of the tokens `at`; 0 where they are masked or not `inside`."""
+    """Reward, value and validity of the tokens `at`; 0 where masked or not `inside`.
+
+    The reward is 0 if there is one per sequence.
+    """
     valid = tl.load(mask_ptr + at, mask=inside, other=0) != 0
     value = tl.where(valid, tl.load(values_ptr + at, mask=inside, other=0.0).to(DTYPE), 0.0)
     reward = tl.zeros_like(value)
@@ -59,10 +64,13 @@ def _gae_kernel(
     HAS_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`, `returns = A + V`, for one sequence.
+    """Advantages and returns of one sequence.
 
-    What is scanned is `z_t = (1−λ)·V_t + λ·(r_t + γ·z_{t+1})` at valid tokens and `z_t = z_{t+1}` at masked ones; then
-    `returns_t = r_t + γ·z_{t+1}`. The scan runs over the token *after* each token, so that it yields z_{t+1} in the place of t.
+    `for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`,
+    and `returns = A + V`.
+    What is scanned is `z_t = (1−λ)·V_t + λ·(r_t + γ·z_{t+1})` at valid tokens and `z_t = z_{t+1}`
+    at masked ones; then `returns_t = r_t + γ·z_{t+1}`. The scan runs over the token *after* each
+    token, so that it yields z_{t+1} in the place of t.
     """
     sequence = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = returns_ptr.dtype.element_ty
@@ -72,7 +80,7 @@ def _gae_kernel(
     else:
         begin = sequence * length
         end = begin + length
-    # A number of the host arrives as float32: two of them hold a float64.
+    # The host passes numbers as float32, so a float64 comes as the sum of two.
     gamma = tl.full([], gamma_high, dtype) + tl.full([], gamma_low, dtype)
     lam = tl.full([], lam_high, dtype) + tl.full([], lam_low, dtype)
     after = tl.zeros([], dtype)
@@ -91,7 +99,8 @@ def _gae_kernel(
         reward, value, valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at, at < end, dtype, PER_TOKEN)
         next_reward, next_value, next_valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at + 1, at + 1 < end, dtype, PER_TOKEN)
         if not PER_TOKEN:
-            # From the end, the first block with a valid token holds the last one; in the blocks before it nothing is larger.
+            # From the end, the first block with a valid token holds the last one; in the blocks
+            # before it nothing is larger.
             last_valid = tl.maximum(last_valid, tl.max(tl.where(valid, at, begin - 1), axis=0))
             reward = tl.where(valid & (at == last_valid), once, 0.0)
             next_reward = tl.where(next_valid & (at + 1 == last_valid), once, 0.0)
@@ -105,7 +114,7 @@ def _gae_kernel(
         carried = tl.sum(tl.where(within == 0, following, 0.0), axis=0)
         poison += tl.sum(reward * 0 + value * 0, axis=0)
     if poison != poison:
-        # One NaN or inf: the whole sequence is NaN, so that no part of it looks sound.
+        # One NaN or inf makes the whole sequence NaN, so that no part of it looks sound.
         tl.debug_barrier()
         for i in range(blocks):
             at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
@@ -126,16 +135,20 @@ def gae(
     *,
     _block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, token-shaped, in `dtype` (float32 or float64). The arguments are those of `policyloss.gae`, checked.
+    """Advantages and returns, token-shaped, in `dtype` (float32 or float64).
 
-    values, mask (any type; not 0 is valid): token-shaped. rewards: token-shaped or one per sequence. last_values: `[S]` or None.
+    The arguments are those of `policyloss.gae`, checked.
+
+    values, mask (any type; not 0 is valid): token-shaped. rewards: token-shaped or one per
+    sequence. last_values: `[S]` or None.
     """
     rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
     advantages, returns = torch.empty_like(values, dtype=dtype), torch.empty_like(values, dtype=dtype)
     sequences, length = values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
     if not sequences or not length:
         return advantages, returns
-    # How long the sequences of a pack are is known on the device only; most are shorter than twice the mean.
+    # How long the sequences of a pack are is known on the device only; most are shorter than twice
+    # the mean.
     typical = length if cu_seqlens is None else 2 * length // max(sequences, 1)
     block = _block or min(max(_power_of_2(typical), SHORTEST_BLOCK), LONGEST_BLOCK)
     with _on_device_of(values):
@@ -160,12 +173,12 @@ def gae(
 
 
 def _power_of_2(n: int) -> int:
-    """The least that is not below n. (Triton's own takes longer than all else here.)"""
+    """The least power of two that is not below n. (Triton's takes longer than all else here.)"""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A kernel is launched on the current device: change it if it is another than x's."""
+    """A context in which the current device, where kernels are launched, is that of x."""
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()
 

@@ -15,11 +15,13 @@ K3Terms = Literal["exp(d) - 1 - d", "exp(d) - d - 1"]
 
 
 def estimate(d: Tensor, estimator: str, *, as_written: K3Terms | None = None) -> Tensor:
-    """Per-token estimate of KL(p‖q), of a token that p drew, with d = log q − log p (Schulman, "Approximating KL").
+    """Per-token estimate of KL(p‖q), of a token that p drew, with d = log q − log p.
 
-    k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A penalty has p = current and q = anchor; a rejection by
-    the rollout weight has p = rollout and q = old. as_written: compute k3 term by term in this order, as
-    frameworks do, which near d = 0 leaves only the rounding of eᵈ; None is full precision.
+    Source: Schulman, "Approximating KL".
+    k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A penalty has p = current and q = anchor; a
+    rejection by the rollout weight has p = rollout and q = old. as_written: compute k3 term by term
+    in this order, as frameworks do, which near d = 0 leaves only the rounding of eᵈ; None is full
+    precision.
     """
     if estimator == "k1":
         return -d
@@ -40,12 +42,14 @@ def k3(d: Tensor) -> Tensor:
 
 
 def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float | None = None) -> Tensor:
-    """Divergence of the choice "this token or another" between two policies, from its two probabilities alone. Detached.
+    """Divergence of two policies in the choice "this token or another". Detached.
 
+    It is computed from the two probabilities of the token alone.
     With p₀ the anchor's probability of the token and p the other's: "tv" is `|p − p₀|`; "kl" is
-    `KL(p₀‖p) = p₀·log(p₀/p) + (1−p₀)·log((1−p₀)/(1−p))`. floor: hold both probabilities in [floor, 1 − floor], which keeps the
-    logarithms finite; rounding can then leave the "kl" of two nearly equal probabilities a hair below 0. None adds 1e-8 to
-    1 − p₀ and 1 − p instead, which keeps the second logarithm finite at probability one.
+    `KL(p₀‖p) = p₀·log(p₀/p) + (1−p₀)·log((1−p₀)/(1−p))`. floor: hold both probabilities in [floor,
+    1 − floor], which keeps the logarithms finite; rounding can then leave the "kl" of two nearly
+    equal probabilities a hair below 0. None adds 1e-8 to 1 − p₀ and 1 − p instead, which keeps the
+    second logarithm finite at probability one.
     """
     logp = logp.detach()
     p, p0 = (x.exp() if floor is None else x.exp().clamp(floor, 1 - floor) for x in (logp, anchor_logp))
@@ -58,11 +62,14 @@ def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float
 
 
 def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Tensor | None = None) -> Tensor:
-    """`value` with the gradient of: itself ("value"), k2 ("k2", straight-through), or itself plus the score term ("score").
+    """`value` with another gradient.
 
-    "score" multiplies by `exp(logp − sg logp)`, which is 1 and adds `value·∇logp`: together the gradient of the expectation, not
-    only of the integrand (arXiv 2506.09477). weight: a factor on k2's gradient, token-shaped and not differentiated; with the
-    ratio to the policy that sampled the token, k2's gradient is that of the KL off-policy too.
+    grad: "value", its own; "k2", that of k2 (straight-through); "score", its own plus the score
+    term.
+    "score" multiplies by `exp(logp − sg logp)`, which is 1 and adds `value·∇logp`: together the
+    gradient of the expectation, not only of the integrand (arXiv 2506.09477). weight: a factor on
+    k2's gradient, token-shaped and not differentiated; with the ratio to the policy that sampled
+    the token, k2's gradient is that of the KL off-policy too.
     """
     if grad == "value":
         return value

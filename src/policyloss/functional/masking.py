@@ -1,7 +1,7 @@
 """Masking and precision: the two lines everything else relies on.
 
-A masked position is *replaced* (`torch.where`) before anything is computed from it, never multiplied by zero: `0 * nan` is
-`nan`, and the gradient of `exp` at garbage is garbage.
+A masked position is *replaced* (`torch.where`) before anything is computed from it, never
+multiplied by zero: `0 * nan` is `nan`, and the gradient of `exp` at garbage is garbage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def difference(a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
-    """Clamp a log-ratio: a number means ±number, a pair means (low, high) with None for no bound, None means no clamp."""
+    """Clamp a log-ratio. None means no clamp.
+
+    A number means ±number, a pair means (low, high) with None for no bound.
+    """
     if limit is None:
         return log_ratio
     low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit
@@ -41,14 +44,12 @@ def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | 
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether a look at the values of `x` keeps nobody waiting: on a CPU, and not while a compiler
-    traces.
-    """
+    """Whether `x` can be read without a wait: it is on a CPU, and no compiler traces the call."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether a 0-dim condition of a tensor that `can_be_read` holds."""
+    """Whether a 0-dim condition is true, for a tensor that `can_be_read`."""
     try:
         torch._assert_async(condition)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Values whose gradients were computed beforehand: autograd is given those gradients and derives none."""
+"""Values whose gradients were computed beforehand, and are handed to autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def with_known_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """`value` (0-dim), which depends on `x` with the given `gradient` (shaped like `x`)."""
+    """`value` (0-dim) as a function of `x` whose gradient is `gradient` (shaped like `x`)."""
     out: Tensor = _KnownGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
     return out
 
@@ -43,16 +43,19 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors  # an error if an input was changed since, or if this graph was freed
+        _ = ctx.saved_tensors  # raises if an input was changed since, or if this graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.again()
-        scaled = (_scaled(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
+        scaled = (_scaled_gradient(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
         return None, None, None, *scaled
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x · factor` in `dtype`: in place, or rounded in the same pass, so that a gradient kept in float32 is never held twice."""
+def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · factor` in `dtype`, written over `x` if it has that dtype.
+
+    Otherwise it is rounded in the same pass, so that there are never two float32 copies.
+    """
     if x.dtype == dtype and factor.device.type == "cpu" and factor == 1:
         return x
     out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
@@ -68,10 +71,11 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def with_known_gradients(
     value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
 ) -> Tensor:
-    """`value` (0-dim), which depends on each of `inputs` with the gradient of the same place, of its shape and any float type.
+    """`value` (0-dim) as a function of `inputs` whose gradients are `gradients`.
 
-    The gradients are given away: the backward scales them in place. `again` makes them anew, for a second backward through a
-    retained graph.
+    gradients: one for each input, of its shape and any float type. The backward scales them in
+    place, so they must not be used again. again: computes them once more, for a second backward
+    through a retained graph.
     """
     out: Tensor = _KnownGradients.apply(value, gradients, again, *inputs)  # type: ignore[no-untyped-call]
     return out

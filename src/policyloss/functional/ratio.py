@@ -14,9 +14,12 @@ LogClamp = float | tuple[float | None, float | None] | None
 
 
 class _BoundedExp(torch.autograd.Function):
-    """`exp(clamp(d))`. The slope is known with the value (the value itself inside the bounds, 0 beyond), so it is kept instead of
-    what autograd would need to find it again. Without a (tight) clamp the value may overflow; a token that a trust region cut off
-    (gradient 0) then stays at 0 instead of 0·inf.
+    """`exp(clamp(d))`, with its slope saved for the backward.
+
+    The slope is known with the value: it is the value inside the bounds, and 0 beyond. Saving it
+    spares what autograd would need to compute it again. Without a (tight) clamp the value may
+    overflow; a token that a trust region cut off (gradient 0) then keeps gradient 0 instead of
+    0·inf.
     """
 
     @staticmethod
@@ -38,12 +41,15 @@ class _BoundedExp(torch.autograd.Function):
 def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
     high = limit if limit is None or isinstance(limit, (int, float)) else limit[1]
     finfo = torch.finfo(d.dtype)
-    # Less one rounding: the bound itself is rounded to the dtype of `d`, and may be rounded up.
+    # One rounding less: the bound is rounded to the dtype of `d`, perhaps upward.
     return high is None or high > math.log(finfo.max) * (1 - finfo.eps)
 
 
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
-    """`exp(log_ratio)`, the log-ratio clamped first (see `bound`); the gradient is 0 beyond the clamp."""
+    """`exp(log_ratio)`, with the log-ratio clamped first (see `bound`).
+
+    The gradient is 0 beyond the clamp.
+    """
     # A compiler derives and fuses the slope by itself, and a symbol has none.
     compiling = torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit)
     if compiling or not isinstance(log_ratio, Tensor):

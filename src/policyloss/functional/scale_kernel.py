@@ -1,6 +1,7 @@
-"""A Triton kernel for `out = x * factor`, where the factor is one number on the device and `out` may be of a narrower type.
+"""A Triton kernel for `out = x * factor`, with a factor that is one number on the device.
 
-torch's own product reads such a factor anew for every element, and takes three times as long.
+`out` may be of a narrower type. torch's product reads such a factor again for every element, and
+takes three times as long.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
@@ -19,7 +20,7 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit
 def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """`out = x * factor` of one block; nothing where it stands there already."""
+    """Write `x * factor` of one block to `out`; in place, a factor of 1 leaves nothing to write."""
     if IN_PLACE:  # noqa: SIM102 (the first is known to the compiler, the second is not)
         if tl.load(factor_ptr).to(tl.float32) == 1:
             return
@@ -30,7 +31,10 @@ def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK:
 
 
 def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write `x * factor` to `out`. x, out: contiguous, of one size, no wider than float32; factor: 0-dim."""
+    """Write `x * factor` to `out`.
+
+    x, out: contiguous, of one size, no wider than float32. factor: 0-dim.
+    """
     n = x.numel()
     if n:
         in_place = x.data_ptr() == out.data_ptr()

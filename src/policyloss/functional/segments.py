@@ -1,8 +1,9 @@
 """Where sequences are: the one object that every sequence-level quantity goes through.
 
-Tokens lie either in padded rows `[B, T]` (a row is a sequence) or in a pack `[N]` cut by `cu_seqlens` `[S+1]`. With a
-context-parallel group, each rank holds some tokens of each of the same S sequences, and sums cross ranks by an all-reduce.
-Teach this object a layout, and every loss knows it.
+Tokens lie either in padded rows `[B, T]` (a row is a sequence) or in a pack `[N]` cut by
+`cu_seqlens` `[S+1]`. With a context-parallel group, each rank holds some tokens of each of the same
+S sequences, and sums cross ranks by an all-reduce. Teach this object a layout, and every loss knows
+it.
 
 Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per sequence (`[S]`).
 """
@@ -24,7 +25,10 @@ from policyloss.functional.stats import count
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`. No atomics, so the bits never vary."""
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`.
+
+    There are no atomics, so the bits never vary.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -38,7 +42,10 @@ class _SegmentSum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """`out[t] = s[ids[t]]`; its adjoint is `_SegmentSum` (indexing alone would scatter-add with atomics on a GPU)."""
+    """`out[t] = s[ids[t]]`; its adjoint is `_SegmentSum`.
+
+    (The adjoint of plain indexing is a scatter-add, which uses atomics on a GPU.)
+    """
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -54,21 +61,24 @@ class _Spread(torch.autograd.Function):
 def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
     """The sum of each segment of `x` `[N]`, differentiable, `[S]`.
 
-    A CPU adds one number after the other, which in float32 stops at 2²⁴ ones. So all is added up in
-    float64 and rounded once. The two casts stand outside the autograd function: torch 2.11 compiled them
-    to a wrong gradient inside it.
+    A CPU adds one number after another, and a float32 count would stop at 2²⁴; so the sum is taken
+    in float64 and rounded once. The two casts stand outside the autograd function, inside which
+    torch 2.11 compiled them to a wrong gradient.
     """
     total: Tensor = _SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)  # type: ignore[no-untyped-call]
     return total.to(sum_dtype(x))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a sum of `x`: its own; for flags and integers int64, so that counts are exact."""
+    """The dtype of a sum of `x`: that of `x`, but int64 for flags and integers (exact counts)."""
     return x.dtype if x.is_floating_point() else torch.int64
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over ranks. Every rank's loss reads the sum, so the gradients of all ranks are summed on the way back too."""
+    """The sum over ranks.
+
+    Every rank's loss reads the sum, so the backward sums the gradients of all ranks, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -83,13 +93,12 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _segment_ids(offsets: Tensor, n: int) -> Tensor:
-    """Which sequence each of `n` tokens belongs to. Giving the size keeps it from being read back to the host."""
+    """Which sequence each of `n` tokens belongs to. (Given n, nothing is read back to the host.)"""
     return torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
-    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` is `[S+1]` integers that rise from 0
-    to N.
+    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
 
     Values are read only on a CPU (no sync). called: what the caller calls the tokens.
     """
@@ -122,7 +131,8 @@ def _rises(cu_seqlens: Tensor, n: int) -> Tensor:
 class Sequences:
     """Sums over sequences and the way back to tokens, for padded rows and for packs.
 
-    `offsets` and `ids` are None for padded rows. Make one with `Sequences.of(tokens, cu_seqlens, cp_group)`.
+    `offsets` and `ids` are None for padded rows. Make one with
+    `Sequences.of(tokens, cu_seqlens, cp_group)`.
     `invalid`: 1 if the offsets are wrong, else 0, where that could not be checked without waiting
     for the device; None where it was. Wrong offsets are replaced, so that nothing reads beyond the
     tokens: the first sequence then holds all of them.
@@ -136,8 +146,9 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None, called: str = "tokens") -> Sequences:
-        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`. called: what the
-        caller calls them.
+        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`.
+
+        called: what the caller calls the tokens.
         """
         check_group("cp_group", cp_group)
         check_tensor(called, tokens)
@@ -163,8 +174,7 @@ class Sequences:
         return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
-        """`x`, of one number per token or per sequence, in a shape that says which of the two it
-        is.
+        """`x`, one number per token or per sequence, in a shape that says which of the two it is.
 
         Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
         every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot
@@ -197,14 +207,16 @@ class Sequences:
         return x.unsqueeze(0)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Per-sequence sums of `x`, over all ranks of the context-parallel group. `x` token-shaped → `[S]`.
+        """Per-sequence sums of `x`, over all ranks of the context-parallel group.
+
+        `x` token-shaped → `[S]`.
 
         Flags and integers give exact int64 counts.
         """
         return self._across(self._sum_here(x))
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """`sum` of each of `xs`; the ranks of a context-parallel group exchange all of them in one all-reduce."""
+        """`sum` of each of `xs`; with a context-parallel group, in one all-reduce for all."""
         here = [self._sum_here(x) for x in xs]
         if self.cp_group is None:
             return tuple(here)
@@ -223,7 +235,10 @@ class Sequences:
         return total
 
     def max(self, x: Tensor) -> Tensor:
-        """Per-sequence maxima of `x` (−inf for an empty sequence). Not differentiable. `x` token-shaped → `[S]`."""
+        """Per-sequence maxima of `x` (−inf for an empty sequence).
+
+        Not differentiable. `x` token-shaped → `[S]`.
+        """
         x = x.detach()
         if self.offsets is None:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
@@ -239,10 +254,11 @@ class Sequences:
         return spread.view(self.shape)
 
     def runs(self, mask: Tensor) -> Sequences:
-        """The same tokens of this rank, cut anew into the contiguous runs of `mask` (the turns of a dialogue).
+        """The same tokens of this rank, cut into the contiguous runs of `mask` (turns).
 
-        A masked token belongs to the run before it, where it adds nothing. There are at most as many runs as tokens, so the
-        shapes do not depend on the data and nothing is read back to the host; unused runs are empty.
+        A masked token belongs to the run before it, where it adds nothing. There are at most as
+        many runs as tokens, so the shapes do not depend on the data and nothing is read back to the
+        host; unused runs are empty.
         """
         flat = mask.reshape(-1)
         n = flat.shape[0]
@@ -257,7 +273,10 @@ class Sequences:
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:
-    """Sort order and segments of equal ids: `order` `[S]`, and a `Sequences` over `ids[order]`. Any integer ids; no sync."""
+    """Sort order and segments of equal ids: `order` `[S]`, and a `Sequences` over `ids[order]`.
+
+    Ids may be any integers. No sync.
+    """
     ordered, order = torch.sort(group_ids, stable=True)
     n = ordered.shape[0]
     dense = torch.nn.functional.pad((ordered.diff() != 0).to(torch.int64), (1, 0))[:n].cumsum(0)

@@ -1,4 +1,4 @@
-"""What is measured of a loss, as sums over the valid tokens. No gradients, no host sync.
+"""Statistics of a loss, as sums over the valid tokens. No gradients, no host sync.
 
 Legend: everything token-shaped is 0 where `mask` is False.
 """
@@ -13,13 +13,17 @@ from policyloss.functional.ratio import LogClamp
 
 
 def count(flags: Tensor) -> Tensor:
-    """How many of `flags` are True. (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)"""
+    """How many of `flags` are True.
+
+    (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
+    """
     return flags.sum(dtype=torch.int32) if torch.compiler.is_compiling() else torch.count_nonzero(flags)
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries of a mask are something else, 0-dim: there and only there `m·(1 − m)` is not
-    0, whatever the dtype.
+    """How many entries of a mask are neither 0 nor 1. 0-dim.
+
+    Only 0 and 1 make `m·(1 − m)` zero, in every dtype.
     """
     return count(mask * (1 - mask) != 0)
 
@@ -32,7 +36,7 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """How many of `x` are NaN or infinite: there and only there `x - x` is not 0."""
+    """How many of `x` are NaN or infinite: only for these is `x - x` not 0."""
     return count((x - x) != 0) if torch.compiler.is_compiling() else torch.count_nonzero(x - x)
 
 

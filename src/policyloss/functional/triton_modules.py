@@ -1,4 +1,4 @@
-"""Where Triton kernels are found: they are imported when first needed, and not at all where Triton is not installed."""
+"""Modules of Triton kernels, imported when first needed and only where Triton is installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Trust regions: how far one step may move a token. Pure functions of token-shaped tensors; the result is a loss to minimise.
+"""Trust regions: how far one step may move a token.
 
-Legend: `ratio` = π/π_anchor (carries the gradient), `logp` carries the gradient, `advantages` is a constant; all token-shaped.
+Pure functions of token-shaped tensors; the result is a loss to minimise.
+
+Legend: `ratio` = π/π_anchor (carries the gradient), `logp` carries the gradient, `advantages` is a
+constant; all token-shaped.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ from policyloss.functional.segments import Sequences
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two numbers per token, in `like`'s dtype (`torch.where` of two Python floats would round them to float32)."""
+    """One of two numbers per token, in `like`'s dtype.
+
+    (`torch.where` of two Python floats would round them to float32.)
+    """
     return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
 
 
 def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> tuple[Tensor, Tensor]:
-    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|` — which binds only where A < 0, as the rest is ≤ 0.
+    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
 
-    Also `-A·r`, what the loss would be without limits.
+    The latter binds only where A < 0, as the rest is ≤ 0 elsewhere.
+    The second result is `-A·r`, the loss without limits.
     """
     push = -a
     free = push * r
@@ -34,7 +41,8 @@ def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | No
 class _Clipped(torch.autograd.Function):
     """`_clip_formula` with its slope in r: −A where the loss equals −A·r, else 0.
 
-    The slope is known with the value, so it is kept, instead of the six tensors and selections autograd would need to find it.
+    The slope is known with the value, so it is saved; autograd would save six tensors and select
+    among them to compute it again.
     """
 
     @staticmethod
@@ -50,36 +58,45 @@ class _Clipped(torch.autograd.Function):
         return grads[0] * slope, None, None, None, None, None
 
 
-def _clip(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
+def clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual: float | None = None,
+    *,
+    cap: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`.
+
+    dual: the loss is at most `-A·dual` where A < 0. cap: the unclipped term is `-A·min(r, cap)`.
+    Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
+    """
+    low, high = 1 - eps_low, 1 + eps_high
     # A compiler derives and fuses the slope by itself, and a symbol has none.
-    if torch.compiler.is_compiling() or not isinstance(r, Tensor):
-        return _clip_formula(r, a, low, high, cap, dual)[0]
-    loss: Tensor = _Clipped.apply(r, a, low, high, cap, dual)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or not isinstance(ratio, Tensor):
+        return _clip_formula(ratio, advantages, low, high, cap, dual)[0]
+    loss: Tensor = _Clipped.apply(ratio, advantages, low, high, cap, dual)  # type: ignore[no-untyped-call]
     return loss
 
 
-def clipped(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual: float | None = None) -> Tensor:
-    """PPO's clipped surrogate: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, and at most `-A·dual` where A < 0.
-
-    Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
-    """
-    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, None, dual)
-
-
 def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float) -> Tensor:
-    """INTELLECT-2's two-sided clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)` (arXiv 2505.07291).
+    """INTELLECT-2's clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
+    Source: arXiv 2505.07291.
     The same as dual clip with dual = delta when delta ≥ 1+eps_high.
     """
-    return _clip(ratio, advantages, 1 - eps_low, 1 + eps_high, delta, None)
+    return clipped(ratio, advantages, eps_low, eps_high, cap=delta)
 
 
 def detached_clipped(
     ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_min: float, ratio_max: float, outside: str = "clip"
 ) -> Tensor:
-    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`; every token keeps a gradient (arXiv 2506.13585).
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`; every token keeps a gradient.
 
-    outside="zero_by_sign" drops the tokens PPO would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all outside the band.
+    Source: arXiv 2506.13585.
+    outside="zero_by_sign" drops the tokens PPO would clip (A>0 and r>max, or A<0 and r<min); "zero"
+    drops all outside the band.
     """
     r = ratio.detach()
     weight = r.clamp(min=ratio_min, max=ratio_max)
@@ -93,7 +110,10 @@ def detached_clipped(
 
 
 def soft_gated(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
-    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347). Slope −A at r = 1, fading on both sides."""
+    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347).
+
+    Slope −A at r = 1, fading on both sides.
+    """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
 
@@ -107,9 +127,10 @@ def outside_band(
     high: float,
     both_sides: bool = False,
 ) -> Tensor:
-    """Which tokens have left the probability band (bool): upward beyond `high` or downward beyond `low`.
+    """Which tokens diverge from the anchor by more than `high` upward or `low` downward (bool).
 
-    Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down elsewhere.
+    Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down
+    elsewhere.
     """
     divergence = binary_divergence(logp, anchor_logp, kind)
     up = (logp > anchor_logp) & (divergence > high)
@@ -125,16 +146,18 @@ def geometric_clipped(
     lengths: Tensor,
     sequences: Sequences,
 ) -> Tensor:
-    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped in log space on the side the advantage pushes to.
+    """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
-    `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's valid tokens (arXiv 2507.20673).
+    It is clipped in log space, on the side the advantage pushes to:
+    `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's
+    valid tokens (arXiv 2507.20673).
     """
     c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
     return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
 
 
 def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """GMPO's c_t: the log-ratio, held within [-eps_low, eps_high] on the side the advantage pushes to. Token-shaped."""
+    """GMPO's c_t: the log-ratio, clipped on the side that the advantage pushes it to."""
     side = advantages.sign()
     return side * torch.minimum(side * log_ratio, side * log_ratio.clamp(-eps_low, eps_high))
 
@@ -142,7 +165,10 @@ def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, e
 def gamma_weighted(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, positive: tuple[float, float], negative: tuple[float, float]
 ) -> Tensor:
-    """VESPO: `-sg[φ(W)]·A·logp`, `φ(W) = e^λ·W^k·e^(-λW)`, W the sequence's ratio; (k, λ) by the sign of A. φ(1) = 1."""
+    """VESPO: `-sg[φ(W)]·A·logp`, with `φ(W) = e^λ·W^k·e^(-λW)`, so that φ(1) = 1.
+
+    W is the sequence's ratio; (k, λ) depend on the sign of A.
+    """
     log_w = log_ratio.detach()
     k = _choose(advantages >= 0, positive[0], negative[0], log_w)
     rate = _choose(advantages >= 0, positive[1], negative[1], log_w)
@@ -151,7 +177,10 @@ def gamma_weighted(
 
 
 def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·(logp - anchor_logp)²)` (arXiv 2405.19107, 2501.12599)."""
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·(logp - anchor_logp)²)`.
+
+    Source: arXiv 2405.19107, 2501.12599.
+    """
     return -(advantages * logp - 0.5 * beta * log_ratio**2)
 
 
@@ -163,21 +192,27 @@ def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max:
 
 
 def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
-    """`positive` where A > 0, `negative` elsewhere. A NaN of either shows, also where it is not taken."""
+    """`positive` where A > 0, `negative` elsewhere.
+
+    A NaN of either shows, also where it is not taken.
+    """
     take_positive = torch.where(advantages > 0, ~negative.isnan(), positive.isnan())
     return torch.where(take_positive, positive, negative)
 
 
 def covariance(logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    """Each token's share of the covariance of advantage and log-probability: `(A - Ā)·(logp - mean logp)`. Detached."""
+    """Each token's share of the covariance: `(A - Ā)·(logp - mean logp)`. Detached.
+
+    The covariance is that of advantage and log-probability.
+    """
     return (advantages - advantage_mean) * (logp.detach() - logp_mean)
 
 
 def draw(seed: int, *keys: Tensor) -> Tensor:
-    """A non-negative random int64 for each token that depends on `seed` and on the bits of `keys` only.
+    """A non-negative random int64 for each token, made from `seed` and the bits of `keys` only.
 
-    A token gets the same draw wherever it stands — padded or packed, in any micro-batch, on any rank — which a random generator
-    cannot give. (splitmix64 over the bits as float32, so that float64 draws the same.)
+    A token gets the same draw padded or packed, in any micro-batch and on any rank, which a random
+    generator cannot give. (splitmix64 over the bits as float32, so that float64 draws the same.)
     """
     state = torch.full_like(keys[0], seed * 0x9E3779B9 + 0x1234567, dtype=torch.int64)
     for key in keys:

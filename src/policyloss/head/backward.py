@@ -1,6 +1,8 @@
-"""The head's backward when the derivatives of all rows are known: by columns of the vocabulary, or from kept probabilities.
+"""The head's backward once the derivatives of all rows are known.
 
-`dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`, `dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`.
+It goes by columns of the vocabulary, or starts from kept probabilities:
+`dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`,
+`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from policyloss.head.softmax_rows import Scaling, Statistics, row_gradient, targ
 
 
 class Wanted(NamedTuple):
-    """The types of the gradients that are asked for; None where none is."""
+    """The dtypes of the gradients that are needed; None where none is."""
 
     hidden: torch.dtype | None
     weight: torch.dtype | None
@@ -25,7 +27,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, *tensors: Tensor | None) -> Wanted:
-        """Of those that require it, if gradients are recorded at all."""
+        """The dtype of each tensor that requires a gradient; None if none is recorded for it."""
         on = torch.is_grad_enabled()
         return cls(*(x.dtype if on and x is not None and x.requires_grad else None for x in tensors))
 
@@ -36,7 +38,10 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the rows that were given `[R, D]`, the weight `[V, D]` and the bias `[V]`; None where not wanted."""
+    """The gradients of some rows `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
+
+    Each is None where it is not wanted.
+    """
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -46,9 +51,10 @@ class Gradients(NamedTuple):
 def gradients_by_columns(
     head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, columns: int, wanted: Wanted
 ) -> Gradients:
-    """Make the logits again, some vocabulary entries of all rows at a time.
+    """Compute the logits again, for all rows and some vocabulary entries at a time.
 
-    So each entry's gradient is one product, with no sum of it to keep: least memory. Only `dhidden` is summed, in float32.
+    The gradient of an entry is then one product, and no sum of it is kept: this needs least memory.
+    Only `dhidden` is summed, in float32.
     """
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, dlogp, dentropy)
@@ -79,27 +85,32 @@ def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 class Sums:
-    """The gradients of windows that come one after the other.
+    """Accumulates the gradients of windows that come one after another.
 
-    gathered: rows of dlogits that are kept until they are multiplied together; 0 multiplies each window's where its logits were.
-    whole: all rows are gathered, so that each gradient is one product, rounded as it is written; else weight and bias are summed in
-    float32.
+    gathered: how many rows of dlogits are kept until they are multiplied together; with 0, each
+    window is multiplied at once, and its dlogits take the place of its logits. whole: all rows are
+    gathered, so that each gradient is one product, rounded as it is written; otherwise weight and
+    bias are summed in float32.
     """
 
     def __init__(self, head: Head, wanted: Wanted, gathered: int = 0, whole: bool = False) -> None:
         self.head, self.wanted, self.whole = head, wanted, whole
         x, w = head.hidden, head.weight
-        # Rounded at the end if ranks are still to be added up, or if float16 could not hold what the loss will be scaled by.
+        # Round at the end if ranks are still to be summed, or if the loss may be scaled beyond
+        # what float16 can hold.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
         self.hidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
-        self.weight: Tensor | None = None  # made with the first product: by then the last logits may be gone
+        self.weight: Tensor | None = None  # allocated with the first product: the last logits may be freed by then
         self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
         self.kept = Room(gathered, w.shape[0], w, w.dtype) if gathered else None
         self.places: list[Index] = []
         self.filled = 0
 
     def add(self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> None:
-        """One window: its logits z become their gradient, which enters the sums, now or with those of other windows."""
+        """Add one window with the logits z.
+
+        Their gradient is multiplied at once, or later together with those of other windows.
+        """
         if self.kept is None:
             scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
             dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
@@ -115,7 +126,7 @@ class Sums:
 
     def _flush(self) -> None:
         if self.kept is not None and self.filled:
-            at = _joined(self.places, self.head.ids)
+            at = _one_index(self.places, self.head.ids)
             self._multiply(at, self.head.hidden[at], self.kept.logits(self.filled, self.head.weight.shape[0]), 1.0)
             self.places, self.filled = [], 0
 
@@ -137,15 +148,15 @@ class Sums:
             self.bias += column_sum(dz, self.head.dtype, scale)
 
     def finished(self) -> Gradients:
-        """All windows together."""
+        """The gradients of all windows together."""
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
         return Gradients(None if self.hidden is None else self.head.vocabulary.summed(self.hidden), self.weight, self.bias)
 
 
-def _joined(places: list[Index], ids: Tensor) -> Index:
-    """Places of windows as one: a slice if they are slices that follow each other."""
+def _one_index(places: list[Index], ids: Tensor) -> Index:
+    """The places of several windows as one index; a slice where they follow each other."""
     slices = [at for at in places if isinstance(at, slice)]
     if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
@@ -156,7 +167,8 @@ def _joined(places: list[Index], ids: Tensor) -> Index:
 def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> None:
     """Write `p / temperature`, the gradient of −logp away from the target, to `out` in its type.
 
-    Rounded probabilities are as good as a rounded gradient; rounded logits would not be (an error of 0.1 in a logit is 10 % of p).
+    Rounded probabilities are as good as a rounded gradient. Rounded logits would not be: an error
+    of 0.1 in a logit is 10 % of p.
     """
     nowhere, one = torch.full_like(rows.ids, -1), torch.ones_like(s.lse)
     row_gradient(z, out, nowhere, s, -one, None, rows.scaling)
@@ -165,7 +177,11 @@ def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> Non
 def gradients_from_stash(
     head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, stash: Tensor, wanted: Wanted
 ) -> Gradients:
-    """Three matmuls in all: the probabilities of the forward, `stash` `[R, V]`, become the gradient of the logits in place."""
+    """The gradients from the probabilities that the forward kept, `stash` `[R, V]`.
+
+    The probabilities are overwritten by the gradient of the logits. With the forward this takes
+    three matmuls.
+    """
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, dlogp, dentropy)
     dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
@@ -199,7 +215,10 @@ def _probabilities_to_gradient(
     dentropy: Tensor | None,
     inverse_temperature: Tensor,
 ) -> None:
-    """q = p/temperature → dz, in place; the target's own entry from its exact log-probability."""
+    """Turn q = p/temperature into dz, in place.
+
+    The entry of the target comes from its exact log-probability.
+    """
     here = (ids >= 0) & (ids < q.shape[1])
     target = target_gradient(logp, entropy, dlogp, dentropy)
     if entropy is None or dentropy is None:

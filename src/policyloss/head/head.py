@@ -1,4 +1,4 @@
-"""The head: logits of any rows of hidden states, their statistics, and the windows they are cut into.
+"""The head: logits of any rows of hidden states, their statistics, and windows of rows.
 
 Legend: N tokens (rows of hidden), D hidden size, V vocabulary entries of this rank.
 """
@@ -21,7 +21,7 @@ Index = Tensor | slice
 
 
 class LogProbs(NamedTuple):
-    """What the head knows of each token: `logp` of its id and the `entropy` of the distribution it was drawn from."""
+    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from."""
 
     logp: Tensor
     entropy: Tensor
@@ -31,7 +31,8 @@ class LogProbs(NamedTuple):
 class Head:
     """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
 
-    hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a number or `[N]`.
+    hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
+    number or `[N]`.
     """
 
     hidden: Tensor
@@ -44,7 +45,7 @@ class Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits and statistics: float32, or float64 if the hidden states are."""
+        """The dtype of logits and statistics: float32, or float64 if the hidden states are."""
         return compute_dtype(self.hidden)
 
     def scaling(self, index: Index) -> Scaling:
@@ -57,7 +58,7 @@ class Head:
         return Room(rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype)
 
     def rows(self, index: Index) -> Rows:
-        """These rows, gathered."""
+        """The rows at `index`."""
         first = self.vocabulary.first
         ids = self.ids[index]
         return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index))
@@ -71,21 +72,25 @@ class Head:
 
 
 class Rows(NamedTuple):
-    """Some rows of a head: hidden `[R, D]`, ids `[R]` counted from this rank's first entry, and what is done to their logits."""
+    """Some rows of a head.
+
+    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: what is done to
+    their logits.
+    """
 
     hidden: Tensor
     ids: Tensor
     scaling: Scaling
 
     def dlogits(self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-        """The gradient of the logits z, in the type of hidden, written where z was."""
+        """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
         row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
         return out
 
 
 def windows(n: int, rows: int) -> list[slice]:
-    """n rows in as few windows of at most `rows` as there must be, all of about one size."""
+    """n rows, cut into as few windows of at most `rows` as possible, all of about one size."""
     count = -(-n // rows)
     step = -(-n // count) if count else 1
     step = min(rows, -(-step // 128) * 128) if step > 128 else step
@@ -101,8 +106,10 @@ def operand_dtype(hidden: Tensor) -> torch.dtype | None:
 
 
 def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What is multiplied, without gradient: hidden as `[N, D]`, both in autocast's type, and in float32 where a device cannot
-    multiply half precision into float32 by itself (a CPU).
+    """What is multiplied, without gradient: hidden as `[N, D]`, weight and bias.
+
+    Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
+    precision into float32 by itself (a CPU).
     """
     x, w, b = hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), None if bias is None else bias.detach()
     cast = operand_dtype(hidden)
@@ -114,9 +121,10 @@ def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
-    """A power of two that brings derivatives near 1, for float16: 1/N of a mean would vanish below its smallest number.
+    """A power of two that brings derivatives near 1, for float16; 1 for other types.
 
-    1 for other types. Reads a number back to the host.
+    The 1/N of a mean would vanish below the smallest number of float16. Reads a number back to the
+    host.
     """
     if dtype != torch.float16:
         return 1.0

@@ -1,9 +1,11 @@
-"""Triton kernels for rows of logits: `row_partials` and `row_gradient` of `rows.py`, each one launch with one program per row.
+"""Triton kernels for rows of logits: one launch each, with one program per row.
 
-Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A program walks its row in tiles. Full tiles are read
-without a mask; what is left at the end is one masked tile. Nothing is added across programs and nothing is tuned at run time, so
-the same input gives the same bits. Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU. Temperatures
-are positive.
+They are the `row_partials` and `row_gradient` of `softmax_rows.py`.
+Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A program walks its row in
+tiles. Full tiles are read without a mask; what is left at the end is one masked tile. Nothing is
+added across programs and nothing is tuned at run time, so the same input gives the same bits.
+Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU. Temperatures are
+positive.
 """
 
 # Triton has no types, and constants of a kernel are written in capitals.
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from policyloss.head.softmax_rows import Partials, Scaling
 
-# Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit. Plain constants measured on an
-# H200, not an autotuner's choice.
+# Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit.
+# Plain constants measured on an H200, not an autotuner's choice.
 FORWARD = {4: (8192, 4), 2: (2048, 4)}
 BACKWARD = {4: (1024, 8), 2: (8192, 16)}
 # Bytes that a thread reads at once in the forward.
@@ -29,7 +31,8 @@ VECTOR_BYTES = 16
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# 2^x is 0 in float32 below this, so a shifted logit that is clamped here is finite, and its product with 2^x is still 0.
+# 2^x is 0 in float32 below this, so a shifted logit that is clamped here is finite, and its product
+# with 2^x is still 0.
 NOTHING: tl.constexpr = tl.constexpr(-1000.0)
 
 
@@ -46,9 +49,11 @@ def _capped(z, bias, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr)
 
 @triton.jit
 def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.constexpr):
-    """The running reference, sum and moment of each lane `[L]`, with the tile `u` `[L, K, E]` taken in; in powers of two.
+    """The running reference, sum and moment of each lane `[L]` after the tile `u` `[L, K, E]`.
 
-    `top` is `max(u)·scale` as rounded, and everything is measured from that very number, so its rounding costs nothing.
+    All are in powers of two.
+    `top` is `max(u)·scale` as rounded, and everything is measured from that very number, so its
+    rounding costs nothing.
     """
     new_top = tl.maximum(top, tl.max(tl.max(u, axis=2), axis=1) * scale)
     # A lane that has met only −inf keeps 0 as its reference: −inf − (−inf) is NaN.
@@ -79,7 +84,10 @@ def _walk(
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """One pass over a row: its reference, sum and moment, in powers of two. GUARDED: logits may be −inf."""
+    """One pass over a row: its reference, sum and moment, in powers of two.
+
+    GUARDED: logits may be −inf.
+    """
     lane = tl.arange(0, L)[:, None, None] * E + tl.arange(0, E)[None, None, :]
     within = lane + tl.arange(0, K)[None, :, None] * (L * E)
     top = tl.full([L], float("-inf"), tl.float32)
@@ -127,10 +135,13 @@ def _partials_kernel(
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """`s = scaled(z); m = s.amax(-1); e = (s - m).exp(); m, e.sum(-1), (e * (s - m)).sum(-1), s[id] - m` of one row.
+    """The partials of one row: its maximum m, two sums, and the shifted target.
 
-    A tile is `[L, K, E]`: L threads read E entries each, 16 bytes, K times. The K·E entries of a lane belong to one thread, which
-    keeps a reference, a sum and a moment of its own. Threads meet once, at the end of the row.
+    With `s = scaled(z)` and `e = (s - m).exp()` they are `m`, `e.sum(-1)`, `(e * (s - m)).sum(-1)`
+    and `s[id] - m`.
+    A tile is `[L, K, E]`: L threads read E entries each, 16 bytes, K times. The K·E entries of a
+    lane belong to one thread, which keeps a reference, a sum and a moment of its own. Threads meet
+    once, at the end of the row.
     """
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
@@ -138,7 +149,8 @@ def _partials_kernel(
     scale = rate * LOG2_E
     row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L, E)
     if ENTROPY:  # noqa: SIM102 (known when compiled, unlike the next)
-        # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row again, with a guard per entry.
+        # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row
+        # again, with a guard per entry.
         if (row_moment != row_moment) & (row_total == row_total):
             row_top, row_total, row_moment = _walk(
                 z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, True, K, L, E
@@ -172,7 +184,10 @@ def _tile_gradient(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope; `u` are logits after the cap."""
+    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope.
+
+    u: logits after the cap.
+    """
     log2_p = u * scale - lse2
     p = tl.exp2(log2_p)
     d = p * (base + bend * tl.maximum(log2_p, NOTHING)) if ENTROPY else p * base
@@ -208,10 +223,13 @@ def _gradient_kernel(
     NARROWING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`dz = (dlogp * (onehot(id) - p) - dentropy * p * (p.log() + entropy)) * (1 - (u / softcap)**2) / temperature` of one row.
+    """The gradient dz of one row.
 
-    NARROWING: out lies over z in a smaller type, row on row. What a tile writes then covers bytes of this tile and of those before
-    it, so it is enough that no thread writes a tile before every thread has read it.
+    `dz = ds · (1 − (u/softcap)²) / temperature`, with
+    `ds = dlogp·(onehot(id) − p) − dentropy·p·(log p + entropy)`.
+    NARROWING: out lies over z in a smaller type, row on row. What a tile writes then covers bytes
+    of this tile and of those before it, so it is enough that no thread writes a tile before every
+    thread has read it.
     """
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
@@ -260,7 +278,10 @@ def _gradient_kernel(
 def row_partials(
     z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, *, _block: int | None = None, _warps: int | None = None
 ) -> Partials:
-    """`rows.row_partials` in one read of z. `[R, V]` (last dimension contiguous), `[R]` → four `[R]` in float32."""
+    """`softmax_rows.row_partials` in one read of z.
+
+    `[R, V]` (last dimension contiguous), `[R]` → four `[R]` in float32.
+    """
     rows, vocabulary = z.shape
     out = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=z.device)
     if rows:
@@ -306,10 +327,11 @@ def row_gradient(
     _block: int | None = None,
     _warps: int | None = None,
 ) -> None:
-    """`rows.row_gradient` in one read of z and one write of `out`; both `[R, V]`, last dimension contiguous.
+    """`softmax_rows.row_gradient` in one read of z and one write of `out`.
 
-    target: `[R]`, the entry of each row's id, before the temperature. `out` may be `z` itself, or a narrower type over the same
-    memory, each row starting at the byte where its row of z starts.
+    z, out: `[R, V]`, last dimension contiguous. target: `[R]`, the entry of each row's id, before
+    the temperature. `out` may be `z` itself, or a narrower type over the same memory, each row
+    starting at the byte where its row of z starts.
     """
     rows, vocabulary = z.shape
     with_entropy = entropy_value is not None and dentropy is not None
@@ -344,7 +366,7 @@ def row_gradient(
 
 
 def _shape(table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None) -> tuple[int, int]:
-    """Entries and warps of a program for logits like z, unless told."""
+    """How many entries and warps a program has for logits like z; block and warps override them."""
     entries, threads = table[z.element_size()]
     return entries if block is None else block, threads if warps is None else warps
 
@@ -356,5 +378,5 @@ def _rate(scaling: Scaling) -> tuple[Tensor | float, bool]:
 
 
 def _device(z: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it that of `z`."""
+    """A context in which the current device, where Triton launches, is that of `z`."""
     return torch.cuda.device(z.device) if z.device.type == "cuda" else nullcontext()

@@ -1,4 +1,7 @@
-"""`linear_logprobs`: log-probabilities and entropies from hidden states, without ever holding all logits."""
+"""`linear_logprobs`: log-probabilities and entropies from hidden states, a window at a time.
+
+The logits of all tokens never exist at once.
+"""
 
 from __future__ import annotations
 
@@ -85,15 +88,18 @@ def linear_logprobs(
 ) -> Tensor | LogProbs:
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and its entropy if asked.
 
-    `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed window by window with float32
-    logits. The gradient reaches hidden, weight and bias, through the log-probabilities and through the entropy.
+    `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed
+    window by window with float32 logits. The gradient reaches hidden, weight and bias, through the
+    log-probabilities and through the entropy.
 
-    hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`.
-    mask: tokens to compute; others are not (nor are their hidden states read): logp and entropy 0, gradient 0. softcap: logits are
-    `softcap·tanh(logits/softcap)` before the temperature. plan: "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps
-    probabilities in the type of the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut; weight
-    and bias are then this rank's entries, ids count over all of them, hidden is the same on every rank and its gradient is complete
-    on each.
+    hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or
+    one per token `[...]`.
+    mask: tokens to compute; others are not (nor are their hidden states read): logp and entropy 0,
+    gradient 0. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature. plan:
+    "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type of
+    the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
+    weight and bias are then this rank's entries, ids count over all of them, hidden is the same on
+    every rank and its gradient is complete on each.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
@@ -119,10 +125,10 @@ def head_of(
     softcap: float | None,
     vocab_group: Any,
 ) -> Head:
-    """The head of these arguments, checked but for the values of the ids."""
+    """The head of these arguments. All is checked except the values of the ids (see `strays`)."""
     check_matrices(hidden, weight, bias)
     check_group("vocab_group", vocab_group)
-    if vocab_group is None:  # else all ranks must hear of it
+    if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
     tokens = tuple(hidden.shape[:-1])
     check_ids(ids, tokens, "hidden", hidden.device)
@@ -142,7 +148,7 @@ def live_rows(valid: Tensor | None) -> Tensor | None:
 
 
 def work_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, index: Tensor | None) -> Work:
-    """How much there is to do, as far as the arguments tell."""
+    """The work of a call, as far as its arguments determine it."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
     wanted = torch.is_grad_enabled()
@@ -179,11 +185,12 @@ class _LinearLogprobs(torch.autograd.Function):
             if stash is not None:
                 keep_probabilities(z, stash[w], rows, s)
             if check is None:
-                check = ask()  # whether the ids are good; the device has work now, and need not wait for the question
+                check = ask()  # copies ids to check; the device has work by now
         if check is not None:
             check()
         ctx.set_materialize_grads(False)
-        # As saved tensors, so that a weight changed before the backward is an error. A stash is used up, not saved.
+        # Saved tensors, so that a weight changed before the backward is an error. A stash is not
+        # saved: the backward overwrites it.
         ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread)
         ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, stash
@@ -198,29 +205,29 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted = Wanted(*(d if need else None for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)))
         dlogp, dentropy = grads
         dlogp = torch.zeros_like(logp) if dlogp is None else dlogp
-        # A second backward through a retained graph finds the stash used up, and makes the logits again.
+        # A second backward through a retained graph has no stash, and computes the logits again.
         stash, ctx.stash = ctx.stash, None
         if stash is None:
-            index = _moved(index, dlogp, dentropy)
+            index = _rows_with_gradient(index, dlogp, dentropy)
         at = slice(None) if index is None else index
         rows = head.rows(at)
         s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
         derivatives = (dlogp[at], None if dentropy is None else dentropy[at])
         if stash is None:
-            found = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
+            gradients = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
         else:
-            found = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
-        dhidden = None if found.hidden is None else at_rows(found.hidden, index, ids.shape[0]).view(ctx.shape)
-        return dhidden, found.weight, found.bias, None, None, None, None, None
+            gradients = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
+        dhidden = None if gradients.hidden is None else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
+        return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
-def _moved(index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
-    """Of the rows that were computed, those that have a gradient: the others are not worth a matmul. Reads their number back."""
-    moved = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
-    kept = (moved if index is None else moved[index]).nonzero().squeeze(-1)
-    if index is None:
-        return None if kept.shape[0] == moved.shape[0] else kept
-    return index[kept]
+def _rows_with_gradient(index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
+    """The computed rows that have a gradient, None for all; others are not worth a matmul.
+
+    Reads their number back to the host.
+    """
+    has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+    return live_rows(has_gradient) if index is None else index[has_gradient[index]]
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:

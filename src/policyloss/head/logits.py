@@ -1,4 +1,7 @@
-"""`logprobs`: log-probabilities and entropies from logits that already exist. One read forward, one pass back."""
+"""`logprobs`: log-probabilities and entropies from logits that already exist.
+
+One read forward, one pass back.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +72,17 @@ def logprobs(
     softcap: float | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor | LogProbs:
-    """Log-probability of each token under `softmax(logits / temperature)`, and its entropy if asked.
+    """Log-probability of each token under `softmax(logits / temperature)`, and entropy if asked.
 
-    `log_softmax(logits.float() / temperature, -1).gather(-1, ids)` with float32 statistics, reading the logits once. The gradient
-    reaches the logits, through the log-probabilities and through the entropy.
+    `log_softmax(logits.float() / temperature, -1).gather(-1, ids)` with float32 statistics, reading
+    the logits once. The gradient reaches the logits, through the log-probabilities and through the
+    entropy.
 
-    logits: `[..., V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`. mask: False where there is no token:
-    logp, entropy and gradient are 0 there, whatever logits and ids hold. softcap: logits are `softcap·tanh(logits/softcap)` before
-    the temperature. overwrite_logits: the backward writes the gradient into the memory of the logits; do not use them after it.
+    logits: `[..., V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`. mask:
+    False where there is no token: logp, entropy and gradient are 0 there, whatever logits and ids
+    hold. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
+    overwrite_logits: the backward writes the gradient into the memory of the logits; do not use
+    them after it.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
@@ -94,12 +100,12 @@ def logprobs(
     check_softcap(softcap)
     valid = check_mask(mask, ids)
     rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
-    # The rest of a head, which a check of the values reads.
+    # The check of values reads ids and temperatures from a head.
     head = Head(
         logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1], logits.shape[-1])
     )
     outputs = _Logprobs.apply(logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits)  # type: ignore[no-untyped-call]
-    refuse_strays(strays(head, valid).tolist(), head, valid)  # asked when the device has work
+    refuse_strays(strays(head, valid).tolist(), head, valid)  # after the launch, so that the device has work
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 
@@ -110,8 +116,8 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor | None]:
         parts = [finished(row_partials(z, ids[at], scaling.of_rows(at), entropy)) for z, at in _matrices(logits)]
-        logp, lse = _joined([p.logp for p in parts]), _joined([p.lse for p in parts])
-        spread = _joined([p.entropy for p in parts if p.entropy is not None]) if entropy else None
+        logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
+        spread = _concatenated([p.entropy for p in parts if p.entropy is not None]) if entropy else None
         if valid is not None:
             logp, spread = torch.where(valid, logp, 0), None if spread is None else torch.where(valid, spread, 0)
         ctx.set_materialize_grads(False)
@@ -134,19 +140,21 @@ class _Logprobs(torch.autograd.Function):
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
             row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], ctx.scaling.of_rows(at))
         if ctx.overwrite:
-            # A kernel's writes are not seen by autograd; whoever else kept the logits for a backward must hear of them.
+            # Autograd does not notice what a kernel writes. With a new version, another backward
+            # that saved these logits fails instead of reading them.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _matrices(x: Tensor, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
-    """`x` `[..., V]` as matrices `[R, V]` that share its memory, each with its place among all rows.
+    """`x` `[..., V]` as matrices `[R, V]` that share its memory, each with its slice of all rows.
 
-    One matrix where the layout allows it; a slice like `logits[:, :-1]` is one per leading index, never a copy.
+    One matrix where the layout allows it; a slice like `logits[:, :-1]` is one per leading index,
+    never a copy.
     """
     if x.dim() == 2:
         yield x, slice(first, first + x.shape[0])

@@ -1,7 +1,8 @@
 """Matrix products that accumulate, and leave their result, in float32 whatever the operands are.
 
-Products of bfloat16 numbers are exact in float32, so logits made this way are those of float32 arithmetic on the same inputs;
-rounded to bfloat16 they would be off by up to 0.06 where they are near 30.
+Products of bfloat16 numbers are exact in float32, so logits made this way are those of float32
+arithmetic on the same inputs; rounded to bfloat16 they would be off by up to 0.06 where they are
+near 30.
 """
 
 from __future__ import annotations
@@ -18,22 +19,30 @@ WIDE_BYTES = 64 << 20  # of float32 sums that are not yet rounded
 
 
 def mixed(a: Tensor) -> bool:
-    """Whether the device multiplies half precision into float32 by itself (CUDA, since torch 2.8)."""
+    """Whether the device multiplies half precision into float32: CUDA, since torch 2.8."""
     return a.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
 def _aligned(a: Tensor) -> bool:
-    """Whether the device is slow where a dimension is no multiple of 8: half precision on CUDA, up to eight times."""
+    """Whether a dimension that is no multiple of 8 makes products slow: half precision on CUDA.
+
+    They take up to eight times as long.
+    """
     return a.device.type == "cuda" and a.element_size() == 2
 
 
 def _cut(size: int) -> tuple[slice, slice] | None:
-    """The largest part of `size` that is a multiple of 64, and the rest; None where there is nothing to gain."""
+    """The largest multiple of 64 within `size`, and the rest, as slices.
+
+    None where a cut gains nothing.
+    """
     return None if size % 8 == 0 or size < 64 else (slice(0, size // 64 * 64), slice(size // 64 * 64, size))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """`out = a @ b` in out's precision, float32 for half-precision operands. `[m, k]`, `[k, n]` → `[m, n]`.
+    """`out = a @ b` in out's precision, float32 for half-precision operands.
+
+    `[m, k]`, `[k, n]` → `[m, n]`.
 
     A vocabulary of 50257 entries is multiplied as 50240 and 17.
     """
@@ -61,7 +70,10 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """`out = (a @ b)·scale`, summed in float32 and rounded once; where the device cannot do so, some rows at a time."""
+    """`out = (a @ b)·scale`, summed in float32 and rounded once.
+
+    Where the device cannot do so, it is computed some rows at a time.
+    """
     if scale == 1 and (out.dtype == compute_dtype(out) or _rounds_once(a, out)):
         with _sums_in_float32():
             product(a, b, out)
@@ -75,23 +87,26 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> No
 
 
 def _rounds_once(a: Tensor, out: Tensor) -> bool:
-    """Whether one product of the device gives `out` as it should be: bfloat16 on CUDA, unless `product` would add two parts."""
+    """Whether one product of the device rounds `out` once: bfloat16 on CUDA.
+
+    It does not where `product` would add two parts.
+    """
     return a.device.type == "cuda" and a.dtype == out.dtype == torch.bfloat16 and _cut(a.shape[1]) is None
 
 
 @contextmanager
 def _sums_in_float32() -> Iterator[None]:
-    """Without leave to add the parts of a long sum in bfloat16, which torch gives the device by default."""
+    """Forbid the device to add parts of a long sum in bfloat16, which torch allows by default."""
     flags = torch.backends.cuda.matmul
-    given = flags.allow_bf16_reduced_precision_reduction
-    if not given:
+    allowed = flags.allow_bf16_reduced_precision_reduction
+    if not allowed:
         yield
         return
     flags.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        flags.allow_bf16_reduced_precision_reduction = given
+        flags.allow_bf16_reduced_precision_reduction = allowed
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
@@ -114,9 +129,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None
 
 
 class Room:
-    """Memory for one window of logits, and for their gradient in the same place: logits are not needed once it exists.
+    """Memory for one window of logits, and in the same place for their gradient.
 
-    Rows are laid out so that each starts at a multiple of 256 bytes, whatever the vocabulary.
+    The logits are not needed once their gradient exists. Each row starts at a multiple of 256
+    bytes, whatever the vocabulary.
     """
 
     def __init__(self, rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> None:
@@ -127,5 +143,5 @@ class Room:
         return self.memory[:rows, :columns]
 
     def gradient(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """The same rows in a type that is no wider: row r starts at the byte where its logits start."""
+        """The same rows in a type that is no wider; each starts at the byte of its logits."""
         return self.memory.view(dtype)[:rows, :columns]

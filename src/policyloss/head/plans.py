@@ -1,13 +1,13 @@
 """Plans: how the head's matmuls are ordered, how much is kept, and which plan a call takes.
 
-Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden size. One unit of matmul is
-2·N·V·D floating-point operations.
+Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden
+size. One unit of matmul is 2·N·V·D floating-point operations.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,15 +17,16 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.head.head import Head
 from policyloss.head.matmul import WIDE_BYTES
 
-NAMES = ("one_pass", "recompute", "stash", "forward")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")
 
-# Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated weight gradient; beyond 4096
-# there is little left to gain. The forward alone has no such passes, and the least-memory plan wants them small.
+# Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated
+# weight gradient; beyond 4096 there is little left to gain. The forward alone has no such passes,
+# and the least-memory plan wants them small.
 GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
-# Where the gradients of all logits fit into so many bytes, in half precision, they are gathered: the weight's gradient is then one
-# product, and needs no float32 sum. Windows of logits may be smaller, but still take the device longer than the host.
+# Where the gradients of all logits fit into so many bytes, in half precision, they are gathered:
+# the weight's gradient is then one product, and needs no float32 sum. Windows of logits may be
+# smaller, but still take the device longer than the host.
 GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
 CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
@@ -36,14 +37,19 @@ SHARE, STASH_SHARE = 0.8, 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of the head does. Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+    """What a call of the head does.
 
-    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute" keeps nothing and makes the
-    logits again in the backward (4); "stash" keeps probabilities in the type of the weight (3); "forward" has no backward (1).
-    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of "recompute". gathered: rows of
-    their gradient that "one_pass" keeps in half precision until they are multiplied together; 0 multiplies each window's by itself.
-    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in the backward. matmuls: of the
-    size `tokens`·V·D. extra_bytes: memory beyond inputs and gradients, at most about this. reason: why this plan.
+    Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+
+    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute"
+    keeps nothing and makes the logits again in the backward (4); "stash" keeps probabilities in the
+    type of the weight (3); "forward" has no backward (1).
+    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of
+    "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
+    are multiplied together; 0 multiplies each window's by itself.
+    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
+    the backward. matmuls: of the size `tokens`·V·D. extra_bytes: memory beyond inputs and
+    gradients, at most about this. reason: why this plan.
     """
 
     name: str
@@ -70,7 +76,10 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """What has to be done: how many rows of which, and for whom. longest: rows of the longest sequence a window must hold."""
+    """The work of a call: how many rows it has, computes and differentiates, and which gradients.
+
+    longest: rows of the longest sequence that a window must hold.
+    """
 
     tokens: int
     computed: int
@@ -86,68 +95,63 @@ class Work(NamedTuple):
 
 
 def free_bytes(like: Tensor) -> int:
-    """Memory that can still be had on the device of `like`, the allocator's own unused blocks included."""
+    """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
-        unused = held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"] if held else 0
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
+        unused = memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"] if memory else 0
         return torch.cuda.mem_get_info(device)[0] + int(unused)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not every system says
+    except (AttributeError, OSError, ValueError):  # not every system tells
         return 1 << 33
 
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    _check_kind(plan)
-    if isinstance(plan, str) and plan not in ("auto", *LOGPROB_PLANS):
-        why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
-        raise InputError(unknown_name("plan", plan, ("auto", *LOGPROB_PLANS)) + why)
+    why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
+    _checked_name(plan, LOGPROB_PLANS, why)
+    return _settled(head, work, plan) or _stash_or_recompute(head, work, "the loss on logp is not known here")
+
+
+def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
+    """The plan of `linear_policy_loss` for a loss of this `reach`. why: what makes it "batch"."""
+    name = _checked_name(plan, LOSS_PLANS)
+    if name == "one_pass" and reach == "batch":
+        raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
+    if isinstance(plan, Plan) and name == "one_pass" and plan.rows < work.longest and reach == "sequence":
+        raise InputError(
+            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
+            f"{work.longest} tokens."
+        )
+    settled = _settled(head, work, plan)
+    if settled is not None:
+        return settled
+    if reach == "batch":
+        return _stash_or_recompute(head, work, why)
+    return _one_pass(head, work, reach, forced=name == "one_pass")
+
+
+def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
+    """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
+    if not isinstance(plan, (str, Plan)):
+        raise InputError(f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}.")
+    name = plan.name if isinstance(plan, Plan) else plan
+    # Only the library chooses "forward", and a plan that it chose may be passed again.
+    if name not in valid and name != ("forward" if isinstance(plan, Plan) else "auto"):
+        raise InputError(unknown_name("plan", name, valid if isinstance(plan, Plan) else ("auto", *valid)) + why)
+    return name
+
+
+def _settled(head: Head, work: Work, plan: str | Plan) -> Plan | None:
+    """The plan, where the caller has chosen it or nothing needs a gradient; else None."""
     if isinstance(plan, Plan):
-        if plan.name not in (*LOGPROB_PLANS, "forward"):
-            raise InputError(unknown_name("plan", plan.name, LOGPROB_PLANS))
-        return _forced(head, work, plan)
+        return _as_asked(head, work, plan)
     if not work.any_gradient:
         return _forward(head, work)
     if plan == "stash":
         return _stash(head, work, "asked for")
-    if plan == "recompute":
-        return _recompute(head, work, "asked for")
-    return _kept_or_recomputed(head, work, "the loss on logp is not known here")
-
-
-def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
-    """The plan of `linear_policy_loss` for a loss of this `reach`; `why` says what makes it "batch"."""
-    _check_kind(plan)
-    if isinstance(plan, str) and plan not in ("auto", *LOSS_PLANS):
-        raise InputError(unknown_name("plan", plan, ("auto", *LOSS_PLANS)))
-    name = plan.name if isinstance(plan, Plan) else plan
-    if name == "one_pass" and reach == "batch":
-        raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
-    if isinstance(plan, Plan):
-        if plan.name not in NAMES:
-            raise InputError(unknown_name("plan", plan.name, LOSS_PLANS))
-        if name == "one_pass" and plan.rows < work.longest and reach == "sequence":
-            raise InputError(
-                f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
-                f"{work.longest} tokens."
-            )
-        return _forced(head, work, plan)
-    if not work.any_gradient:
-        return _forward(head, work)
-    if name == "stash":
-        return _stash(head, work, "asked for")
-    if name == "recompute":
-        return _recompute(head, work, "asked for")
-    if reach == "batch":
-        return _kept_or_recomputed(head, work, why)
-    return _one_pass(head, work, reach, forced=name == "one_pass")
-
-
-def _check_kind(plan: object) -> None:
-    if not isinstance(plan, (str, Plan)):
-        raise InputError(f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}.")
+    return _recompute(head, work, "asked for") if plan == "recompute" else None
 
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
@@ -165,27 +169,32 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if need > budget and not forced:
         what = f"a window of {rows} rows" if reach == "token" else f"a window that holds the longest sequence, {rows} rows,"
         return _recompute(head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free")
-    said = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
-    return _told(head, work, Plan("one_pass", rows, 0, gathered, reason=f"{said}, so it is known as soon as its logits are"))
+    known = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
+    return _with_figures(
+        head, work, Plan("one_pass", rows, 0, gathered, reason=f"{known}, so it is known as soon as its logits are")
+    )
 
 
 def _gathered(head: Head, work: Work, budget: float) -> int:
-    """How many rows of dlogits to gather: all, if they are in half precision and fit; float16 is scaled window by window."""
+    """How many rows of dlogits to gather: all, if they are in half precision and fit; else 0.
+
+    float16 is not gathered, because it is scaled window by window.
+    """
     n, size = work.with_gradient, head.weight.element_size()
     fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
     return n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
 
 
-def _kept_or_recomputed(head: Head, work: Work, why: str) -> Plan:
+def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
     if head.hidden.device.type != "cpu" and head.softcap is None:
-        kept = _stash(head, work, f"{why}; the probabilities fit into memory")
-        if kept.extra_bytes <= STASH_SHARE * _free(head):
-            return kept
+        stash = _stash(head, work, f"{why}; the probabilities fit into memory")
+        if stash.extra_bytes <= STASH_SHARE * _free(head):
+            return stash
     return _recompute(head, work, why)
 
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
-    return _told(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+    return _with_figures(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -197,14 +206,15 @@ def _columns(head: Head, work: Work) -> int:
 def _stash(head: Head, work: Work, reason: str) -> Plan:
     if head.softcap is not None:
         raise InputError("plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'.")
-    return _told(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+    return _with_figures(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
 
 
 def _forward(head: Head, work: Work) -> Plan:
-    return _told(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
+    return _with_figures(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
 
 
-def _forced(head: Head, work: Work, plan: Plan) -> Plan:
+def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
+    """The plan that the caller made, checked, with the figures of this call."""
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
@@ -217,11 +227,14 @@ def _forced(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
     columns = plan.columns or _columns(head, work)
-    return _told(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
+    return _with_figures(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
 
 
 def _free(head: Head) -> int:
-    """Of a vocabulary over several ranks, what the fullest of them has: all must choose the same plan."""
+    """Free memory; with a vocabulary over several ranks, the least of them.
+
+    All ranks must choose the same plan.
+    """
     return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
 
 
@@ -250,15 +263,15 @@ def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
     return _window_bytes(head, work, rows) + kept + sums
 
 
-def _told(head: Head, work: Work, plan: Plan) -> Plan:
-    """`plan` with its figures."""
+def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
+    """`plan` with the figures that describe it: rows, matmuls and memory."""
     backward = work.hidden_gradient + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     extra = _window_bytes(head, work, plan.rows)
     if plan.name == "one_pass":
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.name == "stash":
-        share = forward  # what was kept is used whole
+        share = forward  # everything kept is multiplied
         extra += work.computed * head.vocabulary.largest * head.weight.element_size()
     elif plan.name == "recompute":
         backward += 1
@@ -268,15 +281,11 @@ def _told(head: Head, work: Work, plan: Plan) -> Plan:
         extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide)
     elif plan.name == "forward":
         backward = 0
-    return Plan(
-        plan.name,
-        plan.rows,
-        plan.columns,
-        plan.gathered,
+    return replace(
+        plan,
         tokens=work.tokens,
         computed=work.computed,
         with_gradient=work.with_gradient if work.any_gradient else 0,
         matmuls=forward + backward * share,
         extra_bytes=extra,
-        reason=plan.reason,
     )

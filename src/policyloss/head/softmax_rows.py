@@ -1,12 +1,14 @@
 """Rows of logits: their statistics, and the way back. The one place that walks over the vocabulary.
 
-Legend: R rows, V vocabulary entries (of this rank's shard), z raw logits `[R, V]`, ids `[R]`. For one row,
+Legend: R rows, V vocabulary entries (of this rank's shard), z raw logits `[R, V]`, ids `[R]`. For
+one row,
 
     s = softcap·tanh((z + bias)/softcap) / temperature          p = softmax(s)
     logp = log_softmax(s)[id]                                   entropy = −Σ p·log p
     dz = [dlogp·(1[id] − p) − dentropy·p·(log p + entropy)] / temperature · (slope of the softcap)
 
-The functions here are plain PyTorch and the reference; on a GPU the Triton kernels of the same names take their place.
+The functions here are plain PyTorch and the reference; on a GPU the Triton kernels of the same
+names take their place.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from torch import Tensor
 from policyloss.functional.masking import compute_dtype
 from policyloss.functional.triton_modules import kernels
 
-# Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a cache, and it needs little memory.
+# Elements of a block of rows that is worked on at once on a CPU: the passes over it find it in a
+# cache, and it needs little memory.
 BLOCK = 192 << 10
 
 
 class Scaling(NamedTuple):
     """What lies between the product `hidden @ weight.T` and the softmax.
 
-    inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of `softcap·tanh(z/softcap)`. bias: `[V]`.
+    inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of
+    `softcap·tanh(z/softcap)`. bias: `[V]`.
     """
 
     inverse_temperature: float | Tensor = 1.0
@@ -46,11 +50,12 @@ class Scaling(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What one pass over a row leaves, each `[R]`; partials of several shards of the vocabulary merge into those of all.
+    """The result of one pass over each row, `[R]` each.
 
-    max: largest s, as rounded; the others are measured from this very number. sum: Σ e^(s−max). moment: Σ e^(s−max)·(s−max), None
-    if no entropy is wanted. target: s−max of the row's id, 0 if the id is not among these V (relative, so that large logits cost
-    logp no digits).
+    Partials of several shards of the vocabulary merge into those of all.
+    max: largest s, as rounded; the others are measured from this very number. sum: Σ e^(s−max).
+    moment: Σ e^(s−max)·(s−max), None if no entropy is wanted. target: s−max of the row's id, 0 if
+    the id is not among these V (relative, so that large logits cost logp no digits).
     """
 
     max: Tensor
@@ -60,7 +65,10 @@ class Partials(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """`logp` of each row's id, the row's `entropy` (None if not wanted) and `lse` = log Σ eˢ; each `[R]`."""
+    """Statistics of rows, `[R]` each.
+
+    logp: of the row's id. entropy: None if not wanted. lse: log Σ eˢ.
+    """
 
     logp: Tensor
     entropy: Tensor | None
@@ -89,9 +97,11 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
 def row_gradient(
     z: Tensor, out: Tensor, ids: Tensor, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, scaling: Scaling
 ) -> None:
-    """Write dz into `out` `[R, V]`, given the derivatives of the loss with respect to each row's logp and entropy, `[R]`.
+    """Write dz into `out` `[R, V]`.
 
-    `out` may be `z` itself, or share its memory in a narrower type, each row starting at the byte where its row of z starts.
+    dlogp, dentropy: the derivatives of the loss by each row's logp and entropy, `[R]`.
+    `out` may be `z` itself, or share its memory in a narrower type, each row starting at the byte
+    where its row of z starts.
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
     target = target_gradient(s.logp, h, dlogp, dh)
@@ -107,8 +117,9 @@ def row_gradient(
 
 
 def target_gradient(logp: Tensor, entropy: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
-    """The entry of the row's own id in ds, `dlogp·(1−p) − dentropy·p·(log p + entropy)`, from its exact log-probability. `[R]`.
+    """The entry of each row's id in ds, from its exact log-probability. `[R]`.
 
+    It is `dlogp·(1−p) − dentropy·p·(log p + entropy)`.
     A model is sure of most tokens: p computed from the logit would round 1−p away.
     """
     d = -dlogp * torch.expm1(logp)
@@ -167,8 +178,9 @@ def _block_gradient(
     target: Tensor,
     scaling: Scaling,
 ) -> Tensor:
-    """dz of a block: in `out` where it has the right type and z is not needed a second time, else in memory of its own.
+    """dz of a block, in `out` if possible, else in new memory.
 
+    It is possible if `out` has the right type and z is not needed a second time.
     spread: the rows' entropy and its derivative, None if it has none.
     """
     s = _scaled(z, scaling)
@@ -195,5 +207,5 @@ def _block_gradient(
 
 
 def kernels_for(z: Tensor) -> Any:
-    """The module of Triton kernels if `z` lies where they run and is of a type they know, else None."""
+    """The module of Triton kernels if they run on the device and dtype of `z`, else None."""
     return kernels("policyloss.head.kernels") if z.device.type == "cuda" and z.dtype != torch.float64 else None

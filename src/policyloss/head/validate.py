@@ -1,4 +1,7 @@
-"""The arguments of the head, checked before anything is computed from them; values of ids once the device has work."""
+"""Checks of the head's arguments before anything is computed from them.
+
+The values of ids are checked once the device has work.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,29 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
 
 
 def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
+    """Where an inverse temperature is not a positive number, at valid positions."""
     unusable = ~((rate > 0) & rate.isfinite())
     return unusable if valid is None else unusable & valid
 
 
 def strays(head: Head, valid: Tensor | None) -> Tensor:
-    """Lowest and highest id at valid positions, and how many temperatures there are not positive if each token has its own."""
+    """The lowest and the highest id at valid positions, as integers on the device.
+
+    If each token has a temperature, also how many of those at valid positions are not positive.
+    """
     if head.ids.numel() == 0:
         return head.ids.new_zeros(2)
-    found = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    numbers = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
     if isinstance(head.inverse_temperature, Tensor):
-        found.append(_unusable(head.inverse_temperature, valid).sum())
-    return torch.stack(found)
+        numbers.append(_unusable(head.inverse_temperature, valid).sum())
+    return torch.stack(numbers)
 
 
 def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
-    """Raise if `numbers`, those of `strays`, tell of an id that is no entry of the vocabulary, or of an unusable temperature."""
+    """Raise if `numbers`, the result of `strays`, show an id or a temperature that cannot be used.
+
+    An id must be an entry of the vocabulary, a temperature a positive number.
+    """
     lowest, highest, *unusable = numbers
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
@@ -62,7 +72,11 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
 
 
 def later(x: Tensor) -> Callable[[], list[int]]:
-    """The numbers in `x`, sent to the host now and read when asked: so the device can be given work before the host waits."""
+    """A function that returns the numbers in `x`.
+
+    They are sent to the host now; only the function waits for them, so the device can get work
+    first.
+    """
     if x.device.type != "cuda":
         return x.tolist
     copy = x.to("cpu", non_blocking=True)
@@ -78,8 +92,9 @@ def later(x: Tensor) -> Callable[[], list[int]]:
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`mask` as bool, flat; None if there is none. Waits for the device if the mask is not bool, as
-    the head does anyway.
+    """`mask` as bool, flat; None if there is none.
+
+    Waits for the device if the mask is not bool, as the head does anyway.
     """
     if mask is None:
         return None
@@ -92,7 +107,10 @@ def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 def inverse_temperature(
     temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """`1 / temperature`: a number, or one per token in `dtype`, flat. The values of a tensor are checked by `strays`."""
+    """`1 / temperature`: a number, or one per token in `dtype`, flat.
+
+    The values of a tensor are checked by `strays`.
+    """
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
         if temperature.requires_grad:

@@ -1,4 +1,7 @@
-"""A vocabulary cut over the ranks of a process group: each holds some rows of the weight, and all hold the same hidden states."""
+"""A vocabulary cut over the ranks of a process group.
+
+Each rank holds some rows of the weight, and all hold the same hidden states.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from policyloss.head.softmax_rows import Partials
 
 
 class Vocabulary(NamedTuple):
-    """`size` entries in all, of which this rank holds those from `first` on. group: None if it holds all of them.
+    """A vocabulary of `size` entries, of which this rank holds those from `first` on.
 
-    largest: entries of the largest shard. free: bytes of memory that every rank has; None without a group. Plans are made from
-    these two, which are the same on every rank, because all must cut their rows into the same windows: each is summed over ranks.
+    group: None if this rank holds all of them.
+    largest: entries of the largest shard. free: bytes of memory that every rank has; None without a
+    group. Plans are made from these two, which are the same on every rank, because all must cut
+    their rows into the same windows: each is summed over ranks.
     """
 
     size: int
@@ -28,7 +33,10 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: Any, tokens: int, free: Callable[[], int]) -> Vocabulary:
-        """Where this rank's `weight` `[V_r, D]` lies: shards follow each other in the order of ranks, and need not be equal."""
+        """Where this rank's `weight` `[V_r, D]` lies in the vocabulary.
+
+        Shards follow each other in the order of ranks, and need not be equal.
+        """
         if group is None:
             return cls(weight.shape[0], weight.shape[0])
         rank = dist.get_rank(group)
@@ -44,7 +52,10 @@ class Vocabulary(NamedTuple):
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 
     def merged(self, p: Partials, here: Tensor) -> Partials:
-        """The partials of whole rows: two all-reduces of a few numbers per row. On one rank, `p`. here: ids of this rank, `[R]`."""
+        """The partials of whole rows; on one rank, `p`. here: ids of this rank, `[R]`.
+
+        This takes two all-reduces of a few numbers per row.
+        """
         if self.group is None:
             return p
         top = p.max.clone()

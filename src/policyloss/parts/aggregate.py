@@ -1,11 +1,14 @@
-"""The `aggregate` slot: how is it averaged? Each is called with a `Layout` and returns the weight of each token.
+"""The `aggregate` slot: how are the tokens averaged?
 
-`loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step, so the loss is additive over
-any partition of the batch. The two `Local…` ones break that on purpose, because published runs used them; their names say so.
+Each part is called with a `Layout` and returns the weight of each token.
+`loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step,
+so the loss is additive over any partition of the batch. The two `Local…` ones break that on
+purpose, because published runs used them; their names say so.
 divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
 `Totals.sequences`.
 
-Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence i.
+Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence
+i.
 """
 
 from __future__ import annotations
@@ -62,11 +65,9 @@ class TokenMean:
         return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every token of the step counts the same"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / N"
 
 
@@ -81,11 +82,9 @@ class SeqMeanTokenMean:
         return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence counts the same, each as the mean of its tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / L) / B"
 
 
@@ -100,11 +99,9 @@ class SeqMeanTokenSum:
         return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence as the sum of its tokens, mean over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / B"
 
 
@@ -127,11 +124,9 @@ class SeqMeanTokenSumNorm:
         return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / (B * {_horizon(self.horizon)})"
 
 
@@ -143,18 +138,17 @@ class TokenSum:
         return torch.full((), float(t.totals.dp_size), device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "the plain sum over all tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x})"
 
 
 @dataclass(frozen=True)
 class TokenSumNorm:
-    """Legacy: the sum over a constant with no mean over sequences, `1 / horizon` (verl up to 0.7.0, ROLL, Trinity).
+    """Legacy: token sums over a constant, no mean over sequences, `1 / horizon`.
 
+    Used by verl up to 0.7.0, ROLL and Trinity.
     horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
     """
 
@@ -168,17 +162,18 @@ class TokenSumNorm:
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"token sums over {_horizon_in_words(self.horizon)}, not averaged over sequences"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / {_horizon(self.horizon)}"
 
 
 @dataclass(frozen=True)
 class PromptMean:
-    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`. Reads group_ids."""
+    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`.
+
+    Reads group_ids.
+    """
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -192,23 +187,24 @@ class PromptMean:
             )
         if isinstance(groups, GroupTokens):
             n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
-            number: Tensor | int | float = (groups.tokens > 0).sum()
+            group_count: Tensor | int | float = (groups.tokens > 0).sum()
         else:
-            n_g, number = group_sum(t.counts, t.group_ids), groups
-        each = totals.dp_size * reciprocal(number, t.lengths)
+            n_g, group_count = group_sum(t.counts, t.group_ids), groups
+        each = totals.dp_size * reciprocal(group_count, t.lengths)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every prompt counts the same, each as the mean over all tokens of its group"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / N_group) / G"
 
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step's tokens of each sequence's group; NaN, which shows in the loss, for a group that was not counted."""
+    """The step's tokens of each sequence's group.
+
+    NaN, which shows in the loss, for a group that was not counted.
+    """
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
     place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
@@ -217,7 +213,10 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class LengthWeighted:
-    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`, which is `SeqMeanTokenSum`'s weight."""
+    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`.
+
+    This is the weight of `SeqMeanTokenSum`.
+    """
 
     divides_by: ClassVar[str] = "sequences"
 
@@ -225,7 +224,6 @@ class LengthWeighted:
         return SeqMeanTokenSum()(t)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence as its mean times its length, mean over sequences"
 
     def note_beside(self, other: object) -> str:
@@ -234,39 +232,40 @@ class LengthWeighted:
         return same if isinstance(other, SeqMeanTokenSum) else ""
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum(L * ({x} / L)) / B"
 
 
 @dataclass(frozen=True)
 class LocalTokenMean:
-    """Legacy: mean over the tokens *of this call*, whatever totals say. Depends on how the batch is cut (TRL `bnpo`)."""
+    """Legacy: mean over the tokens *of this call*, whatever totals say.
+
+    Depends on how the batch is cut (TRL `bnpo`).
+    """
 
     def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every token of this call counts the same, whatever the step holds"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x}) / n"
 
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
-    """Legacy: mean over the sequences *of this call* of their token means. Depends on how the batch is cut (TRL `grpo`)."""
+    """Legacy: mean over the sequences *of this call* of their token means.
+
+    Depends on how the batch is cut (TRL `grpo`).
+    """
 
     def __call__(self, t: Layout) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return "every sequence of this call counts the same, each as the mean of its tokens"
 
     def averaged(self, x: str) -> str:
-        """The average of `x` as a formula."""
         return f"sum({x} / L) / b"
 
 

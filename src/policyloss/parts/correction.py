@@ -1,7 +1,10 @@
-"""The `correction` slot: the rollout engine is not the trainer. Each is called with `Tokens` and returns a `Corrected`.
+"""The `correction` slot: the rollout engine is not the trainer.
 
-Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are `exp(old_logp - rollout_logp)` at a
-level: "token"; "geomean", the sequence's geometric mean; "product", the sequence's whole likelihood ratio. All are detached.
+Each is called with `Tokens` and returns a `Corrected`.
+
+Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are
+`exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the sequence's geometric mean;
+"product", the sequence's whole likelihood ratio. All are detached.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from policyloss.functional.aggregate import check_alignment
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.parts import validate
-from policyloss.parts.wording import bounds, interval, number, spoken
+from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
 Level = Literal["token", "geomean", "product"]
@@ -28,7 +31,10 @@ LEVELS = {"token": "token's", "geomean": "sequence's geometric-mean", "product":
 
 
 class Corrected(NamedTuple):
-    """What a correction says of each token: a weight on the policy term (None: 1) and whether to keep it (None: all)."""
+    """What a correction says of each token.
+
+    weight: of the policy term (None: 1). keep: whether the token is kept (None: all are).
+    """
 
     weight: Tensor | None = None
     keep: Tensor | None = None
@@ -43,7 +49,10 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
-    """`correction.reduced`; the sum and the count of a mean cross context-parallel ranks in one all-reduce."""
+    """`correction.reduced` over context-parallel ranks, too.
+
+    The sum and the count of a mean are exchanged in one all-reduce.
+    """
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
     return correction.reduced(x, reduce, t.mask, None, t.sequences)
@@ -73,14 +82,12 @@ class Truncate:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         return ("untruncated",) if math.isinf(self.high) else ()
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if math.isinf(self.high):
             return f"{_weighted(self.level)}, whatever its size"
-        return f"{_weighted(self.level)}, kept {interval(self.low, self.high)}"
+        return f"{_weighted(self.level)}, kept {interval_in_words(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
@@ -106,15 +113,16 @@ class Band:
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        """What it does, in words."""
-        return f"{_weighted(self.level)}, and rejected unless that is {interval(self.low, self.high)}"
+        return f"{_weighted(self.level)}, and rejected unless that is {interval_in_words(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected; tokens of the others keep a weight.
+    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected.
 
-    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio (TRL); None: 1, mask only.
+    Tokens of the other sequences keep a weight:
+    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio
+    (TRL); None: 1, mask only.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -147,20 +155,21 @@ class SequenceMask:
         return Corrected(weight, keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
-        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval(self.low, self.high)}"
+        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval_in_words(self.low, self.high)}"
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
 @dataclass(frozen=True)
 class DivergenceMask:
-    """Reject where rollout and old policy disagree on the probability of a token: a divergence outside [low, high].
+    """Reject where rollout and old policy disagree on a token: divergence outside [low, high].
 
-    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, or "tv" `|p−q|`, with
-    p = exp(rollout_logp), q = exp(old_logp), both held in [floor, 1−floor]. level: each "token", or a whole "sequence" by the mean
-    over its valid tokens. low: None, as a divergence is never negative (0.0 would reject what rounding puts below it). The others
-    keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask only.
+    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
+    in nats, or "tv" `|p−q|`, with p = exp(rollout_logp), q = exp(old_logp), both held in [floor,
+    1−floor]. level: each "token", or a whole "sequence" by the mean over its valid tokens. low:
+    None, as a divergence is never negative (0.0 would reject what rounding puts below it). The
+    others keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask
+    only.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -199,22 +208,22 @@ class DivergenceMask:
         return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         measure = "binary KL" if self.divergence == "kl" else "change"
         measure = f"the {measure} of its probability, rollout to old,"
         of_token = self.level == "token"
         what, test = ("a token", measure) if of_token else ("a sequence", f"the mean over its tokens of {measure}")
         nats = " nats" if self.divergence == "kl" else ""
         weight = "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
-        return f"{what} is rejected unless {test} is {' and '.join(bounds(self.low, self.high))}{nats}; else {weight}"
+        return f"{what} is rejected unless {test} is {' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
 
 
 @dataclass(frozen=True)
 class Reject:
-    """Reject by an estimate of KL(rollout‖old): k1 = −d, k2 = ½d², k3 = eᵈ−1−d, with d = old_logp − rollout_logp.
+    """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
-    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where `low <= estimate <= high` (None: no bound);
-    the bounds are on the estimate itself, in nats.
+    estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
+    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where
+    `low <= estimate <= high` (None: no bound); the bounds are on the estimate itself, in nats.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -239,20 +248,22 @@ class Reject:
         return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         over = {
             "token": "of the token",
             "sum": "summed over the sequence",
             "mean": "averaged over the sequence",
             "max": "at the sequence's worst token",
         }[self.reduce]
-        within = " and ".join(bounds(self.low, self.high))
+        within = " and ".join(bounds_in_words(self.low, self.high))
         return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
 
 
 @dataclass(frozen=True)
 class Veto:
-    """Reject a whole sequence if any of its tokens has a weight below `low` or above `high`: one impossible token spoils it."""
+    """Reject a sequence if any of its tokens has a weight below `low` or above `high`.
+
+    One impossible token spoils the sequence.
+    """
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
@@ -281,15 +292,15 @@ class Veto:
         return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
 
     def sentence(self) -> str:
-        """What it does, in words."""
-        outside = " or ".join(bounds(self.low, self.high, ("below", "above")))
+        outside = " or ".join(bounds_in_words(self.low, self.high, ("below", "above")))
         return f"a sequence is rejected if any token's exp(old_logp - rollout_logp) is {outside}"
 
 
 @dataclass(frozen=True)
 class OPSM:
-    """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 in sequences where `mean(source_logp - logp) > delta`.
+    """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
+    A sequence has drifted if `mean(source_logp - logp) > delta`.
     source: whose log-probabilities the drift is measured from, "old" or "rollout".
     """
 
@@ -309,17 +320,18 @@ class OPSM:
         return Corrected(correction.nan_where_undecided(drift), keep)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         drifted = f"in sequences where mean({self.source}_logp - logp) exceeds {spoken(self.delta)}"
         return f"tokens with negative advantage are rejected {drifted}"
 
 
 @dataclass(frozen=True)
 class SelfNormalise:
-    """Divide the weights by their mean over the step: over its tokens, or over its sequences (each sequence's mean weight).
+    """Divide the weights by their mean over the step.
 
-    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a rejected token enters the mean with
-    weight 0; otherwise it has left the mask, and the mean is over the survivors.
+    over: its tokens, or its sequences (each with its mean weight).
+    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a
+    rejected token enters the mean with weight 0; otherwise it has left the mask, and the mean is
+    over the survivors.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -340,7 +352,6 @@ class SelfNormalise:
         return {"weight_mean": total / n.clamp(min=1)}
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"the weights are divided by their mean over the step's {self.over}"
 
     def normalised(self, weight: str) -> str:
@@ -350,7 +361,11 @@ class SelfNormalise:
 
 
 class Combined(NamedTuple):
-    """All corrections together: the weight on the policy term, the tokens kept, and each one's own verdict by name."""
+    """All corrections together.
+
+    weight: of the policy term. keep: the tokens that no correction rejects. verdicts: those that
+    each correction keeps, by its name. statistics: the batch-wide numbers that were used.
+    """
 
     weight: Tensor | None
     keep: Tensor | None
@@ -359,25 +374,29 @@ class Combined(NamedTuple):
 
 
 def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
-    """Apply every correction of a spec to `t`, but for `SelfNormalise`, which comes after rejected tokens have left the mask."""
+    """Apply every correction of a spec to `t`.
+
+    `SelfNormalise` is left out: it comes after rejected tokens have left the mask.
+    """
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}
     for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
-        said = part(t)
-        if not isinstance(said, Corrected):
-            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(said).__name__}.")
-        for x in said:
+        verdict = part(t)
+        if not isinstance(verdict, Corrected):
+            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}.")
+        for x in verdict:
             if x is not None:
                 check_alignment("a correction must return one weight and one verdict per token", x, t.mask)
-        if said.weight is not None:
-            weight = said.weight if weight is None else weight * said.weight
-        if said.keep is not None:
-            keep = said.keep if keep is None else keep & said.keep
+        if verdict.weight is not None:
+            weight = verdict.weight if weight is None else weight * verdict.weight
+        if verdict.keep is not None:
+            keep = verdict.keep if keep is None else keep & verdict.keep
             name = correction_name(part)
-            verdicts[name if name not in verdicts else f"{name}_{i}"] = said.keep
+            verdicts[name if name not in verdicts else f"{name}_{i}"] = verdict.keep
     if keep is not None:
-        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its weight, does not.
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its
+        # weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
         weight = torch.where(keep | weight.isnan(), weight, 0)
     return Combined(weight, keep, verdicts, {})
@@ -389,7 +408,7 @@ def correction_name(part: Any) -> str:
 
 
 def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
-    """Divide the weight by its mean over `t` (the tokens that still count) if the corrections say so."""
+    """Divide the weight by its mean over `t` (the tokens that still count), if a part says so."""
     weight = corrected.weight
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:

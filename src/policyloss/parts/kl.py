@@ -1,4 +1,7 @@
-"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are separate choices."""
+"""The `kl` slot: a pull to another policy.
+
+Value, gradient, weight and clamps are separate choices.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ ESTIMATORS = ("k1", "k2", "k3", "abs")
 class KL:
     """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
 
-    estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number itself; "k2", straight
-    through, the value of the estimator with the gradient of k2; "score", the score-function term added. weight="ratio" multiplies
-    by the ratio slot's ratio, gradient included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate
-    within ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", or "old"/"rollout" for a proximal pull.
+    estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number
+    itself; "k2", straight through, the value of the estimator with the gradient of k2; "score", the
+    score-function term added. weight="ratio" multiplies by the ratio slot's ratio, gradient
+    included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate within
+    ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", or "old"/"rollout" for
+    a proximal pull.
     """
 
     reach: ClassVar[str] = "token"
@@ -80,7 +85,6 @@ class KL:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         weight = self.weight or ("other" if self.reads_ratio else None)
         choices = (self.estimator, f"grad_{self.grad}", f"weight_{weight}", f"anchor_{self.anchor}")
         return "KL", *(f"kl_{choice}" for choice in choices)

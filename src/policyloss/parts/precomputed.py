@@ -1,6 +1,7 @@
-"""A part that holds a tensor the caller has made: a weight per token, where the correction slot would compute one.
+"""A part that holds a tensor of the caller's: a weight per token, for the correction slot.
 
-It is a callable, not data: a spec that holds one belongs to one batch and cannot be written as JSON.
+It is a callable, not data: a spec that holds one belongs to one batch and cannot be written as
+JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from policyloss.tokens import Tokens
 
 @dataclass(frozen=True, eq=False)
 class GivenWeight:
-    """A correction: the policy term is multiplied by this weight, token-shaped, gradient stopped."""
+    """A correction that multiplies the policy term by this weight, token-shaped and detached."""
 
     weighs: ClassVar[bool] = True
     weight: Tensor

@@ -1,4 +1,7 @@
-"""The `ratio` slot: which probability ratio? Each is called with `Tokens` and returns the *log*-ratio, not yet clamped."""
+"""The `ratio` slot: which probability ratio?
+
+Each part is called with `Tokens` and returns the *log*-ratio, not yet clamped.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ def _to(anchor: str) -> str:
 class TokenRatio:
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
-    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), or "current" (`sg[logp]`: exactly on-policy,
-    the ratio is 1 and its gradient that of logp). log_clamp: the log-ratio is held within ±this before `exp`; a pair is (low,
-    high); None is no clamp.
+    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), or "current"
+    (`sg[logp]`: exactly on-policy, the ratio is 1 and its gradient that of logp). log_clamp: the
+    log-ratio is held within ±this before `exp`; a pair is (low, high); None is no clamp.
     """
 
     reach: ClassVar[str] = "token"
@@ -49,16 +52,17 @@ class TokenRatio:
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        """What it is, in words."""
         return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
 
 
 @dataclass(frozen=True)
 class SequenceRatio:
-    """GSPO's ratio, the geometric mean over the sequence: `exp(mean_t(logp_t - anchor_logp_t))` (arXiv 2507.18071).
+    """GSPO's ratio, the geometric mean of a sequence: `exp(mean_t(logp_t - anchor_logp_t))`.
 
-    grad="sequence": the gradient goes through the mean (GSPO). grad="token": `sg[s]·exp(logp_t - sg[logp_t])`, each token keeps
-    its own gradient (GSPO-token). Equal when the advantage is constant within a sequence and each token counts 1/length.
+    Source: arXiv 2507.18071.
+    grad="sequence": the gradient goes through the mean (GSPO). grad="token":
+    `sg[s]·exp(logp_t - sg[logp_t])`, each token keeps its own gradient (GSPO-token). Equal when the
+    advantage is constant within a sequence and each token counts 1/length.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -84,20 +88,21 @@ class SequenceRatio:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
 
     def sentence(self) -> str:
-        """What it is, in words."""
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
         return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
 
 
 @dataclass(frozen=True)
 class SequenceProduct:
-    """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`. Unbiased, and wild for long sequences.
+    """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`.
 
-    token_clamp: each token's log-ratio is held within ±this before they are added up (VESPO: 20); None is no clamp.
+    Unbiased, and wild for long sequences.
+
+    token_clamp: each token's log-ratio is held within ±this before they are added up (VESPO: 20);
+    None is no clamp.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -116,7 +121,6 @@ class SequenceProduct:
         return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
 
     def sentence(self) -> str:
-        """What it is, in words."""
         if self.anchor == "current":
             return ON_POLICY
         to = f"to {ANCHOR_NAMES[self.anchor]}"
@@ -132,9 +136,11 @@ class SequenceProduct:
 
 @dataclass(frozen=True)
 class SegmentRatio:
-    """GSPO's ratio within each contiguous run of the mask (a turn of a dialogue): `exp(mean over the run)`.
+    """GSPO's ratio within each turn of a dialogue: `exp(mean over the run)`.
 
-    Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions` and may cross ranks.
+    A turn is a contiguous run of the mask.
+    Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions`
+    and may cross ranks.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -152,7 +158,6 @@ class SegmentRatio:
         return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
 
     def sentence(self) -> str:
-        """What it is, in words."""
         over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
         return ON_POLICY if self.anchor == "current" else over
 

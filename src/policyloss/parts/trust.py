@@ -1,9 +1,12 @@
-"""The `trust` slot: how is a step limited? Each is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
+"""The `trust` slot: how is a step limited?
 
-reach: whose numbers the slope of a token's loss depends on beside batch-wide ones (see `LossSpec.reach`). follows_advantage:
-whether the loss is the advantage times something, so that it vanishes with it. `sentence` says what the part does, `slopes` where
-its gradient is zero; its formula is derived from the code, or stated by `formula`. The clips are in `trust_clips`, the smooth
-weights in `trust_weights`; those that choose tokens of the whole step, and the plain ones, are here.
+Each part is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
+reach: whose log-probabilities the slope of a token's loss depends on, beside batch-wide numbers
+(see `LossSpec.reach`). follows_advantage: whether the loss is the advantage times something, so
+that it vanishes with it. `sentence` says what the part does, `slopes` where its gradient is zero;
+its formula is derived from the code, or stated by `formula`.
+The clips are in `trust_clips`, the smooth weights in `trust_weights`. Here are those that choose
+tokens of the whole step, and those without a bound.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from policyloss.errors import SpecError
+from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
 from policyloss.functional.covariances import step_covariance, step_means
@@ -66,9 +69,9 @@ def _count_text(fraction: float) -> str:
 class Unbounded:
     """No limit.
 
-    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's gradient:
-    form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to the policy
-    itself, so that the value is `-A` (UP-GRPO).
+    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's
+    gradient: form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to
+    the policy itself, so that the value is `-A` (UP-GRPO).
     """
 
     reach: ClassVar[str] = "token"
@@ -89,7 +92,6 @@ class Unbounded:
         return self.form == "ratio"
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
         if self.form == "current":
@@ -97,18 +99,21 @@ class Unbounded:
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         conditions = (NO_ADVANTAGE,)
         return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
 
 
 @dataclass(frozen=True)
 class CovClip:
-    """Clip-Cov: PPO's clip, and a random `fraction` of the tokens with `cov_low < cov < cov_high` get no gradient (2505.22617).
+    """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that PPO clips already. The choice
-    depends on `seed` and on the token's own numbers, not on where it stands: any cut of the batch drops the same tokens. (Tokens
-    with the same anchor log-probability and advantage share a draw, so of many such, all or none are dropped.)
+    They are drawn at random among those with `cov_low < cov < cov_high`. fraction: how many, as a
+    share of all tokens. Source: arXiv 2505.22617.
+    These tokens have `cov_low < cov < cov_high`. Source: arXiv 2505.22617.
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that
+    PPO clips already. The choice depends on `seed` and on the token's own numbers, not on where it
+    stands: any cut of the batch drops the same tokens. (Tokens with the same anchor log-probability
+    and advantage share a draw, so of many such, all or none are dropped.)
     A number that equals its mean up to rounding has covariance 0.
     """
 
@@ -131,7 +136,7 @@ class CovClip:
         _check_seed(self)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide numbers: mean advantage and logp, and the draw from which a candidate is dropped."""
+        """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
         stats = _means(t, group)
         score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
         k = _how_many(self.fraction, stats["tokens"])
@@ -174,13 +179,11 @@ class CovClip:
         ]
 
     def sentence(self) -> str:
-        """What it does, in words."""
         pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
         many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
         return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
         drawn = Condition("dropped", "drawn from the tokens of high covariance")
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped, drawn)),)
@@ -188,11 +191,13 @@ class CovClip:
 
 @dataclass(frozen=True)
 class CovKL:
-    """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the `fraction` of tokens with the highest covariance (2505.22617).
+    """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the tokens with the highest covariance.
 
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between equal covariances a draw decides
-    that depends on the token's own numbers only (tokens with the same numbers fall together). A number that equals its mean up to
-    rounding has covariance 0: with equal advantages all tokens are equal, and the draw decides alone.
+    fraction: how many tokens, of all. Source: arXiv 2505.22617.
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between
+    equal covariances a draw decides that depends on the token's own numbers only (tokens with the
+    same numbers fall together). A number that equals its mean up to rounding has covariance 0: with
+    equal advantages all tokens are equal, and the draw decides alone.
     """
 
     reach: ClassVar[str] = "token"
@@ -206,7 +211,10 @@ class CovKL:
         validate.number(self, "coef", least=0, finite=True)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide numbers: mean advantage and logp, and the covariance (and draw) from which a token is penalised."""
+        """Mean advantage and logp of the step, and the threshold of a penalty.
+
+        It is a covariance, and a draw that decides between equal ones.
+        """
         stats = _means(t, group)
         cov, draws = self._score(t, stats)
         k = _how_many(self.fraction, stats["tokens"])
@@ -235,12 +243,10 @@ class CovKL:
         ]
 
     def sentence(self) -> str:
-        """What it does, in words."""
         some = f"the {spoken(100 * self.fraction)} % of the tokens with the highest covariance"
         return f"no clipping; {some} pay {spoken(self.coef)} times their absolute log-ratio"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
         return (Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),)
 
@@ -271,9 +277,10 @@ def _how_many(fraction: float, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BySign:
-    """Tokens with A > 0 take the loss of `positive`, the others that of `negative`: both are trust regions.
+    """Tokens with A > 0 take the loss of the trust region `positive`, others that of `negative`.
 
-    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among all of them.
+    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among
+    all of them.
     """
 
     positive: Any
@@ -285,7 +292,7 @@ class BySign:
                 raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
             if not isinstance(part, VARIANTS):
                 raise SpecError(
-                    f"BySign.{field} must be a trust region of the library, got {part!r}; put your own function in the trust slot."
+                    f"BySign.{field} must be a trust region of the library, got {safe_repr(part)}; put your own function in the trust slot."
                 )
         choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
         if len(choosing) > 1:
@@ -338,7 +345,6 @@ class BySign:
         return Surrogate(loss, *flags)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
 
     def slopes(self) -> tuple[Slopes, ...]:

@@ -1,4 +1,7 @@
-"""Trust regions that bound the ratio or the probability of a token, and `Surrogate`, what each returns."""
+"""Trust regions that bound the ratio or the probability of a token.
+
+`Surrogate` is what each of them returns.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
 from policyloss.parts import validate
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval, number, spoken
+from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
-# Stands for "as far up as down" until the part is made; no part holds it afterwards.
+# The default of eps_high, which stands for "the same as eps_low"; no finished part holds it.
 _SYMMETRIC = cast("float", None)
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and where the limit binds: `upper`, `lower`, `dual` (at the largest weight), `dropped` (by lot).
+    """A per-token loss, and flags for the tokens where the limit binds.
 
-    Flags are bool and token-shaped. The parts here flag a token once at most, and no masked one.
+    upper, lower: at the bounds of the ratio. dual: at the largest weight. dropped: chosen at
+    random. Flags are bool and token-shaped. The parts here flag a token once at most, and no masked
+    one.
     """
 
     loss: Tensor
@@ -65,7 +70,7 @@ def check_eps(owner: _HasEps) -> None:
 
 @dataclass(frozen=True)
 class Clip:
-    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`; with `dual`, at most `-A·dual` where A < 0.
+    """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, at most `-A·dual` where A < 0.
 
     eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
     dual: None for off, else > 1 (Ye et al. use 3).
@@ -93,21 +98,18 @@ class Clip:
         return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
             return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
         outer = "" if self.dual is None else f"; where the advantage is negative, also above {spoken(self.dual)}"
         return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         dual = math.inf if self.dual is None else self.dual
         clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", number(dual))
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Short words for what it is (see `policyloss.explain.traits`)."""
         holds = {
             "dual": self.dual is not None,
             "aipo": math.isinf(self.eps_low) and self.dual == 1 + self.eps_high,
@@ -117,7 +119,7 @@ class Clip:
 
 
 def clipped_surrogate(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
-    """PPO's clip, and which tokens it holds."""
+    """PPO's clip, with flags for the tokens that it limits."""
     r, a = t.ratio, t.advantages
     loss = trust.clipped(r, a, eps_low, eps_high, dual)
     with torch.no_grad():
@@ -140,7 +142,7 @@ def _stops(low: float, high: float) -> str:
 
 
 def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
-    """PPO's three bounds, those that can bind: a ratio is never below 0."""
+    """PPO's three bounds as conditions, without those that no ratio reaches."""
     conditions = []
     if not high.endswith("inf"):
         conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
@@ -182,7 +184,6 @@ class TwoSidedClip:
             )
 
     def sentence(self) -> str:
-        """What it does, in words."""
         first, last = sorted((self.delta, 1 + self.eps_high))
         return f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above {spoken(last)}"
 
@@ -192,7 +193,6 @@ class TwoSidedClip:
         return "Dual clip and two-sided clip with these numbers are the same surrogate." if same else ""
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         first, last = sorted((self.delta, 1 + self.eps_high))
         clipped = bounds_of_clip(self.eps_low, number(first), number(last))
         return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
@@ -221,7 +221,7 @@ class DetachedClip:
 
     @classmethod
     def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
-        """The band [1 − eps_low, 1 + eps_high], for those who give CISPO's bounds as distances (verl, SkyRL)."""
+        """The band [1 − eps_low, 1 + eps_high], for CISPO with distances (verl, SkyRL)."""
         return cls(max(1 - eps_low, 0.0), 1 + eps_high)
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -231,15 +231,13 @@ class DetachedClip:
             return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
 
     def sentence(self) -> str:
-        """What it does, in words."""
-        band = interval(self.ratio_min, self.ratio_max)
+        band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
             return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
         tail = "no token loses its gradient" if self.outside == "clip" else "tokens that PPO would clip get none"
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         if self.outside == "clip":
             return (Slopes(through_logp=(NO_ADVANTAGE,)),)
         up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
@@ -254,11 +252,12 @@ class DetachedClip:
 
 @dataclass(frozen=True)
 class ProbabilityBand:
-    """DPPO: a token counts only while its probability is near the anchor's; the weight is the ratio.
+    """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
 
-    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest divergence downward and
-    upward. sides="advantage" drops a token only when it left in the direction the advantage pushes, "both" on either side.
-    form="score": `-sg[min(r, cap)]·A·logp`; form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest
+    divergence downward and upward. sides="advantage" drops a token only when it left in the
+    direction the advantage pushes, "both" on either side. form="score": `-sg[min(r, cap)]·A·logp`;
+    form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
     """
 
     reach: ClassVar[str] = "token"
@@ -306,7 +305,6 @@ class ProbabilityBand:
         return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
 
     def sentence(self) -> str:
-        """What it does, in words."""
         measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
         side = "either way" if self.sides == "both" else "in the direction of its advantage"
         weight = "the ratio" if self.form == "ratio" else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
@@ -314,16 +312,17 @@ class ProbabilityBand:
         return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
         return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
 
 
 @dataclass(frozen=True)
 class GeometricClip:
-    """GMPO: `-A·exp(mean_t c_t)`, c_t the token log-ratio clipped to [-eps_low, eps_high] where the advantage pushes it out.
+    """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the sequence is taken here.
+    It is clipped to [-eps_low, eps_high] where the advantage pushes it out.
+    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the
+    sequence is taken here.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -351,13 +350,11 @@ class GeometricClip:
             )
 
     def sentence(self) -> str:
-        """What it does, in words."""
         band = f"[{spoken(-self.eps_low)}, {spoken(self.eps_high)}]"
         clipped = f"each log-ratio is held within {band} on the side the advantage pushes to"
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         up = Condition(f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above")
         down = Condition(f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below")
         return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)

@@ -29,13 +29,11 @@ class SoftGate:
         return Surrogate(trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
         taus = f"{positive} where the advantage is positive, {negative} elsewhere"
         return f"a sigmoid of the ratio fades the gradient out on both sides, at temperature {taus}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
 
 
@@ -67,7 +65,6 @@ class GammaWeight:
         return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"
         negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
         smooth = "logp is weighted by a smooth, stopped function of the ratio"
@@ -75,13 +72,12 @@ class GammaWeight:
         return f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} elsewhere"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`: no ratio, a quadratic pull to the anchor."""
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
@@ -94,12 +90,10 @@ class Quadratic:
         return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         pull = f"half of {spoken(self.beta)} times the squared log-ratio pulls to the anchor"
         return f"logp is weighted by the advantage, and {pull}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         pull = Condition("log_ratio == 0", "at the anchor")
         idle = "nothing to learn from, and no pull to the anchor"
         return (Slopes(through_logp=(NO_ADVANTAGE,), through_ratio=(pull,), idle=idle),)
@@ -107,7 +101,10 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class TaperedNegative:
-    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`, so a bad token already unlikely fades out."""
+    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
+
+    So a bad token that is already unlikely fades out.
+    """
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
@@ -122,11 +119,9 @@ class TaperedNegative:
         return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
 
     def sentence(self) -> str:
-        """What it does, in words."""
         stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
         where = f"where that is not positive also by {stopped}, so that a bad token already unlikely fades out"
         return f"logp is weighted by the advantage; {where}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero."""
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)

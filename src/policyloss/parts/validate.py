@@ -1,4 +1,4 @@
-"""Checks of numbers and names, shared by the slots; each error names the field, the value seen and the fix."""
+"""Checks of the fields of parts; each error names the field, its value and the fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
 
 
 def interval(owner: Any, low: str, high: str) -> None:
-    """Check that `owner.low <= owner.high` where both are given."""
+    """Check that `owner.low <= owner.high`, if neither is None."""
     a, b = getattr(owner, low), getattr(owner, high)
     if is_number(a) and is_number(b) and a > b:
         raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")

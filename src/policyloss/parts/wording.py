@@ -1,4 +1,4 @@
-"""What the parts say of themselves: numbers and bounds in words, and where a gradient is zero."""
+"""How parts describe themselves: numbers and bounds in words, and where a gradient is zero."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BEGINNINGS = {"positive": "(advantages > 0) & ", "negative": "(advantages < 0) 
 
 
 class Condition(NamedTuple):
-    """An expression that is True for a token, and what it says."""
+    """A condition on a token: an expression that is True where it holds, and its meaning."""
 
     expression: str
     meaning: str
@@ -89,7 +89,7 @@ NO_ADVANTAGE = Condition("advantages == 0", "nothing to learn from")
 
 
 def number(x: float) -> str:
-    """A number as Python source that reads back to the same float; whole numbers without a point."""
+    """A number as Python source that reads back to the same float; integers without a point."""
     if math.isinf(x):
         return "inf" if x > 0 else "-inf"
     return str(int(x)) if float(x).is_integer() and abs(x) < 1e15 else repr(float(x))
@@ -100,7 +100,7 @@ def spoken(x: float) -> str:
     return "no bound" if math.isinf(x) else f"{x:.10g}"
 
 
-def interval(low: float, high: float) -> str:
+def interval_in_words(low: float, high: float) -> str:
     """Where a number that is never negative may lie, in words."""
     if math.isinf(high):
         return f"at least {spoken(low)}" if low > 0 else "anywhere"
@@ -108,7 +108,7 @@ def interval(low: float, high: float) -> str:
     return f"within [{spoken(low)}, {spoken(high)}]" if both else f"at most {spoken(high)}"
 
 
-def bounds(low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")) -> list[str]:
+def bounds_in_words(low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")) -> list[str]:
     """The bounds that exist, in words: ["at least 0.5", "at most 2"]."""
     stated = [] if low is None else [f"{words[0]} {spoken(low)}"]
     return stated if high is None else [*stated, f"{words[1]} {spoken(high)}"]

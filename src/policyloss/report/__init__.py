@@ -1,4 +1,6 @@
-"""Run directories → plain data (`collect`) → one HTML file that opens offline (`render`). Needs nothing beyond the core."""
+"""Run directories → plain data (`collect`) → one HTML file that opens offline (`render`). Needs
+nothing beyond the core.
+"""
 
 from policyloss.report.collect import collect
 from policyloss.report.render import render

@@ -1,4 +1,6 @@
-"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and how they differ."""
+"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and
+how they differ.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
     return f"<tr>{name}" + "".join(f'<td data-name="{label}">{cell}' for label, cell in cells.items())
 
 
-def _change(found: Mapping[str, Any] | None, *, share: bool = False) -> str:
-    if found is None:
+def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
+    if change is None:
         return '<span class="quiet">not measured</span>'
-    first, last = (f"{100 * v:.1f} %" if share else number(v) for v in (found["first"], found["last"]))
-    where = f"step {found['first_step']} → step {found['last_step']}; best {number(found['best'])}"
+    first, last = (f"{100 * v:.1f} %" if share else number(v) for v in (change["first"], change["last"]))
+    where = f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
     return f'<span class="change" title="{where}"><span class="quiet">{first} →</span> <b>{last}</b></span>'
 
 
@@ -75,15 +77,15 @@ def losses(data: Mapping[str, Any]) -> str:
     return differ + f'<div class="cards">{"".join(_loss(data["runs"], users) for _, users in cards)}</div>'
 
 
-def _difference(found: Mapping[str, Any]) -> str:
-    a, b = (f"<bdi>{escaped(found[side])}</bdi>" for side in ("a", "b"))
+def _difference(difference: Mapping[str, Any]) -> str:
+    a, b = (f"<bdi>{escaped(difference[side])}</bdi>" for side in ("a", "b"))
     columns = {"a": a, "b": b, "meaning": "What it means"}
     head = "<th scope=col>Slot" + "".join(f"<th scope=col>{title}" for title in columns.values())
     rows = ""
-    for change in found["changes"]:
+    for change in difference["changes"]:
         cells = (escaped(change[name]) if name == "meaning" else f"<code>{escaped(change[name])}</code>" for name in columns)
         rows += f"<tr><th scope=row>{escaped(change['slot'])}" + "".join(f"<td>{cell}" for cell in cells)
-    extra = "".join(f"<p>{escaped(note)}</p>" for note in found["notes"])
+    extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
     table = f'<table class="stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table>'
     key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'
     return f'<div class="card"><h3>How the losses differ</h3>{key}{table}{extra}</div>'
@@ -92,17 +94,18 @@ def _difference(found: Mapping[str, Any]) -> str:
 def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     loss = runs[users[0]]["loss"]
     used = " ".join(f"{swatch(i)}<bdi>{escaped(runs[i]['label'])}</bdi>" for i in users)
-    said = loss["explain"]
-    if said is None:
+    explanation = loss["explain"]
+    if explanation is None:
         why = "This loss cannot be explained; see the notes on the data."
         return f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p class="quiet">{why}</p></div>'
-    formula = "\n".join(f"{line['name']} = {line['expression']}" for line in said["formula"])
-    words = "".join(f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in said["words"].items())
-    none = _no_gradient(said["zero_gradient"])
-    numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in said["numbers"]])
-    traps = "".join(f"<li>{escaped(trap['text'])}" for trap in said["traps"])
-    title = " · ".join(filter(None, (f"preset {said['preset']}" if said["preset"] else "", said["paper"])))
-    return f"""<div class="card loss"><h3>{escaped(said["title"])}</h3><p>{used} <span class="quiet">{escaped(title)}</span></p>
+    formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
+    words = "".join(f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items())
+    none = _no_gradient(explanation["zero_gradient"])
+    numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
+    traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
+    title = " · ".join(filter(None, (f"preset {explanation['preset']}" if explanation["preset"] else "", explanation["paper"])))
+    heading = f"<h3>{escaped(explanation['title'])}</h3>"
+    return f"""<div class="card loss">{heading}<p>{used} <span class="quiet">{escaped(title)}</span></p>
 <pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
 {_folded("Which tokens get no gradient", none) if none else ""}
 {_folded("Every number and where it comes from", f"<table>{numbers}</table>")}
@@ -111,7 +114,9 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`, those of a token alone and those that its whole group must meet."""
+    """The conditions of `explain`, both those of a single token and those that every token of its
+    group must meet.
+    """
     parts = []
     if zero["alone"]:
         parts += ["<p>Where one of these holds, the policy term gives a token exactly none:</p>", _conditions(zero["alone"])]
@@ -140,7 +145,9 @@ def _folded(title: str, body: str) -> str:
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
-    """The settings of all runs side by side: what differs in full view, all of it folded away."""
+    """The settings of all runs side by side: those that differ are visible, and the complete list
+    is folded.
+    """
     runs = data["runs"]
     tables = [flat(run[name]) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
@@ -148,8 +155,8 @@ def settings(data: Mapping[str, Any], name: str) -> str:
         return '<p class="quiet">None was recorded.</p>'
     differing = _table(runs, [(d["key"], d["values"]) for d in data["differences"][name]])
     same = '<p class="quiet">The same in all runs.</p>' if len(runs) > 1 else ""
-    whole = _table(runs, [(key, [table.get(key) for table in tables]) for key in keys])
-    return whole if len(runs) == 1 else (differing or same) + _folded(f"All {len(keys)}", whole)
+    complete = _table(runs, [(key, [table.get(key) for table in tables]) for key in keys])
+    return complete if len(runs) == 1 else (differing or same) + _folded(f"All {len(keys)}", complete)
 
 
 def _table(runs: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, Sequence[str | None]]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss.report.reading import Notes, is_regular, json_object, whole
+from policyloss.report.reading import Notes, integer, is_regular, json_object
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.series import Table, read_table
 from policyloss.train.run.lock import is_held
@@ -21,8 +21,9 @@ SCHEMA = 1
 def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     """Everything a report shows of the runs in `paths`, as JSON-able data without NaN.
 
-    {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss": […]}}.
-    A file that is missing or half-written gives a note in the run's "notes". A folder that is no run is an `InputError`.
+    {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
+    […]}}. A file that is missing or half-written gives a note in the run's "notes". A folder that
+    is no run is an `InputError`.
     """
     if isinstance(paths, (str, Path)):
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
@@ -36,8 +37,8 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
 
 def _run_folder(path: Path) -> Path:
     if not path.is_dir():
-        seen = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"{path} {seen}; give the folder that `policyloss train` wrote.")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise InputError(f"{path} {problem}; give the folder that `policyloss train` wrote.")
     if not any(is_regular(path / name) for name in ("config.json", "metrics.jsonl")):
         inside = sorted(p.parent.name for p in islice(path.glob("*/config.json"), 100))
         hint = f" It holds runs: {', '.join(inside[:5])}." if inside else " A link to such a file does not count."
@@ -46,7 +47,9 @@ def _run_folder(path: Path) -> Path:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """A short name for each run, different for each: the folder's, with its parent's if two are alike, else with a number."""
+    """A short, unique name for each run: that of its folder, with the parent folder if two are
+    equal, and with a number if that does not help.
+    """
     names = [folder.resolve().name for folder in folders]
     longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
     names = [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
@@ -85,7 +88,7 @@ def _bounded(notes: Notes) -> Notes:
 
 
 def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table) -> dict[str, Any]:
-    planned = whole(config.get("steps"))
+    planned = integer(config.get("steps"))
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
@@ -101,14 +104,16 @@ def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table
 
 
 def _named(value: Any) -> str | None:
-    """The name of a model or task, which a config holds as text or in an object of its own."""
+    """The name of a model or task, which a config holds as text or in an object."""
     if isinstance(value, Mapping):
         value = value.get("name") or value.get("path")
     return value if isinstance(value, str) and value else None
 
 
 def _state(folder: Path, trained: int, planned: int | None) -> str:
-    """The run is finished, running (a process holds its lock), stopped before the planned end, or unknown if none was planned."""
+    """Whether the run is "finished", "running" (a process holds its lock), "stopped" before the
+    planned end, or "unknown" because no end was planned.
+    """
     if is_held(folder):
         return "running"
     if planned is None:

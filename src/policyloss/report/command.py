@@ -1,4 +1,4 @@
-"""`policyloss report RUN [RUN…]`: reads its options, writes the page, says where it is."""
+"""`policyloss report RUN [RUN…]`: reads its options, writes the page, and prints where it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 20  # notes on the command line; the page has them all
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Write the report that `arguments` ask for. → the exit code."""
+    """Write the report that `arguments` ask for; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="policyloss report", description="Draw one or more runs as one HTML page that opens offline."
     )

@@ -17,7 +17,7 @@ _NO_LOSS = (PolicyLossError, ArithmeticError, AttributeError, LookupError, Recur
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as {"a.b": JSON text}; lists stay whole."""
+    """Nested settings as {"a.b": JSON text}; a list is one value."""
     out: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -28,7 +28,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose values are not all the same."""
+    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose
+    values are not all the same.
+    """
     tables = [flat(s) for s in settings]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
@@ -36,47 +38,53 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None if the spec cannot be read."""
+    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None
+    if the spec cannot be read.
+    """
     asked = config.get("loss")
     asked = asked if isinstance(asked, str) and asked else "unknown"
     card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
     if spec is None:
         return card
     try:
-        said = explain(LossSpec.from_dict(spec))
-        explained, text = strict(said.to_dict(), "The explanation of the loss", notes), str(said)
+        explanation = explain(LossSpec.from_dict(spec))
+        explained, text = strict(explanation.to_dict(), "The explanation of the loss", notes), str(explanation)
     except _NO_LOSS as error:
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
-    return {"name": _loss_name(asked, said), "spec": spec, "explain": explained, "text": text}
+    return {"name": _loss_name(asked, explanation), "spec": spec, "explain": explained, "text": text}
 
 
-def _loss_name(asked: str, said: Explanation) -> str:
-    """What the run called its loss, if that is what it is; else the preset it is, or the one it is a change of."""
-    if said.preset is not None:
-        return asked if asked in said.also else said.preset
-    base = asked if asked in PRESETS else said.near
+def _loss_name(asked: str, explanation: Explanation) -> str:
+    """The name that the run gave its loss if that is right, else the preset that equals it or is
+    nearest to it.
+    """
+    if explanation.preset is not None:
+        return asked if asked in explanation.also else explanation.preset
+    base = asked if asked in PRESETS else explanation.near
     return f"{base}, changed" if base else "custom"
 
 
 def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss against the first run's."""
+    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss
+    against the first run's.
+    """
     known = [run for run in runs if run["loss"]["explain"] is not None]
-    found: list[dict[str, Any]] = []
-    seen = [run["loss"]["spec"] for run in known[:1]]
+    rows: list[dict[str, Any]] = []
+    specs = [run["loss"]["spec"] for run in known[:1]]
     for run in known[1:]:
-        if run["loss"]["spec"] in seen:
+        if run["loss"]["spec"] in specs:
             continue
-        seen.append(run["loss"]["spec"])
+        specs.append(run["loss"]["spec"])
         try:
-            result = diff(LossSpec.from_dict(seen[0]), LossSpec.from_dict(run["loss"]["spec"]))
+            result = diff(LossSpec.from_dict(specs[0]), LossSpec.from_dict(run["loss"]["spec"]))
         except _NO_LOSS as error:
             run["notes"].append(f"The loss cannot be compared with that of {known[0]['label']}: {error}")
             continue
         if not result.equal:
-            found.append({"a": known[0]["label"], "b": run["label"], "text": str(result), **_without_names(result.to_dict())})
-    return found
+            rows.append({"a": known[0]["label"], "b": run["label"], "text": str(result), **_without_names(result.to_dict())})
+    return rows
 
 
-def _without_names(said: dict[str, Any]) -> dict[str, Any]:
-    return {"changes": said["changes"], "notes": said["notes"]}
+def _without_names(difference: dict[str, Any]) -> dict[str, Any]:
+    return {"changes": difference["changes"], "notes": difference["notes"]}

@@ -1,15 +1,17 @@
-"""How much of a run a page shows. A run directory may hold anything; a page must open, and reading it must end."""
+"""How much of a run a page shows. A run directory may hold anything, but the command must finish
+and the page must open.
+"""
 
 from __future__ import annotations
 
 MIB = 2**20
 OBJECT_BYTES = MIB  # of config.json and environment.json
-LINE_BYTES = 16 * MIB  # of one line of metrics or rollouts: about 100,000 tokens with all their numbers
+LINE_BYTES = 16 * MIB  # of one line: about 100,000 tokens with all their numbers
 FILE_BYTES = 2048 * MIB  # of one file of lines
 DEPTH = 20  # of settings inside settings
 SETTINGS = 2_000  # in one file
-INDEXED = 200_000  # steps of metrics, and rows of rollouts, whose place in the file is kept in memory
-NAMES = 300  # of metrics in one file, beside those that the page's own charts name
+INDEXED = 200_000  # steps of metrics, and rows of rollouts, whose offset is kept in memory
+NAMES = 300  # of metrics in one file, beside those that the charts of the page name
 NAME_LENGTH = 200
 POINTS = 5_000  # of one metric
 POINT_BUDGET = 400_000  # of all metrics of one file together
@@ -17,7 +19,7 @@ HISTOGRAMS = 1_000  # steps with a histogram
 BINS = 500  # of one histogram
 TOKEN_BUDGET = 60_000  # tokens of one run, and of one row
 ROWS = 2_000  # of rollouts
-CHARACTERS_PER_TOKEN = 256  # so many characters of prompt, completion and answer count as one token of the budget
+CHARACTERS_PER_TOKEN = 256  # of prompt, completion and answer count as one token of the budget
 TEXT_LENGTH = 20_000  # of a prompt, a completion, an answer
 TOKEN_LENGTH = 200
 NOTE_LENGTH = 500

@@ -1,4 +1,6 @@
-"""Which metric is drawn in which chart. A metric that no panel names still gets a chart, under "More metrics"."""
+"""Which metric is drawn in which chart. A metric that no panel names still gets a chart, under
+"More metrics".
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ OTHER = "More metrics"
 
 
 class Panel(NamedTuple):
-    """One chart: a name for links, its place and title, what to know about it, the metrics it draws, and its first scale."""
+    """One chart: its name in links, its section and title, a hint for the reader, the metrics it
+    draws, and the scale it starts with.
+    """
 
     id: str
     section: str
@@ -64,20 +68,22 @@ PANELS = (
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys", "log", "share"}."""
+    """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys",
+    "log", "share"}.
+    """
     left = sorted(keys)
-    found = []
+    charts = []
     for panel in PANELS:
         taken = _matching(panel.patterns, left)
         matched = set(taken)
         left = [key for key in left if key not in matched]
         if taken:
-            found.append({**panel._asdict(), "keys": taken})
+            charts.append({**panel._asdict(), "keys": taken})
     signed = {"hint": "", "section": OTHER, "log": False, "share": False}
-    found += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
-    return [{name: value for name, value in panel.items() if name != "patterns"} for panel in found]
+    charts += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
+    return [{name: value for name, value in panel.items() if name != "patterns"} for panel in charts]
 
 
 def _matching(patterns: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """In the order of the patterns, which is the order of the line styles."""
+    """The keys that match, in the order of the patterns, which is the order of the line styles."""
     return list(dict.fromkeys(key for pattern in patterns for key in keys if fnmatchcase(key, pattern)))

@@ -1,7 +1,8 @@
-"""Reading what a run wrote, also while it is still writing: what cannot be read is left out and said in a note, never hidden.
+"""Reads what a run wrote, also while it is still writing. What cannot be read is left out, and a
+note says so.
 
-A run directory may come from anybody. Links in it are not followed, only regular files are read, and what is kept in memory is
-bounded, however large a file or a line is.
+A run directory may come from anybody. Links in it are not followed, only regular files are read,
+and what is kept in memory is bounded, however large a file or a line is.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ from policyloss.report.limits import (
 
 Notes = list[str]
 _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
-# Without O_NONBLOCK, to open a pipe would wait for somebody to write into it. Windows knows neither flag.
+# Without O_NONBLOCK, to open a pipe would wait for somebody to write into it. Windows knows neither
+# flag.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
-    """The regular file `path`, open for reading; None, and a note, if there is none or it is something else."""
+    """The regular file `path`, open for reading; None and a note if there is no file or it is not
+    regular.
+    """
     try:
         kind = kind_of(os.lstat(path).st_mode)
         if kind is None:
             file = os.fdopen(os.open(path, _FLAGS), "rb")
-            kind = kind_of(os.fstat(file.fileno()).st_mode)  # another file may have taken the name meanwhile
+            # Another file may have taken the name meanwhile.
+            kind = kind_of(os.fstat(file.fileno()).st_mode)
             if kind is None:
                 return file
             file.close()
@@ -59,7 +64,9 @@ def is_regular(path: Path) -> bool:
 
 
 def read_bytes(path: Path, limit: int, notes: Notes) -> bytes | None:
-    """The contents of a small file; None and a note if it cannot be read or is larger than `limit` bytes."""
+    """The contents of a small file; None and a note if it cannot be read or is larger than `limit`
+    bytes.
+    """
     file = open_regular(path, notes)
     if file is None:
         return None
@@ -93,9 +100,10 @@ def json_object(path: Path, notes: Notes) -> dict[str, Any]:
 
 
 def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is left out, with a note.
+    """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is
+    left out, with a note.
 
-    The notes are complete when the reader has come to the end, or has gone away before it.
+    The notes are complete once the generator has ended or was closed.
     """
     offset = number = broken = first_broken = long = 0
     try:
@@ -125,7 +133,7 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Read on to the end of the line, or for about `limit` bytes; gives how many were read."""
+    """Read to the end of the line, or about `limit` bytes; returns how many bytes were read."""
     skipped = 0
     while skipped < limit and (part := file.readline(MIB)):
         skipped += len(part)
@@ -153,12 +161,16 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value stands for a number, finite or not (`NaN`, or the string "nan" of writers that keep to strict JSON)."""
+    """Whether a JSON value stands for a number, finite or not (`NaN`, or the string "nan" of
+    writers that keep to strict JSON).
+    """
     return isinstance(value, (int, float)) or (isinstance(value, str) and len(value) < 10 and value.lower() in _NONFINITE)
 
 
 def finite(value: Any) -> float | int | None:
-    """The number itself if it is finite, else None: strict JSON has no NaN. One beyond `LARGEST` counts as infinite."""
+    """The number itself if it is finite, else None: strict JSON has no NaN. One beyond `LARGEST`
+    counts as infinite.
+    """
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST:
@@ -168,20 +180,21 @@ def finite(value: Any) -> float | int | None:
 
 def step_of(row: dict[str, Any]) -> int | None:
     """The step of a row; None if it has none that can be used."""
-    return whole(row.get("step"))
+    return integer(row.get("step"))
 
 
-def whole(value: Any) -> int | None:
+def integer(value: Any) -> int | None:
     """The value if it is an integer that a browser can hold, else None."""
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_STEP
     return value if usable else None
 
 
 def strict(value: Any, name: str, notes: Notes) -> Any:
-    """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read it.
+    """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read
+    it.
 
-    What is nested deeper than `DEPTH`, and what comes after the first `SETTINGS` values, is left out, with a note that says so
-    of the file `name`.
+    Values that are nested deeper than `DEPTH`, and those after the first `SETTINGS` values, are
+    left out; a note names the file, `name`.
     """
     count = deep = 0
 

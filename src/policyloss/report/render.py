@@ -1,4 +1,6 @@
-"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. It asks the network for nothing."""
+"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. The
+page makes no request.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of `data`, which is what `collect` gave. A policy in its head forbids every request and every other script."""
+    """The page of `data`, which `collect` returned. A content policy in its head forbids every
+    request and every other script.
+    """
     shown = view(data)
     style = _asset("page.css")
     script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
@@ -52,7 +56,9 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Only this very style and script, pictures only from the page itself, no request at all."""
+    """A content policy that allows this style, this script and pictures from the page itself, and
+    no request.
+    """
     allowed = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "img-src": "data:"}
     rules = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", *(f"{name} {value}" for name, value in allowed.items())]
     return "; ".join(rules)
@@ -72,11 +78,11 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     for i, panel in enumerate(panels):
         figures.setdefault(panel["section"], []).append(_figure(i, escaped(panel["title"]), escaped(panel["hint"])))
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
-    found = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
+    sections = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
     if OTHER in grids:
         summary = f"<summary><h2>{OTHER} ({len(figures[OTHER])})</h2></summary>"
-        found[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'
-    return found
+        sections[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'
+    return sections
 
 
 def _figure(index: int, title: str, hint: str) -> str:

@@ -1,4 +1,6 @@
-"""Sampled completions, token by token. A long run has more of them than a page can hold, so whole steps are chosen."""
+"""Sampled completions, token by token. A long run has more of them than a page can show, so some
+steps are chosen and shown completely.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,18 @@ from typing import Any
 
 from policyloss.report import limits
 from policyloss.report.limits import cut
-from policyloss.report.reading import Notes, finite, json_lines, open_regular, row_at, step_of, whole
+from policyloss.report.reading import Notes, finite, integer, json_lines, open_regular, row_at, step_of
 
 NUMBERS = ("logp", "old_logp", "rollout_logp", "ratio", "token_advantage")
 TEXTS = ("prompt", "completion", "answer")
-Index = dict[int, list[tuple[int, int]]]  # step → (byte offset, size) of its rows: a file may be larger than memory
+# step → (byte offset, size) of its rows, because a file may be larger than memory
+Index = dict[int, list[tuple[int, int]]]
 
 
 def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -> list[dict[str, Any]]:
-    """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget` tokens of them."""
+    """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget`
+    tokens of them.
+    """
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
@@ -51,7 +56,9 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def _choose(index: Index, budget: int) -> Index:
-    """Every k-th step back from the last, with the smallest k that fits; of a single step that is too long, its first rows."""
+    """Every k-th step, counted back from the last, with the smallest k that fits. If a single step
+    is too long, its first rows are chosen.
+    """
     steps = sorted(index)
     sizes = {step: sum(size for _, size in rows) for step, rows in index.items()}
     stride = 1
@@ -71,7 +78,7 @@ def _choose(index: Index, budget: int) -> Index:
 
 
 class Shortened:
-    """Counts what was shown up to some length only."""
+    """Counts the texts that were cut to a maximal length."""
 
     def __init__(self) -> None:
         self.texts = self.tokens = self.rows = 0
@@ -87,7 +94,9 @@ class Shortened:
 
 
 def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]:
-    """One row with every field of the schema: texts are strings, and each list is as long as `tokens`, None where unknown."""
+    """One row with every field of the schema: texts are strings, and each list is as long as
+    `tokens`, None where unknown.
+    """
     every = _list(row.get("tokens"))
     tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
     texts = {name: _text(row.get(name)) for name in TEXTS}
@@ -98,7 +107,7 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
     out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
     out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}
     out |= {"finished": bool(row.get("finished")), "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens]}
-    out["ids"] = _fitted([whole(v) for v in _list(row.get("ids"))], len(tokens))
+    out["ids"] = _fitted([integer(v) for v in _list(row.get("ids"))], len(tokens))
     out |= {name: _fitted([finite(v) for v in _list(row.get(name))], len(tokens)) for name in NUMBERS}
     out["clipped"] = [None if flag is None else bool(flag) for flag in _fitted(_list(row.get("clipped")), len(tokens))]
     return out
@@ -109,7 +118,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, a number in digits, and of a list or an object only that it is one."""
+    """A text as it is, a number in digits, and for a list or an object only the name of
+    its kind.
+    """
     if isinstance(value, (dict, list)):
         return f"({type(value).__name__})"
     return value if isinstance(value, str) else "" if value is None else str(value)
@@ -117,7 +128,7 @@ def _text(value: Any) -> str:
 
 def _label(value: Any) -> str | int | None:
     """The name or number of an example or a group."""
-    return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else whole(value)
+    return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else integer(value)
 
 
 def _fitted(values: list[Any], length: int) -> list[Any]:

@@ -14,12 +14,14 @@ from policyloss.report.reading import Notes, finite, is_number, json_lines, open
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
-# The metrics that the page's own charts name are kept however many others there are.
+# The metrics that the charts of the page name are kept, however many others there are.
 _EXPECTED = {name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name} | {"tokens"}
 
 
 class Line:
-    """One metric over the steps: its points, thinned if there are many, and what the summary says of all of them."""
+    """One metric over the steps: its points, thinned if there are many, and the numbers that the
+    summary needs of all of them.
+    """
 
     def __init__(self) -> None:
         self.count = self.nonfinite = 0
@@ -33,7 +35,7 @@ class Line:
         self._newest: tuple[int, float | int | None] = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
-        """The next point; None is NaN or infinite."""
+        """Add the next point; None stands for NaN or infinity."""
         if self.count % self._stride == 0:
             self._points.append((step, value))
             if len(self._points) > 2 * limits.POINTS:
@@ -56,7 +58,9 @@ class Line:
         return points[:: -math.ceil(len(points) / limit)][::-1]
 
     def change(self) -> dict[str, Any] | None:
-        """{"first", "first_step", "last", "last_step", "best"} over the finite values; None without any."""
+        """{"first", "first_step", "last", "last_step", "best"} over the finite values; None without
+        any.
+        """
         if self.first is None or self.last is None:
             return None
         (first_step, first), (last_step, last) = self.first, self.last
@@ -64,18 +68,21 @@ class Line:
 
 
 class Table:
-    """What a file of metrics holds: a `Line` for each metric, the histograms, and how many steps were trained."""
+    """What a file of metrics holds: a `Line` for each metric, the histograms, and how many steps
+    were trained.
+    """
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
-        self.trained = 0  # an evaluation after the last step has a line of its own, and is no step
+        self.trained = 0  # an evaluation after the last step has a separate line, and is no step
         self.histograms = Histograms()
         self._left_out: set[str] = set()
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """The row of a step; steps come in order, each once."""
-        were = row.get("nonfinite")  # the names of the numbers that strict JSON could not hold and that were written as null
-        nonfinite = were if isinstance(were, dict) else {}
+        """Add the row of a step. Steps come in order, each once."""
+        # Strict JSON has no NaN: such numbers are written as null, and their names stand here.
+        names = row.get("nonfinite")
+        nonfinite = names if isinstance(names, dict) else {}
         self.trained += any(key != "step" and not key.startswith("eval/") for key in row)
         for key, value in row.items():
             if key == HISTOGRAM:
@@ -93,7 +100,9 @@ class Table:
         return False
 
     def series(self, file: str, notes: Notes) -> Series:
-        """{metric: {"step": [...], "value": [...]}}; the value is None where the metric was NaN or infinite."""
+        """{metric: {"step": [...], "value": [...]}}; the value is None where the metric was NaN or
+        infinite.
+        """
         if self._left_out:
             count = f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
@@ -127,9 +136,12 @@ class Table:
 
 
 def read_table(path: Path, notes: Notes) -> Table:
-    """The rows of a file by their step, in order. A step written twice counts once, as last written."""
+    """The rows of a file by their step, in order. Of a step that was written twice, the last row
+    counts.
+    """
     table = Table()
-    places: dict[int, int] = {}  # step → the byte offset of its last row: a file may be larger than memory
+    # step → the byte offset of its last row, because a file may be larger than memory
+    places: dict[int, int] = {}
     repeated = without = 0
     file = open_regular(path, notes)
     if file is None:
@@ -164,7 +176,7 @@ class Histograms:
         self._stride = 1
 
     def add(self, step: int, value: Any) -> None:
-        """The histogram of the next step, as the run wrote it."""
+        """Add the histogram of the next step, as the run wrote it."""
         usable = _histogram(value)
         if usable is None or (self._edges and usable[0] != self._edges):
             self._odd += 1
@@ -178,7 +190,9 @@ class Histograms:
         self._count += 1
 
     def data(self, notes: Notes) -> dict[str, list[Any]] | None:
-        """{"edges": [E], "step": [S], "counts": [S][E − 1]} of the ratio; None if no step has one."""
+        """{"edges": [E], "step": [S], "counts": [S][E − 1]} of the ratio; None if no step
+        has one.
+        """
         if self._odd:
             what = f"{self._odd} ratio histogram(s) have other edges than the first, or no usable ones"
             notes.append(f"{what}, and were left out.")
@@ -190,7 +204,9 @@ class Histograms:
 
 
 def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
-    """Edges, positive and finite, and the counts between them; an outer edge of 0 or infinity is drawn one bin further out."""
+    """Edges, positive and finite, and the counts between them; an outer edge of 0 or infinity is
+    drawn one bin further out.
+    """
     if not isinstance(value, dict):
         return None
     edges, counts = value.get("edges"), value.get("counts")

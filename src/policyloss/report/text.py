@@ -1,4 +1,6 @@
-"""Text from outside on its way into the page: nothing of it is markup, and nothing of it is invisible."""
+"""Makes text from a run safe for the page: none of it can act as markup, and every character is
+visible.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,35 @@ import json
 import re
 from typing import Any
 
-# Characters that are no text: controls but tab and newline, direction overrides and isolates, zero-width ones, lone surrogates.
+# Characters that show nothing or deceive: controls except tab and newline, direction overrides and
+# isolates, zero-width characters, lone surrogates.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]")
 
 
 def escaped(value: Any) -> str:
-    """`value` as HTML text, good in an element and in a quoted attribute; what cannot be seen is shown by its number."""
+    """`value` as HTML text, safe in an element and in a quoted attribute; an invisible character is
+    shown by its number.
+    """
     return html.escape(visible(str(value)), quote=True)
 
 
 def visible(text: str) -> str:
-    """`text` with what cannot be seen, or would command a terminal, shown by its number."""
+    """`text` with the number of every character that is invisible or would control a terminal."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def island(data: Any) -> str:
-    """JSON for a `<script type="application/json">`: no character in it can end the element or begin another."""
+    """JSON for a `<script type="application/json">`: no character in it can end the element or
+    begin another.
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """A number for people: `digits` significant ones, thousands apart; an en dash for none."""
+    """A number for people, with `digits` significant digits and separated thousands; an en dash for
+    None.
+    """
     if value is None:
         return "–"
     if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):
@@ -40,11 +49,11 @@ def duration(seconds: float | int | None) -> str:
     """Seconds as 42 s, 3 min 05 s or 2 h 07 min."""
     if seconds is None:
         return "–"
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.3g} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole >= 1e15:
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded >= 1e15:
         return f"{seconds:.3g} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"

@@ -1,4 +1,6 @@
-"""What the page's own code needs, as compact data: series with shared step lists, histograms cut to where they are not empty."""
+"""The data that the page's script needs, in compact form: series share their lists of steps, and
+histograms lose their empty outer bins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from policyloss.report.panels import panels_for
 from policyloss.report.reading import finite
 from policyloss.report.rollouts import NUMBERS
 
-_LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}  # so that rounding alone, of an on-policy run, has no colour
+# The least size with the full colour, so that the rounding of an on-policy run has no colour.
+_LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}
 
 
 def view(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +42,9 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(values: Iterable[Any]) -> list[Any]:
-    """Six significant digits are more than a screen can show; beside the largest numbers, the smallest are nothing."""
+    """The values with six significant digits, which is more than a screen can show; tiny values
+    become 0.
+    """
     return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0 for v in values]
 
 
@@ -54,7 +59,9 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _band(spec: Any) -> list[float] | None:
-    """The ratios between which the trust region holds nothing, if the loss has such and is of tokens, as the histogram is."""
+    """The ratios between which the trust region limits nothing; None if the loss has no such band,
+    or if its ratio is not that of tokens, as the histogram's is.
+    """
     parts = spec if isinstance(spec, dict) else {}
     ratio, trust = parts.get("ratio"), parts.get("trust")
     if not isinstance(ratio, dict) or ratio.get("type") != "TokenRatio" or not isinstance(trust, dict):
@@ -67,14 +74,16 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """For each colouring, the size that gets the full colour: 98 % of the tokens lie within, and one scale serves all runs."""
+    """For each colouring, the size that gets the full colour. 98 % of the tokens do not exceed it,
+    and all runs share one scale.
+    """
     values: dict[str, list[float]] = {"ratio": [], "advantage": [], "rollout": []}
     for row in rows:
         values["ratio"] += [abs(math.log(r)) for r in row["ratio"] if r is not None and r > 0]
         values["advantage"] += [abs(a) for a in row["token_advantage"] if a is not None]
         pairs = zip(row["logp"], row["rollout_logp"], strict=True)
         values["rollout"] += [abs(a - b) for a, b in pairs if a is not None and b is not None]
-    return {mode: max(_percentile(found, 0.98), _LEAST[mode]) or 1.0 for mode, found in values.items()}
+    return {mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0 for mode, sizes in values.items()}
 
 
 def _percentile(values: list[float], share: float) -> float:

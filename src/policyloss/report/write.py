@@ -1,4 +1,4 @@
-"""`write_report`: the page and its data on disk, whole or not at all."""
+"""`write_report`: writes the page and its data to disk, completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _READ = {"config.json", "environment.json", "lock", "metrics.jsonl", "rollouts.j
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None) -> dict[str, Any]:
-    """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each atomically; returns the data.
+    """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each
+    atomically; returns the data.
 
-    Only regular files are written, and none that a run is made of.
+    Only regular files are written, and no file of a run is overwritten.
     """
     targets = {"out": Path(out)} | ({} if json_out is None else {"json_out": Path(json_out)})
     data = collect(paths)

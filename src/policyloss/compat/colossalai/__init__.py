@@ -1,7 +1,7 @@
-"""ColossalChat's losses: `PolicyLoss` as in `coati.distributed.loss`; `models` holds the older two of `coati.models.loss`.
-
-`install()` puts them into the `coati` that is importable. Its consumers are Ray actors, so it must run there:
-`ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.colossalai.install"})`.
+"""ColossalChat's losses: `PolicyLoss` as in `coati.distributed.loss`; `models` has the older two of
+`coati.models.loss`. `install()` puts them into the `coati` that can be imported. ColossalChat's
+consumers are Ray actors, so it must run there: `ray.init(runtime_env={"worker_process_setup_hook":
+"policyloss.compat.colossalai.install"})`.
 """
 
 from policyloss.compat.colossalai import models

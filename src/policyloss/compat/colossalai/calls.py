@@ -14,13 +14,15 @@ EPSILON = 1e-8  # added to the number of a sample's tokens, and to the tokens of
 
 
 def all_rows(tokens: Tensor) -> Totals:
-    """The counts of a mean over the rows of `tokens`, in which one without a valid token counts as any other."""
+    """The counts of a mean over the rows of `tokens`, in which a row without a valid token counts
+    like any other.
+    """
     return Totals(tokens.shape[0], tokens.shape[0])
 
 
 def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
     """The mean over a sample's tokens, which ColossalChat guards if there is a mask."""
-    # It adds to a count in the mask's own precision: any but float64 loses it.
+    # ColossalChat adds it to a count in the mask's precision, and only float64 keeps it.
     return seq_mean_token_mean(EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0)
 
 
@@ -30,7 +32,9 @@ def everything(like: Tensor) -> Tensor:
 
 
 def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Over every position of the batch; a masked one has ratio 1."""
+    """The mean and the maximum of the ratio over every position of the batch; a masked one has
+    ratio 1.
+    """
     tokens = Inputs(logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs).tokens()
     ratio = tokens.log_ratio_to("old").exp()
     return ratio.mean(), ratio.max()

@@ -20,10 +20,12 @@ from policyloss.totals import Totals
 
 
 class PolicyLoss(nn.Module):
-    """ColossalChat's clipped loss with `beta` times a KL penalty that is given, over samples or over tokens.
+    """ColossalChat's clipped loss plus `beta` times a KL penalty that the caller computed, over
+    samples or over tokens.
 
-    "sample_level": the mean over all rows, also those that a mask empties, of their token means. "token_level": the sum over
-    `total_effective_tokens_in_batch`. adv: kept, and not used (the advantages are made elsewhere). The log-ratio is not clamped.
+    "sample_level": the mean over all rows, also those that a mask empties, of their token means.
+    "token_level": the sum over `total_effective_tokens_in_batch`. adv: stored but not used
+    (advantages are computed elsewhere). The log-ratio is not clamped.
     returns: "tuple" for `(loss, largest ratio)`, "loss" for the loss alone.
     """
 
@@ -63,8 +65,9 @@ class PolicyLoss(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The loss, with the largest ratio beside it.
 
-        log_probs, old_log_probs, per_token_kl (not read if beta is 0; its gradient is kept), action_mask: `[B, T]`. advantages:
-        `[B, T]` or `[B, 1]`. loss_mask: `[B]`, the samples to learn from. total_effective_tokens_in_batch: of the whole step.
+        log_probs, old_log_probs, per_token_kl (not read if beta is 0; its gradient is kept),
+        action_mask: `[B, T]`. advantages: `[B, T]` or `[B, 1]`. loss_mask: `[B]`, the samples to
+        learn from. total_effective_tokens_in_batch: the count of the optimizer step.
         """
         mask = everything(log_probs) if action_mask is None else action_mask
         learned = as_mask(mask, log_probs)

@@ -1,4 +1,4 @@
-"""Putting the drop-ins into an importable `coati`, ColossalChat's package."""
+"""Puts the drop-ins into `coati`, ColossalChat's package, if it can be imported."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _installed: list[tuple[Any, Any]] = []
 
 
 def install() -> list[str]:
-    """Put these in place of coati's own, in every module of it that is or will be imported; returns what was replaced.
-
-    A part of coati that cannot be imported is left out; it is an error if none can, or if one has other arguments than are known
-    here. A second call changes nothing; `uninstall` undoes it.
+    """Replace coati's losses by these in every module of coati that is or will be imported; returns
+    what was replaced. A module of coati that cannot be imported is left out. It is an error if none
+    can be imported, or if a loss takes other arguments than this library knows. A second call
+    changes nothing; `uninstall` undoes it.
     """
     if not _installed:
         _installed.extend([pair for name, classes in _OURS.items() for pair in _pairs(name, classes)])
@@ -32,7 +32,7 @@ def install() -> list[str]:
 
 
 def uninstall() -> None:
-    """Put coati's own back, in every module of it."""
+    """Restore coati's losses in every module of coati."""
     swap("coati", [(new, old) for old, new in _installed])
     _installed.clear()
 
@@ -42,13 +42,13 @@ def _pairs(module_name: str, classes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         module = import_module(module_name)
     except ImportError:
         return []
-    found = []
+    pairs = []
     for ours in classes:
         theirs = getattr(module, ours.__name__)
         for method in ("__init__", "forward"):
             _check_arguments(f"{module_name}.{ours.__name__}.{method}", getattr(theirs, method), getattr(ours, method))
-        found.append((theirs, ours))
-    return found
+        pairs.append((theirs, ours))
+    return pairs
 
 
 def _check_arguments(called: str, theirs: Any, ours: Any) -> None:

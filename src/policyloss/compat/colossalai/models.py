@@ -17,7 +17,9 @@ LOG_10 = 2.302585092994046  # the ratio is at most 10
 
 
 class PolicyLoss(nn.Module):
-    """ColossalChat's older PPO loss: the ratio is at most 10; the mean over all rows of their token means."""
+    """ColossalChat's older PPO loss: the ratio is at most 10, and the loss is the mean over all
+    rows of their token means.
+    """
 
     @drop_in
     def __init__(self, clip_eps: float = 0.2, skip_threshold: float = 20.0) -> None:
@@ -27,7 +29,7 @@ class PolicyLoss(nn.Module):
 
     @property
     def spec(self) -> LossSpec:
-        """The loss as this library says it, for `policyloss.explain` among others."""
+        """The loss as a `LossSpec`, for example for `policyloss.explain`."""
         ratio = TokenRatio(log_clamp=(None, LOG_10))
         return LossSpec(ratio, Clip(self.clip_eps, self.clip_eps), aggregate=sample_mean(None))
 
@@ -35,7 +37,9 @@ class PolicyLoss(nn.Module):
     def forward(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
     ) -> tuple[Tensor, bool, Tensor]:
-        """`(loss, skip, largest ratio)`; skip: the mean ratio, a masked token's being 1, is above skip_threshold. All `[B, T]`."""
+        """`(loss, skip, largest ratio)`. skip: whether the mean ratio, where masked tokens count as
+        1, is above skip_threshold. All tensors are `[B, T]`.
+        """
         mask = everything(log_probs) if action_mask is None else action_mask
         spec = self.spec.replace(aggregate=sample_mean(action_mask))
         loss = policy_loss(spec, log_probs, old_log_probs, advantages, mask, totals=all_rows(log_probs)).loss
@@ -44,7 +48,9 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """ColossalChat's older value loss: half the larger of the squared errors, clipped or not, over all valid tokens."""
+    """ColossalChat's older value loss: half the larger of the squared errors, clipped or not, over
+    all valid tokens.
+    """
 
     @drop_in
     def __init__(self, clip_eps: float = 0.2) -> None:
@@ -55,7 +61,9 @@ class ValueLoss(nn.Module):
 
     @drop_in
     def forward(self, values: Tensor, old_values: Tensor, advantage: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """The loss, 0-dim; the returns are advantage + old_values. All `[B, T]`. Nothing valid gives 0 (ColossalChat: NaN)."""
+        """The loss, 0-dim; the returns are advantage + old_values. All tensors are `[B, T]`. A
+        batch without valid tokens gives 0 (ColossalChat: NaN).
+        """
         mask = everything(values) if action_mask is None else action_mask
         returns = advantage + old_values
         return value_loss(values, returns, old_values, mask, self.clip_eps, totals="local").loss

@@ -1,4 +1,4 @@
-"""ColossalChat's KL term: it comes computed, one number per token."""
+"""ColossalChat's KL term, which the caller computes, one number per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policyloss.tokens import Tokens
 
 @dataclass(frozen=True, eq=False)
 class GivenKL:
-    """`beta` times this penalty, token-shaped. Its own gradient, if it has one, is kept."""
+    """`beta` times a token-shaped penalty. If the penalty carries a gradient, it is kept."""
 
     kl: Tensor
     beta: float

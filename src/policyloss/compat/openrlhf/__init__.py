@@ -1,6 +1,6 @@
-"""OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`: its arguments, return values and numbers.
-
-`install()` puts them into the OpenRLHF that is installed. OpenRLHF trains in Ray's worker processes, so it must run there:
+"""OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`: they have
+OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF.
+OpenRLHF trains in Ray's worker processes, so it must run there:
 `ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.openrlhf.install"})`.
 """
 

@@ -1,4 +1,6 @@
-"""What OpenRLHF counts and reports beside its loss: shares that are 0 of nothing, filtered tokens and rows, a capped weight."""
+"""What OpenRLHF counts and reports beside its loss: shares, which are 0 if nothing was counted,
+filtered tokens and rows, and a capped weight.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ from policyloss.tokens import Tokens
 
 
 def mean_or_zero(total: Tensor, n: Tensor) -> Tensor:
-    """`total / n` of a sum and its count, wide enough not to be rounded; 0 where nothing was counted. 0-dim."""
+    """`total / n` of a sum and its count, in a dtype that need not round it; 0 where nothing was
+    counted. 0-dim.
+    """
     wide = accumulator_dtype(total.device)
     return total.to(wide) / n.to(wide).clamp(min=1)
 
 
 @torch.no_grad()
 def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "token") -> Tensor:
-    """The share that a correction rejects: of the valid tokens, or of this call's sequences — those it leaves without a token.
-
-    A sequence that had no valid token is left without one as well. 0-dim, wide enough that it is not rounded; 0 of nothing.
+    """The share that a correction rejects: of the valid tokens, or of this call's sequences. A
+    sequence is rejected if it has no valid token left, also if it had none before. 0-dim, in a
+    dtype that need not round it; 0 if nothing was counted.
     """
     keep = part(t).keep
     kept = t.mask if keep is None else t.mask & keep
@@ -35,5 +39,7 @@ def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "to
 
 
 def capped_weight(log_ratio: Tensor, cap: float) -> Tensor:
-    """`min(exp(log_ratio), cap)`, gradient stopped: the weight on an unbiased KL's gradient, which cannot explode."""
+    """`min(exp(log_ratio), cap)` without gradient: the weight of an unbiased KL's gradient, bounded
+    so that it cannot explode.
+    """
     return log_ratio.detach().exp().clamp(max=cap)

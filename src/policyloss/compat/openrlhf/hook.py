@@ -1,4 +1,4 @@
-"""Putting the drop-ins into an installed OpenRLHF."""
+"""Puts the drop-ins into an installed OpenRLHF."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _installed: list[tuple[Any, Any]] = []
 
 
 def install(release: str | None = None) -> str:
-    """Put these in place of OpenRLHF's own, in every module of it that is or will be imported; returns the release served.
-
-    Replaced are PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl. release: its version, if its metadata is not there
-    to tell. A second call changes nothing; `uninstall` undoes it.
+    """Replace PolicyLoss, ValueLoss, aggregate_loss and compute_approx_kl in every module of
+    OpenRLHF that is or will be imported; returns the release whose numbers they give. release:
+    OpenRLHF's version, if the package has no metadata. A second call changes nothing; `uninstall`
+    undoes it.
     """
     version = release or installed_version("openrlhf")
     check_release(version)
@@ -35,7 +35,7 @@ def install(release: str | None = None) -> str:
 
 
 def uninstall() -> None:
-    """Put OpenRLHF's own back, in every module of it."""
+    """Restore OpenRLHF's classes and functions in every module of OpenRLHF."""
     swap("openrlhf", [(new, old) for old, new in _installed])
     _installed.clear()
 

@@ -43,17 +43,22 @@ KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased g
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of earlier releases.
+    """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of
+    earlier releases.
 
-    Those — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`, `vllm_is_correction_type` — are given by name, or by place
-    as in those releases: the sixth argument is then a bool, where 0.11.2 has a word. Whoever gives them gets the four values of
-    0.11.1 back, others the five of 0.11.2. release: whose numbers and return values, if not those.
+    Pass those of earlier releases — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`,
+    `vllm_is_correction_type` — by name, or by position as in those releases: the sixth argument is
+    then a bool, where 0.11.2 has a word. With them, the loss returns the four values of 0.11.1;
+    otherwise it returns the five of 0.11.2. release: another release whose numbers and return
+    values to follow.
 
-    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3 to 0.10.2 ppo_kl is the
-    rollout's when a correction is on. A batch with nothing valid gives 0 here, with a zero gradient (OpenRLHF: NaN).
+    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3
+    to 0.10.2 ppo_kl is that of the rollout policy when a correction is on. A batch without valid
+    tokens gives 0 here, with a zero gradient (OpenRLHF: NaN).
 
-    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability the two policies agree, where
-    rounding puts the divergence below 0 (half of them, in float32); (-1, high) does not.
+    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability
+    the two policies agree, where rounding puts the divergence below 0 (half of them, in float32);
+    (-1, high) does not.
     """
 
     default_release: str | None = None
@@ -104,7 +109,7 @@ class PolicyLoss(nn.Module):
 
     @property
     def spec(self) -> LossSpec:
-        """The loss as this library says it, for `policyloss.explain` among others."""
+        """The loss as a `LossSpec`, for example for `policyloss.explain`."""
         return self._make_spec()
 
     def _make_spec(self, mask_dtype: torch.dtype = torch.float64) -> LossSpec:
@@ -129,9 +134,11 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last ones None without a correction.
+        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last
+        ones None without a correction.
 
-        All are `[B, T]` but the counts: the valid tokens and the samples of the whole step, over all ranks.
+        All tensors are `[B, T]`. The counts are those of the valid tokens and the samples of the
+        optimizer step, over all ranks.
         """
         mask = _mask(log_probs, action_mask, self.token_level_loss, batch_num_tokens, self.release, self.policy_loss_type)
         gate = self._gate()
@@ -170,7 +177,9 @@ class PolicyLoss(nn.Module):
     def _filter_ratio(
         self, gate: Gate, log_probs: Tensor, old: Tensor, rollout: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> Tensor | None:
-        """The share outside the threshold: of the tokens, or, at sequence level, of the rows (one without a token is outside)."""
+        """The share outside the threshold: of the tokens, or at sequence level of the rows (a row
+        without a token counts as outside).
+        """
         if not self.returns_filter_ratio:
             return None
         part = correction(gate._replace(mode="mask"))
@@ -202,7 +211,9 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """OpenRLHF's value loss: half the squared error, with `clip_eps` the larger of it and the clipped one's. release: as above."""
+    """OpenRLHF's value loss: half the squared error, or with `clip_eps` half the larger of the
+    squared error and the clipped one. release: as in `PolicyLoss`.
+    """
 
     default_release: str | None = None
 
@@ -227,7 +238,7 @@ class ValueLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> Tensor:
-        """The loss, 0-dim. The tensors are `[B, T]`; the counts are of the whole step."""
+        """The loss, 0-dim. The tensors are `[B, T]`; the counts are those of the optimizer step."""
         mask = _mask(values, action_mask, self.token_level_loss, batch_num_tokens, self.release)
         return value_loss(
             values,
@@ -249,7 +260,9 @@ def aggregate_loss(
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
 ) -> Tensor:
-    """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means. dp_size: only beside a given count."""
+    """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means.
+    dp_size: used only with a count of the step.
+    """
     mask = _mask(loss, loss_mask, token_level_loss, batch_num_tokens, CURRENT, called="loss_mask")
     totals = _totals(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
     return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
@@ -263,10 +276,11 @@ def compute_approx_kl(
     kl_estimator: str = "k1",
     unbiased_gradient: bool = False,
 ) -> Tensor:
-    """OpenRLHF's estimate of KL(current‖base) for each token, in float32, held within ±10.
+    """OpenRLHF's estimate of KL(current‖base) for each token, in float32, clamped to ±10.
 
-    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if that is given. Up to 0.11.0 the
-    third argument is the estimator, and may be here too.
+    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if
+    you pass that. Up to 0.11.0 the third argument is the estimator, and this function accepts that
+    too.
     """
     old = None if isinstance(log_probs_old, str) else log_probs_old
     if old is not None:
@@ -277,8 +291,8 @@ def compute_approx_kl(
         raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
-    held = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
-    raw = estimate(held, kl_estimator, as_written="exp(d) - 1 - d")
+    clamped = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
+    raw = estimate(clamped, kl_estimator, as_written="exp(d) - 1 - d")
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
@@ -295,7 +309,7 @@ def _mask(
     loss_type: str = "ppo",
     called: str = "action_mask",
 ) -> Tensor:
-    """The mask, or all of the tokens where OpenRLHF works without one."""
+    """The mask, or a mask of all tokens where OpenRLHF works without one."""
     if mask is not None:
         return mask
     rows_need_it = not token_level and at_least(release, "0.10.3")
@@ -307,7 +321,7 @@ def _mask(
 def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> TokenMean | SeqMeanTokenMean:
     if token_level:
         return TokenMean()
-    # OpenRLHF adds it to a count in the mask's own precision: any but float64 loses it.
+    # OpenRLHF adds it to a count in the mask's precision, and only float64 keeps it.
     felt = mask_dtype == torch.float64 and at_least(release, "0.10.3")
     return seq_mean_token_mean(EPSILON if felt else 0.0)
 
@@ -315,7 +329,9 @@ def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> Toke
 def _totals(
     token_level: bool, dp_size: int, batch_num_tokens: float | None, global_batch_size: float | None
 ) -> Totals | Literal["local"]:
-    """The counts of the step; without the one that matters, the call is the whole batch and dp_size is not used."""
+    """The counts of the step. Without the count that the mean needs, the call is the complete batch
+    and dp_size is not used.
+    """
     count = batch_num_tokens if token_level else global_batch_size
     return "local" if count is None else Totals(number(count), number(count), dp_size=int(dp_size))
 
@@ -326,6 +342,6 @@ def _stat(record: Record) -> Stat:
 
 
 def _mean(record: Record, dtype: torch.dtype) -> Tensor:
-    """A mean, in the precision that OpenRLHF gives it; 0 of nothing, where OpenRLHF gives NaN."""
+    """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF gives NaN."""
     stat = _stat(record)
     return mean_or_zero(stat.sum, stat.count).to(dtype)

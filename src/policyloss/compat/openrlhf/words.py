@@ -1,4 +1,6 @@
-"""OpenRLHF's words for its policy loss: two families of correction arguments, by release, and the parts they stand for."""
+"""OpenRLHF's arguments of its policy loss: two families of correction arguments, by release, and
+the parts they stand for.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from policyloss.compat.releases import at_least
 from policyloss.errors import SpecError, unknown_name
 from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Truncate
 
-OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"  # the releases served: from the first to before the last
+# Releases from OLDEST to before UNKNOWN are served.
+OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"
 LAST_WITH_VLLM_NAMES = "0.11.1"
 BINARY_FLOOR = 1e-6  # the smallest probability in a binary KL
 
 Threshold = float | Sequence[float] | None
 _DIVERGENCES: dict[str, Literal["kl", "tv"]] = {"binary_kl": "kl", "tv": "tv"}
-# What the releases up to 0.11.1 call a correction, in the words of 0.11.2: level and mode, gated by the ratio.
+# The corrections of the releases up to 0.11.1, in the words of 0.11.2: level and mode, gated by the
+# ratio.
 VLLM_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask"), "mis": ("seq", "mask")}
 
 
@@ -29,19 +33,21 @@ class Gate(NamedTuple):
 
 
 def by_place(words: tuple[Any, ...], vllm: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a bool."""
+    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a
+    bool.
+    """
     enable, threshold, kind, fourth = words
     if vllm != (None, None, None) or fourth != (0.5, 5.0):
         raise SpecError(
             f"is_correction_level={enable!r}: a bool in the sixth place is enable_vllm_is_correction, followed by "
             "vllm_is_truncated_threshold and vllm_is_correction_type; give nothing beside these three."
         )
-    given = (enable, None if threshold == "mask" else threshold, None if kind == "ratio" else kind)
-    return ("off", "mask", "ratio", (0.5, 5.0)), given
+    vllm_words = (enable, None if threshold == "mask" else threshold, None if kind == "ratio" else kind)
+    return ("off", "mask", "ratio", (0.5, 5.0)), vllm_words
 
 
 def family(words: tuple[Any, ...], vllm: tuple[Any, ...], release: str | None) -> str:
-    """The release to follow: the one given, or the last that has the arguments given."""
+    """The release to follow: `release`, or the last one that has the arguments that were passed."""
     has_words, has_vllm = words != ("off", "mask", "ratio", (0.5, 5.0)), vllm != (None, None, None)
     if has_words and has_vllm:
         raise SpecError(
@@ -68,7 +74,7 @@ def check_release(release: str) -> None:
 
 
 def check_gate(gate: Gate) -> None:
-    """What OpenRLHF checks of the four words of 0.11.2."""
+    """Check the four words of 0.11.2 as OpenRLHF does."""
     valid = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
     for name, words in valid.items():
         if getattr(gate, name) not in words:
@@ -82,7 +88,9 @@ def check_gate(gate: Gate) -> None:
 
 
 def bounds(threshold: Threshold) -> tuple[float, float]:
-    """A threshold as (low, high); a single number, as up to 0.9.0, bounds from above."""
+    """A threshold as (low, high); a single number, which releases up to 0.9.0 take, is an upper
+    bound.
+    """
     if isinstance(threshold, (int, float)):
         return 0.0, threshold
     if threshold is None or len(threshold) != 2:
@@ -93,7 +101,9 @@ def bounds(threshold: Threshold) -> tuple[float, float]:
 
 
 def correction(gate: Gate) -> Truncate | Band | SequenceMask | DivergenceMask:
-    """The part that a correction is. OpenRLHF does not clamp the logarithm of its weight."""
+    """The part that a correction stands for. OpenRLHF does not clamp the logarithm of its
+    weight.
+    """
     low, high = bounds(gate.threshold)
     if gate.gating != "ratio":
         level: Literal["sequence", "token"] = "sequence" if gate.level == "seq" else "token"

@@ -2,10 +2,13 @@
 
     from policyloss.compat.trl import GRPOTrainer, explain_config, spec_from_config
 
-    print(explain_config(GRPOConfig(loss_type="cispo")))           # what that config trains, and its traps
-    trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")   # TRL's trainer with another loss; None: the config's own
+    # What that config trains, and its traps:
+    print(explain_config(GRPOConfig(loss_type="cispo")))
+    # TRL's trainer with another loss; None keeps the loss that the config describes:
+    trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")
 
-Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer` needs TRL installed.
+Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer`
+needs TRL installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One micro-batch of TRL's GRPOTrainer as a call of `policy_loss`: its tensors' names, and what it does about missing numbers."""
+"""One micro-batch of TRL's GRPOTrainer as a call of `policy_loss`: the names of its tensors, and
+how it treats missing numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from policyloss.totals import Totals
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
-    """The tokens to train on, bool `[B, T]`: those of the completion that the model wrote itself, not a tool."""
+    """The tokens to train on, bool `[B, T]`: those of the completion that the model wrote, not a
+    tool.
+    """
     completion: Tensor = inputs["completion_mask"]
     completion = as_mask(completion, completion, "completion_mask")
     return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion
@@ -37,9 +41,11 @@ def batch_loss(
 ) -> LossOutput:
     """`policy_loss` of one of the trainer's micro-batches.
 
-    logp: `[B, T]` with its gradient. inputs: what TRL's `_generate_and_score_completions` makes. Without "old_per_token_logps" the
-    batch is exactly on-policy. A token that vLLM could not score (NaN) has importance weight 1 and shows no drift, as in TRL.
-    entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped (top_entropy_quantile).
+    logp: `[B, T]` with its gradient. inputs: the result of TRL's `_generate_and_score_completions`.
+    Without "old_per_token_logps" the batch is exactly on-policy. A token that vLLM could not score
+    (NaN) has importance weight 1 and shows no drift, as in TRL.
+    entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped
+    (top_entropy_quantile).
     """
     spec = ready_spec(spec)
     check_tensor("logp", logp, "float")
@@ -67,7 +73,9 @@ def batch_loss(
 
 
 def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:
-    """An `OPSM` on the engine's log-probabilities: a token it did not score counts as no drift, not as the drift from old_logp."""
+    """An `OPSM` on the engine's log-probabilities, for which a token that the engine did not score
+    has no drift, instead of that from old_logp.
+    """
     if sampling is None or not isinstance(part, OPSM) or part.source != "rollout":
         return part
 

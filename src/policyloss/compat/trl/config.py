@@ -1,4 +1,6 @@
-"""A GRPOConfig as a loss: `spec_from_config` translates its options to a `LossSpec`, `totals_for` its denominators to `Totals`."""
+"""A GRPOConfig as a loss: `spec_from_config` translates its options to a `LossSpec`, `totals_for`
+its denominators to `Totals`.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,18 @@ BESIDE = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 def spec_from_config(
     config: Any, *, release: str | None = None, handled: Collection[str] = (), engine_logp: bool | None = None
 ) -> LossSpec:
-    """The loss a GRPOConfig stands for. With `totals_for`'s totals, its value and gradient are TRL's.
+    """The loss that a GRPOConfig describes. With the totals of `totals_for`, its value and gradient
+    are TRL's.
 
-    config: TRL's GRPOConfig, or any object with its attributes; one that is missing means what releases without it do.
-    release: the TRL release whose meaning is wanted; None is the current one. handled: options beside the policy term that the
-    caller takes care of (of `BESIDE`), which otherwise raise an error unless they are off. engine_logp: whether the batches hold
-    log-probabilities of the inference engine; None means where vLLM is used.
+    config: TRL's GRPOConfig, or any object with its attributes; a missing attribute means what
+    releases without it do. release: the TRL release whose meaning to follow; None is the current
+    one. handled: the options of `BESIDE` that the caller implements; the others raise an error
+    unless they are off. engine_logp: whether the batches hold log-probabilities of the inference
+    engine; None means that they do if vLLM is used.
 
-    What TRL divides by is not here but in the totals: "bnpo" and "dapo" are the same token mean, the one over the tokens of each
-    micro-batch and the other over those of the step. An MoE model's router loss is no part of the policy loss.
+    The spec does not say what TRL divides by; the totals do. "bnpo" and "dapo" are the same token
+    mean, one over the tokens of each micro-batch and the other over those of the step. An MoE
+    model's router loss is not part of the policy loss.
     """
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
     if loss_type not in LOSS_TYPES:
@@ -73,14 +78,16 @@ def totals_for(
     training: bool = True,
     release: str | None = None,
 ) -> Totals:
-    """The denominators TRL divides by, seen from one micro-batch.
+    """The denominators that TRL divides by, for one micro-batch.
 
-    mask: `[B, T]`, the completion mask (times the tool mask). num_items_in_batch: TRL's count of valid tokens in the generation
-    batch over all processes; None where this micro-batch is all of it. gradient_accumulation_steps: micro-batches in this step, by
-    default the config's. training: False in evaluation, where nothing is accumulated.
+    mask: `[B, T]`, the completion mask (times the tool mask). num_items_in_batch: TRL's count of
+    valid tokens in the generation batch over all processes; None if this micro-batch is the
+    complete batch. gradient_accumulation_steps: micro-batches in this step, by default the
+    config's. training: False in evaluation, where nothing is accumulated.
 
-    TRL counts every row, empty ones too. "dapo", "cispo" and "vespo" divide by the generation batch's tokens, scaled to one step
-    (before release 1.10 not scaled); "bnpo" by this micro-batch's own, averaged over the accumulation.
+    TRL counts every row, empty ones too. "dapo", "cispo" and "vespo" divide by the generation
+    batch's tokens, scaled to one step (before release 1.10 not scaled); "bnpo" divides by those of
+    this micro-batch, averaged over the accumulation.
     """
     calls = gradient_accumulation_steps or option(config, "gradient_accumulation_steps") if training else 1
     generated = option(config, "steps_per_generation") or calls if training else 1
@@ -90,19 +97,21 @@ def totals_for(
 
 
 def step_totals(mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int) -> Totals:
-    """Totals of a step of `calls` micro-batches per rank, out of a generation batch of `generated` with `items` valid tokens."""
+    """Totals of a step of `calls` micro-batches per rank, out of a generation batch of `generated`
+    with `items` valid tokens.
+    """
     tokens = tokens_in(mask, calls, ranks) if items is None else tokens_of_window(items, ranks, calls, generated)
     return Totals(tokens=tokens, sequences=rows_in(mask, calls, ranks), dp_size=ranks)
 
 
 @contextmanager
 def naming(config: Any, *names: str) -> Iterator[None]:
-    """Say which options of the config an error comes from."""
+    """Add to an error the options of the config that it comes from."""
     try:
         yield
     except SpecError as error:
-        said = ", ".join(f"{name}={option(config, name)!r}" for name in names)
-        raise SpecError(f"GRPOConfig with {said}: {error}") from error
+        settings = ", ".join(f"{name}={option(config, name)!r}" for name in names)
+        raise SpecError(f"GRPOConfig with {settings}: {error}") from error
 
 
 def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collection[str]) -> None:
@@ -183,7 +192,9 @@ def _trust(config: Any, loss_type: str) -> Any:
 
 
 def _as_a_tensor_holds_it(number: float) -> float:
-    """`number` in torch's default dtype. TRL picks these numbers by sign with `torch.where`, which rounds them to float32."""
+    """`number` in torch's default dtype. TRL picks these numbers by sign with `torch.where`, which
+    rounds them to float32.
+    """
     return torch.tensor(float(number)).item()
 
 
@@ -236,7 +247,8 @@ def _kl(config: Any, loss_type: str, level: str) -> KL | None:
         return None
     weighted: dict[str, Any] = {}
     if option(config, "use_bias_correction_kl"):
-        # VESPO's own ratio is a product over the sequence; its KL is weighted as with the other loss types.
+        # VESPO's ratio is a product over the sequence; its KL is weighted as with the other loss
+        # types.
         weighted = {"ratio_level": level} if loss_type == "vespo" else {"weight": "ratio"}
     with naming(config, "beta"):
         return WrittenKL("k3", beta, clamp=None, **weighted)

@@ -1,4 +1,6 @@
-"""What TRL's trainer keeps beside its loss: the counts of a step as one micro-batch knows them, unscored tokens, a sum's terms."""
+"""What TRL's trainer computes beside its loss: the counts of a step from one micro-batch, tokens
+without a score, and the terms of a sum.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from policyloss.functional.masking import accumulator_dtype
 
 
 def tokens_in(mask: Tensor, calls: int = 1, ranks: int = 1) -> Tensor:
-    """Tokens of a step of `calls` micro-batches on `ranks` ranks that all hold as many as `mask` (at least 1). 0-dim."""
+    """The tokens of a step of `calls` micro-batches on `ranks` ranks, if each has as many as `mask`
+    (at least 1). 0-dim.
+    """
     return mask.sum().clamp(min=1).to(accumulator_dtype(mask.device)) * calls * ranks
 
 
@@ -19,20 +23,26 @@ def rows_in(mask: Tensor, calls: int = 1, ranks: int = 1) -> int:
 
 
 def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> Tensor:
-    """Tokens of one accumulation window over all ranks, from those of a generation batch: `max(items, 1)·calls / generated`. 0-dim.
+    """Tokens of one accumulation window over all ranks, from those of a generation batch:
+    `max(items, 1)·calls / generated`. 0-dim.
 
-    items: valid tokens of the generation batch over all ranks. It is cut into `generated` micro-batches per rank, of which `calls`
-    are accumulated into one step. The share of one rank is rounded to float32, as TRL computes it, then counted for all of them.
+    items: valid tokens of the generation batch over all ranks. It is cut into `generated`
+    micro-batches per rank, of which `calls` are accumulated into one step. The share of one rank is
+    rounded to float32, as TRL computes it, then counted for all of them.
     """
     share = items.clamp(min=1.0) / ranks * calls / generated
     return share.to(accumulator_dtype(items.device)) * ranks
 
 
 def where_scored(logp: Tensor, instead: Tensor) -> Tensor:
-    """`logp`, with `instead` where the engine could not score a token and reported NaN. Token-shaped."""
+    """`logp`, or `instead` where the engine could not score a token and reported NaN.
+    Token-shaped.
+    """
     return torch.where(logp.isnan(), instead.to(logp.dtype), logp)
 
 
 def exchanged(total: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """A sum with one of its terms replaced: `total − old + new`. `old` is the value that is in it, without its gradient."""
+    """A sum with one of its terms replaced: `total − old + new`. `old` is the value that `total`
+    contains, without its gradient.
+    """
     return total + (new - old.detach())

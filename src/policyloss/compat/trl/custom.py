@@ -1,4 +1,6 @@
-"""Whether a loss of the user's own fits TRL's GRPOTrainer: what it reads is there, and no option of the config falls silent."""
+"""Checks whether a user's loss fits TRL's GRPOTrainer: the trainer has what it reads, and every
+option of the config that is set has an effect.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from policyloss.parts.kl import KL
 from policyloss.presets import defined_with, preset
 from policyloss.spec import LossSpec
 
-# The slots an option acts on: it is silent if a given loss has other parts in all of them.
+# The slots that an option acts on. It has no effect if `policy_loss` has other parts in all of
+# them.
 _SLOTS = {
     "loss_type": ("trust", "aggregate"),
     "importance_sampling_level": ("ratio",),
@@ -28,8 +31,10 @@ _SLOTS = {
 
 
 def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str | None = None) -> LossSpec | None:
-    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the config's own loss, checked too."""
-    own = spec_from_config(config, release=release, handled=BESIDE)
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
+    the config describes, which is checked too.
+    """
+    config_spec = spec_from_config(config, release=release, handled=BESIDE)
     if policy_loss is None:
         return None
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
@@ -38,7 +43,7 @@ def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str |
     if spec.needs_horizon:
         with naming(config, "max_completion_length"):
             spec = spec.with_horizon(option(config, "max_completion_length"))
-    _check_options(spec, own, config)
+    _check_options(spec, config_spec, config)
     _check_reference(spec, config)
     _check_engine(spec, config)
     _check_batching(spec, config)
@@ -54,11 +59,11 @@ def _check_advantages(policy_loss: LossSpec | str, config: Any) -> None:
     check_advantages(called, policy_loss, advantages_of(config), setting, fix)
 
 
-def _check_options(spec: LossSpec, own: LossSpec, config: Any) -> None:
+def _check_options(spec: LossSpec, config_spec: LossSpec, config: Any) -> None:
     silent = [
         f"{name}={option(config, name)!r}"
         for name, slots in _SLOTS.items()
-        if is_set(config, name) and all(getattr(spec, slot) != getattr(own, slot) for slot in slots)
+        if is_set(config, name) and all(getattr(spec, slot) != getattr(config_spec, slot) for slot in slots)
     ]
     if silent:
         raise SpecError(

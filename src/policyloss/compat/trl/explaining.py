@@ -1,4 +1,6 @@
-"""`explain_config`: what a GRPOConfig trains, which of its options decide that, and where it surprises people."""
+"""`explain_config`: what a GRPOConfig trains, which of its options decide that, and where it
+surprises people.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ _SURROGATES = {
 
 
 def explain_config(config: Any, *, release: str | None = None) -> str:
-    """A page of plain text on the loss of a GRPOConfig: the options that decide it, those without effect, traps, then the loss.
+    """A page of plain text on the loss of a GRPOConfig: the options that decide it, those without
+    effect, traps, then the loss.
 
-    config, release: as in `spec_from_config`. Options beside the policy term (an entropy bonus, a token filter) are described, not
-    refused.
+    config, release: as in `spec_from_config`. Options beside the policy term (an entropy bonus, a
+    token filter) are described, not refused.
     """
     spec = spec_from_config(config, release=release, handled=BESIDE)
     sections = [

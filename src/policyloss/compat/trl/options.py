@@ -1,4 +1,6 @@
-"""The options of TRL's GRPOConfig that make its loss: their defaults, and what releases without one of them do."""
+"""The options of TRL's GRPOConfig that decide its loss: their defaults, and what releases without
+one of them do.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ DEFAULTS: dict[str, Any] = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
 }
-# What a release without the option does. Options that are not here are in every release and must be there.
+# What a release without the option does. Every release has the options that are not listed here, so
+# they are required.
 ABSENT: dict[str, Any] = {
     "epsilon_high": None,
     "delta": None,
@@ -54,7 +57,9 @@ ABSENT: dict[str, Any] = {
 
 
 def option(config: Any, name: str) -> Any:
-    """The value of a GRPOConfig's option; of one that its release does not have, what that release does."""
+    """The value of a GRPOConfig's option; if its release does not have the option, the value that
+    describes what it does.
+    """
     if hasattr(config, name):
         return getattr(config, name)
     if name in ABSENT:
@@ -63,17 +68,21 @@ def option(config: Any, name: str) -> Any:
 
 
 def advantages_of(config: Any) -> str | None:
-    """The estimator of `policyloss.advantage` that stands for `scale_rewards`; None for one that is not there."""
+    """The estimator of `policyloss.advantage` that `scale_rewards` stands for; None if there is no
+    such estimator.
+    """
     scale = getattr(config, "scale_rewards", "group")
     return {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}.get(scale)
 
 
 def is_set(config: Any, name: str) -> bool:
-    """Whether the option is there with another value than its default: the config's own if it is a dataclass, else `DEFAULTS`."""
+    """Whether the option has another value than its default, which comes from the config if that is
+    a dataclass, else from `DEFAULTS`.
+    """
     if not hasattr(config, name):
         return False
     default = DEFAULTS[name]
     if dataclasses.is_dataclass(config):
-        own = {field.name: field.default for field in dataclasses.fields(config)}
-        default = own.get(name, default)
+        field_defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        default = field_defaults.get(name, default)
     return bool(getattr(config, name) != default)

@@ -1,4 +1,6 @@
-"""TRL's variants of the library's parts: its rounding of k3, the ratio that weighs its KL, and VESPO's way to the engine."""
+"""TRL's variants of the library's parts: its rounding of k3, the ratio that weighs its KL, and the
+rollout weight in VESPO's ratio.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from policyloss.parts.ratio import SequenceProduct
 from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 
-ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)  # of one token's log rollout weight in a product: a weight of 0 has a logarithm too
+# The bounds of one token's log rollout weight in a product; a weight of 0 gets the lower one.
+ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)
 
 
 @framework_part("kl", "trl")
@@ -28,8 +31,9 @@ ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)  # of one token's log rollout weight
 class WrittenKL(KL):
     """`KL` with TRL's rounding: k3 term by term, which near d = 0 leaves only the rounding of eᵈ.
 
-    ratio_level: also multiply by a ratio to the ratio slot's anchor, gradient included, whatever ratio that slot makes: "token",
-    the token's own; "sequence", the geometric mean of its sequence. `clamp` bounds the logarithm of that ratio too.
+    ratio_level: also multiply by a ratio to the anchor of the ratio slot, including its gradient,
+    whatever part fills that slot: "token" is the token's ratio, and "sequence" is the geometric
+    mean over its sequence. `clamp` bounds the logarithm of that ratio too.
     """
 
     ratio_level: Literal["token", "sequence"] | None = None
@@ -42,8 +46,11 @@ class WrittenKL(KL):
                 raise SpecError("WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one.")
 
     @property
-    def reach(self) -> str:  # type: ignore[override]  # the class says it for every KL; here it depends on a field
-        """Whose numbers a token's penalty depends on: its own, or those of its sequence (see `LossSpec.reach`)."""
+    # `KL` has one reach for all its values; here it depends on a field.
+    def reach(self) -> str:  # type: ignore[override]
+        """Whose numbers a token's penalty depends on: those of the "token" or of its "sequence"
+        (see `LossSpec.reach`).
+        """
         return "sequence" if self.ratio_level == "sequence" else "token"
 
     @property
@@ -71,10 +78,9 @@ class WrittenKL(KL):
 @framework_part("ratio", "trl")
 @dataclass(frozen=True)
 class RolloutProduct(SequenceProduct):
-    """`SequenceProduct` to the engine that sampled: each token also by its rollout weight `w = exp(old_logp - rollout_logp)`.
-
-    outside: "truncate" holds w within [low, high]; "mask" puts 1e-8 in place of a w that is not. log w is held within
-    [log 1e-8, 20].
+    """`SequenceProduct` to the engine that sampled: each token's ratio is also multiplied by its
+    rollout weight `w = exp(old_logp - rollout_logp)`. outside: "truncate" clamps w to [low, high];
+    "mask" replaces a w outside of it by 1e-8. log w is clamped to [log 1e-8, 20].
     """
 
     reads: ClassVar[tuple[str, ...]] = ("rollout_logp",)

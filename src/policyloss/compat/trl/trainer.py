@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer with the policy loss of this library. Imports TRL; made on first use of `policyloss.compat.trl.GRPOTrainer`."""
+"""TRL's GRPOTrainer with the policy loss of this library. This module imports TRL; it is loaded at
+the first use of `policyloss.compat.trl.GRPOTrainer`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"
-# Metrics in which TRL describes the config's policy loss; with another loss they would describe what does not run.
+# Metrics in which TRL describes the config's policy loss. With another loss they would be wrong.
 OF_THE_CONFIG = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 
 @dataclass
 class _Watched:
-    """What TRL's loss computed on the way: the model's log-probabilities and entropies, and the tokens it keeps (None: all)."""
+    """Intermediate results of TRL's loss: the model's log-probabilities and entropies, and the
+    tokens that it keeps (None: all).
+    """
 
     logp: Tensor = field(init=False)
     entropy: Tensor = field(init=False)
@@ -47,12 +51,14 @@ def trainer_class() -> type[Any]:
     signature = inspect.signature(parent.__init__)
 
     class GRPOTrainer(parent):  # type: ignore[misc]  # TRL has no types
-        """TRL's GRPOTrainer, its policy loss computed by policyloss; everything else is TRL's.
+        """TRL's GRPOTrainer with the policy loss of policyloss; everything else is TRL's.
 
-        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes (`spec_from_config`), with the
-        numbers TRL has for it. TRL's generation, rewards, reference model, entropy bonus, router loss, evaluation and metrics stay
-        as they are; metrics of this library are logged beside them as "policyloss/…", exact over the micro-batches and processes of
-        an optimizer step. An option of the config that a given `policy_loss` would silence is an error.
+        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes
+        (`spec_from_config`), with the numbers TRL has for it. TRL's generation, rewards, reference
+        model, entropy bonus, router loss, evaluation and metrics stay as they are; metrics of this
+        library are logged beside them as "policyloss/…", exact over the micro-batches and processes
+        of an optimizer step. It is an error to set an option of the config that has no effect with
+        `policy_loss`.
         """
 
         def __init__(self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any) -> None:
@@ -82,7 +88,9 @@ def trainer_class() -> type[Any]:
 
         @contextmanager
         def _watching(self) -> Iterator[_Watched]:
-            """TRL's policy term gets log-probabilities without their gradient; they are kept, with it, for ours."""
+            """Give TRL's policy term log-probabilities without gradient, and keep them with
+            gradient for ours.
+            """
             self._watched = _Watched()
             try:
                 yield self._watched
@@ -90,27 +98,27 @@ def trainer_class() -> type[Any]:
                 self._watched = None
 
         def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            with self._watching() as seen:
+            with self._watching() as watched:
                 total: Tensor = super()._compute_loss(model, inputs)
             spec = self.policy_loss or self._config_spec(inputs)
             totals = self._totals(spec, inputs)
-            out = batch_loss(spec, seen.logp, inputs, totals=totals, entropy=seen.entropy, keep=seen.keep)
+            out = batch_loss(spec, watched.logp, inputs, totals=totals, entropy=watched.entropy, keep=watched.keep)
             self._record(out.metrics)
             if self.policy_loss is not None:
                 self._drop_metrics_of_the_config()
             if not (getattr(self, "_entropy_bonus_enabled", False) or getattr(self, "aux_loss_enabled", False)):
                 return out.loss
-            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(seen, inputs), out.loss)
+            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(watched, inputs), out.loss)
 
         def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
             engine = "sampling_per_token_logps" in inputs
             return spec_from_config(self.args, release=release, handled=BESIDE, engine_logp=engine)
 
-        def _config_term(self, seen: _Watched, inputs: Mapping[str, Any]) -> Tensor:
-            """The policy term that TRL's total holds."""
+        def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
+            """The policy term that TRL's total contains."""
             totals = self._config_totals(inputs)
             with torch.no_grad():
-                return batch_loss(self._config_spec(inputs), seen.logp, inputs, totals=totals, keep=seen.keep).loss
+                return batch_loss(self._config_spec(inputs), watched.logp, inputs, totals=totals, keep=watched.keep).loss
 
         def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
             if self.policy_loss is None:
@@ -135,7 +143,9 @@ def trainer_class() -> type[Any]:
             )
 
         def _record(self, metrics: Metrics) -> None:
-            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over its micro-batches and ranks."""
+            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over
+            its micro-batches and ranks.
+            """
             if not self.model.training:
                 self._evaluated.append(metrics.all_reduce())
                 return

@@ -1,8 +1,10 @@
-"""verl's losses, value loss, aggregation, KL penalty, advantage estimators and rollout correction, under verl's own names.
+"""verl's losses, value loss, aggregation, KL penalty, advantage estimators and rollout correction,
+under verl's names.
 
-Each function has verl's arguments, defaults, return values and numbers (`make conformance` compares them with the installed
-package); a keyword `release="0.8.0"` keeps the meaning of an older release where a number changed. `register()` makes
-`actor.policy_loss.loss_mode="policyloss/<preset>"` work in verl; `install()` puts these in place of verl's own functions.
+Each function has verl's arguments, defaults, return values and numbers (`make conformance` compares
+them with the installed package); a keyword `release="0.8.0"` keeps the meaning of an older release
+where a number changed. `register()` makes `actor.policy_loss.loss_mode="policyloss/<preset>"` work
+in verl; `install()` replaces verl's functions by these.
 """
 
 from policyloss.compat.verl.advantages import (

@@ -1,13 +1,14 @@
-"""Advantages in plain arithmetic, with verl's own rounding: its drop-ins must give its very numbers.
+"""Advantages with verl's rounding, because its drop-ins must give exactly its numbers.
 
-`policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0 at masked tokens. verl computes
-as the formula is written: in the dtype of the rewards, in the order of the rows and tokens, with its small constants. The
-difference is rounding, but rounding is amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are
-standardised to ±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean says. For everything but
-verl's numbers, use `policyloss.advantage`.
+`policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0
+at masked tokens. verl computes as the formula is written: in the dtype of the rewards, in the order
+of the rows and tokens, with its small constants. The difference is rounding, but rounding is
+amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are standardised to
+±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean gives. Use
+`policyloss.advantage` unless you need verl's numbers.
 
-Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or 0/1 in any dtype, and that dtype
-takes part where verl divides by its sum. Nothing carries a gradient.
+Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or
+0/1 in any dtype, and that dtype matters where verl divides by its sum. Nothing carries a gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from policyloss.tokens import as_mask
 
 @dataclass(frozen=True)
 class PlainGroups:
-    """Rewards and the statistics of each one's group: size, total, mean, sample standard deviation; all `[S]`, in row order.
+    """Rewards and the statistics of each one's group: size, total, mean, sample standard deviation;
+    all `[S]`, in row order.
 
     A group of one has mean 0 and deviation 1, so that it keeps its raw reward.
     """
@@ -45,10 +47,11 @@ class PlainGroups:
     @classmethod
     @torch.no_grad()
     def stacked(cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None) -> PlainGroups:
-        """The members of a group side by side, reduced as `torch.mean` and `torch.std` of that vector are, in their dtype.
+        """Statistics that reduce the members of a group as `torch.mean` and `torch.std` reduce a
+        vector, in its dtype.
 
-        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of one size are reduced at once, so this
-        reads the sizes that occur back to the host.
+        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of the same
+        size are reduced at once, so this reads the sizes back to the host.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
@@ -58,7 +61,8 @@ class PlainGroups:
         for rows in by_size:
             members = rewards[rows]
             center = members.mean(1, keepdim=True) if weight is None else _weighted_mean(members, weight[rows])
-            # As torch.std: squares in float64, measured from the mean as it was rounded, and added up one after the other.
+            # As torch.std does it: squares in float64 of the distances from the rounded mean, added
+            # up one after the other.
             wide = accumulator_dtype(rewards.device)
             squares = (members.to(wide) - center.to(wide)).square().cumsum(1)[:, -1:]
             total[rows] = members.sum(1, keepdim=True).expand_as(members)
@@ -77,9 +81,11 @@ class PlainGroups:
         variance: Literal["centered", "moments"] = "centered",
         floor: float = 0.0,
     ) -> PlainGroups:
-        """Sums added up one row after the other, as `index_add_` and `bincount` do. dtype: of the statistics (None: the rewards').
+        """Statistics that add up one row after the other, as `index_add_` and `bincount` do. dtype:
+        that of the statistics (None: that of the rewards).
 
-        variance: "centered" `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels. floor: its least value.
+        variance: "centered" `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels.
+        floor: its least value.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
@@ -94,8 +100,8 @@ class PlainGroups:
             squares = _added_up(r * r, groups.offsets) - total * total / count.clamp(min=1)
         std = (squares / (count - 1).clamp(min=1)).clamp(min=floor).sqrt()
         alone = count == 1
-        found = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
-        in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in found)
+        statistics = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
+        in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in statistics)
         return cls(rewards, *in_rows)
 
     @property
@@ -104,12 +110,16 @@ class PlainGroups:
         return self.rewards - self.mean
 
     def scaled(self, x: Tensor, eps: float) -> Tensor:
-        """`x / (σ + eps)`. The deviation 1 of a group of one is a float32 number, so that `1 + eps` is rounded to float32."""
+        """`x / (σ + eps)`. The deviation 1 of a group of one is a float32 number, so that `1 + eps`
+        is rounded to float32.
+        """
         alone = (torch.ones((), device=x.device) + eps).to(x.dtype)
         return x / torch.where(self.size == 1, alone, self.std + eps)
 
     def left_out(self) -> Tensor:
-        """`r·n/(n−1) − μ·n/(n−1)`: the reward less the mean of the other members; r itself for a group of one."""
+        """`r·n/(n−1) − μ·n/(n−1)`: the reward less the mean of the other members; r itself for a
+        group of one.
+        """
         others = (self.size - 1).clamp(min=1)
         return torch.where(self.size > 1, self.rewards * self.size / others - self.mean * self.size / others, self.rewards)
 
@@ -118,13 +128,17 @@ class PlainGroups:
         return torch.where(self.size > 1, (self.size * self.rewards - self.total) / (self.size - 1).clamp(min=1), 0)
 
     def per_nonzero(self, f_norm: float = 1.0) -> Tensor:
-        """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one), a float32 number."""
+        """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one),
+        a float32 number.
+        """
         used = torch.count_nonzero(self.rewards).clamp(min=1)
         return self.rewards.shape[0] / used * self.centered / f_norm
 
 
 def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of segments in the dtype of `x`, one number after another (`Sequences.sum` rounds once)."""
+    """Sums of segments in the dtype of `x`, one number after another (`Sequences.sum`
+    rounds once).
+    """
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
@@ -134,13 +148,17 @@ def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """√x to the last bit, as `torch.std` takes it; `torch.sqrt` may be one off in float64, where MKL computes it."""
+    """√x to the last bit, as `torch.std` takes it; `torch.sqrt` may be one off in float64, where
+    MKL computes it.
+    """
     return torch.tensor([math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device).view_as(x)
 
 
 @torch.no_grad()
 def sequence_scores(token_rewards: Tensor) -> Tensor:
-    """The sum of a row's token rewards, at valid and masked tokens alike, in their dtype. `[B, T]` → `[B]`."""
+    """The sum of a row's token rewards, at valid and masked tokens alike, in their dtype. `[B, T]`
+    → `[B]`.
+    """
     check_tensor("token_level_rewards", token_rewards, "float")
     if token_rewards.dim() != 2:
         raise InputError(f"token_level_rewards must be a tensor [B, T], got {seen(token_rewards)}.")
@@ -153,9 +171,11 @@ def sequence_lengths(mask: Tensor) -> Tensor:
 
 
 def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """One number per sequence, given to each of its valid tokens; 0 at the others. `[B]`, `[B, T]` → `[B, T]`.
+    """Each valid token gets the number of its sequence, the others get 0. `[B]`, `[B, T]` →
+    `[B, T]`.
 
-    In the dtype of the product of the two: a float64 mask makes float64 of float32 numbers.
+    The result has the dtype of the product of the two: a float64 mask makes float32 numbers
+    float64.
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
         raise InputError(f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}.")
@@ -165,10 +185,12 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float = 1e-8) -> Tensor:
-    """`(x − mean) / √(variance + eps)` with mean and unbiased variance over the valid tokens; masked tokens are transformed too.
+    """`(x − mean) / √(variance + eps)` with mean and unbiased variance over the valid tokens;
+    masked tokens are transformed too.
 
-    count_eps is added to the number of tokens where a sum is divided by it. Fewer than two valid tokens are an error, as they have
-    no variance. Source: the masked whitening of verl; `whiten` without its guards.
+    count_eps is added to the number of tokens where a sum is divided by it. Fewer than two valid
+    tokens are an error, as they have no variance. Source: the masked whitening of verl; `whiten`
+    without its guards.
     """
     valid = as_mask(mask, x)
     n = mask.sum()
@@ -184,7 +206,8 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True) -> GAE:
     """GAE, one token after the other from the end; not whitened. All token-shaped.
 
-    A masked token holds the advantage of the next valid one (0 if there is none), and as return that plus its own value.
+    A masked token gets the advantage of the next valid one (0 if there is none), and that plus its
+    value as its return.
     bridge: False runs over masked tokens as if they were valid.
     """
     valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
@@ -197,22 +220,25 @@ def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: Literal["bridge", "cut"] = "bridge") -> Tensor:
     """Discounted returns, one token after the other from the end. All token-shaped.
 
-    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has a return of its own,
-    `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so a row of several turns credits each turn alone.
+    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has the
+    return `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so that in a row of
+    several turns each turn is credited separately.
     """
     valid = as_mask(mask, rewards)
     if holes == "bridge":
         return fill(_running(rewards, gamma, valid), valid)
-    running, found = torch.zeros_like(rewards[:, 0]), []
+    running, backwards = torch.zeros_like(rewards[:, 0]), []
     for x, keep in zip(reversed(rewards.unbind(1)), reversed(valid.unbind(1)), strict=True):
-        found.append(x + gamma * running)
-        running = torch.where(keep, found[-1], 0)
-    return torch.stack(found[::-1], dim=1)
+        backwards.append(x + gamma * running)
+        running = torch.where(keep, backwards[-1], 0)
+    return torch.stack(backwards[::-1], dim=1)
 
 
 @torch.no_grad()
 def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
-    """`returns − b` at valid tokens, the returns themselves at masked ones; b `[B]` one number per sequence."""
+    """`returns − b` at valid tokens, the returns themselves at masked ones; b `[B]` one number per
+    sequence.
+    """
     return returns - over_tokens(baseline.detach(), mask)
 
 
@@ -237,9 +263,11 @@ def _next_valid(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def _running(x: Tensor, decay: float, valid: Tensor) -> Tensor:
-    """`y_t = x_t + decay·y_{t+1}` at valid tokens, `y_t = y_{t+1}` at masked ones, 0 after the last. `[B, T]`."""
-    running, found = torch.zeros_like(x[:, 0]), []
+    """`y_t = x_t + decay·y_{t+1}` at valid tokens, `y_t = y_{t+1}` at masked ones, 0 after the
+    last. `[B, T]`.
+    """
+    running, backwards = torch.zeros_like(x[:, 0]), []
     for now, keep in zip(reversed(x.unbind(1)), reversed(valid.unbind(1)), strict=True):
         running = torch.where(keep, now + decay * running, running)
-        found.append(running)
-    return torch.stack(found[::-1], dim=1)
+        backwards.append(running)
+    return torch.stack(backwards[::-1], dim=1)

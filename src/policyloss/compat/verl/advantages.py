@@ -1,8 +1,10 @@
-"""verl's advantage estimators under their own names: arguments, defaults, `(advantages, returns)` and numbers as in verl.
+"""verl's advantage estimators under verl's names, with its arguments, defaults, results
+`(advantages, returns)` and numbers.
 
-Tensors are `[B, T]`; `index` holds one label per row (a numpy array, a list or a tensor), and rows with equal labels are a group.
-`release` is whose meaning to keep where verl changed a number (None: the current release). Nothing given is modified.
-A row's score is the sum of all its token rewards, at masked tokens too, as in verl.
+Tensors are `[B, T]`; `index` holds one label per row (a numpy array, a list or a tensor), and rows
+with equal labels are a group. `release` says which release's meaning to keep where verl changed a
+number (None: the current release). No argument is modified. A row's score is the sum of all its
+token rewards, at masked tokens too, as in verl.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ AdvantageResult = tuple[Tensor, Tensor]
 
 
 def _by_group(body: Callable[[Tensor, Tensor, Any], AdvantageResult]) -> Callable[..., AdvantageResult]:
-    """An estimator from each row's score, mask and group, with the signature that verl's group estimators share."""
+    """An estimator from each row's score, mask and group, with the signature that verl's group
+    estimators share.
+    """
 
     def estimator(
         token_level_rewards: Tensor,
@@ -65,12 +69,14 @@ def compute_gae_advantage_return(
     *,
     release: str | None = None,
 ) -> AdvantageResult:
-    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 time ran over masked tokens too."""
+    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 masked tokens
+    counted as time steps too.
+    """
     check_scalar("gamma", gamma)
     check_scalar("lam", lam)
     bridge = at_least(release, "0.5.0")
-    found = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
-    return plain_whiten(found.advantages, response_mask), found.returns
+    estimated = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
+    return plain_whiten(estimated.advantages, response_mask), estimated.returns
 
 
 @drop_in
@@ -82,7 +88,9 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> AdvantageResult:
-    """GRPO: the reward less its group's mean, over the group's deviation unless `norm_adv_by_std_in_grpo` is False."""
+    """GRPO: the reward less its group's mean, over the group's deviation unless
+    `norm_adv_by_std_in_grpo` is False.
+    """
     groups = _groups(sequence_scores(token_level_rewards), index)
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
@@ -98,7 +106,9 @@ def compute_grpo_vectorized_outcome_advantage(
     *,
     release: str | None = None,
 ) -> AdvantageResult:
-    """GRPO with statistics in float32. Before 0.8.0 the variance came from the two moments, and was at least `epsilon`."""
+    """GRPO with statistics in float32. Before 0.8.0 the variance came from the two moments, and was
+    at least `epsilon`.
+    """
     scores = sequence_scores(token_level_rewards)
     ids = group_numbers(index, scores)
     if at_least(release, "0.8.0"):
@@ -120,10 +130,12 @@ def compute_gdpo_outcome_advantage(
     batch: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """GDPO: each reward of `config.gdpo_reward_keys` normalised in its group, summed with `gdpo_reward_weights`, then whitened.
+    """GDPO: each reward of `config.gdpo_reward_keys` normalised in its group, summed with
+    `gdpo_reward_weights`, then whitened.
 
-    The rewards are read from `non_tensor_batch`, in float32. Without config, non_tensor_batch or batch, `token_level_rewards` are
-    the only reward. (verl looks up in `batch` where to put a reward, then sums it up again: it is not needed here.)
+    The rewards are read from `non_tensor_batch`, in float32. Without config, non_tensor_batch or
+    batch, `token_level_rewards` are the only reward. (verl reads from `batch` where to put a
+    reward, and then sums it up again; neither is needed here.)
     """
     rewards, weights = [sequence_scores(token_level_rewards)], None
     if config is not None and non_tensor_batch is not None and batch is not None:
@@ -144,8 +156,10 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo` counts, not the argument."""
-    by_std = read(_given(config), "norm_adv_by_std_in_grpo", True)
+    """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo`
+    decides, not the argument.
+    """
+    by_std = read(_required(config), "norm_adv_by_std_in_grpo", True)
     scores = sequence_scores(token_level_rewards)
     groups = _groups(scores, index)
     ids = group_numbers(index, scores)
@@ -184,9 +198,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> AdvantageResult:
     """REINFORCE++: returns discounted by `config.gamma`, whitened over the valid tokens.
 
-    Before 0.9.0 a masked token cut the line: a turn got nothing from the turns after it.
+    Before 0.9.0 a masked token interrupted the sum, so that a turn got nothing from the turns after
+    it.
     """
-    gamma = read(_given(config), "gamma")
+    gamma = read(_required(config), "gamma")
     if gamma is None:
         raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
     check_scalar("config.gamma", gamma)
@@ -203,7 +218,9 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go itself."""
+    """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go
+    itself.
+    """
     if reward_baselines.shape != response_mask.shape[:1]:
         raise InputError(
             f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, {response_mask.shape[:1]}."
@@ -223,7 +240,9 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0. `alpha` is ignored, as in verl."""
+    """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0.
+    `alpha` is ignored, as in verl.
+    """
     return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
 
 
@@ -234,7 +253,9 @@ def compute_rloo_vectorized_outcome_advantage(scores: Tensor, response_mask: Ten
 
 
 def _by_token(body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult]) -> Callable[..., AdvantageResult]:
-    """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns are the reward-to-go."""
+    """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns
+    are the reward-to-go.
+    """
 
     def estimator(
         token_level_rewards: Tensor,
@@ -277,16 +298,20 @@ def compute_optimal_token_baseline_advantage(estimate: Callable[[bool], Advantag
 
 @_by_token
 def compute_multi_turn_optimal_token_baseline_advantage(estimate: Callable[[bool], AdvantageResult]) -> AdvantageResult:
-    """The optimal token baseline by valid tokens, for rows of several turns; returns are the reward-to-go."""
+    """The optimal token baseline by valid tokens, for rows of several turns; returns are the
+    reward-to-go.
+    """
     return estimate(True)
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:
-    """`index` as one integer per row of `rows`: labels of any kind (uids, numbers, tensors), equal labels the same number."""
+    """`index` as one integer per row of `rows`. Labels may be of any kind (uids, numbers, tensors),
+    and equal labels get the same number.
+    """
     try:
         labels = index.tolist() if hasattr(index, "tolist") else list(index)
-        seen: dict[Any, int] = {}
-        numbers = [seen.setdefault(label, len(seen)) for label in labels]
+        number_of: dict[Any, int] = {}
+        numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
     except TypeError:
         raise InputError(f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}.") from None
     if len(numbers) != rows.shape[0]:
@@ -294,7 +319,7 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 
 
-def _given(config: Any) -> Any:
+def _required(config: Any) -> Any:
     if config is None:
         raise InputError("config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes.")
     return config

@@ -1,4 +1,6 @@
-"""verl's words for averaging, and the functions it averages with: `agg_loss`, `compute_value_loss`, `kl_penalty`."""
+"""verl's names of averages, and its functions that average: `agg_loss`, `compute_value_loss`,
+`kl_penalty`.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ OLDEST = "0.4.1"
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """A word of verl's that means nothing here. verl raises a NotImplementedError; every error of
+    """An option of verl that is not offered here. verl raises a NotImplementedError; every error of
     this library is a ValueError.
     """
 
 
 class Aggregation(NamedTuple):
-    """A `loss_agg_mode` with its counts, as this library says it."""
+    """A `loss_agg_mode` as a part and totals of this library."""
 
     part: Any
     totals: Totals
@@ -50,10 +52,12 @@ def aggregation(
     *,
     release: str | None = None,
 ) -> Aggregation:
-    """Translate `agg_loss`'s arguments: which aggregation, and the counts it divides by. `mask` is `[B, T]`.
+    """Translate `agg_loss`'s arguments: which aggregation, and the counts it divides by. `mask` is
+    `[B, T]`.
 
-    release: whose meaning. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum over the scale, with neither a mean over rows nor
-    dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up to 0.5.0 rows without a valid token count as rows.
+    release: the release whose meaning to follow. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum
+    over the scale, with neither a mean over rows nor dp_size; up to 0.6.1 a token mean has 1e-8 in
+    its denominator; up to 0.5.0 rows without a valid token count as rows.
     """
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
@@ -63,8 +67,8 @@ def aggregation(
     if isinstance(part, TokenSumNorm):
         return Aggregation(part, Totals.of_call(mask))
     needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
-    name, given = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
-    if dp_size > 1 and given is None and at_least(release, "0.7.1"):
+    name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
+    if dp_size > 1 and count is None and at_least(release, "0.7.1"):
         raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):
@@ -96,7 +100,9 @@ def agg_loss(
     *,
     release: str | None = None,
 ) -> Tensor:
-    """verl's `agg_loss`: a `[B, T]` loss to a scalar. Nothing valid gives 0 (verl from 0.7.0: NaN). See `aggregation`."""
+    """verl's `agg_loss`: a `[B, T]` loss to a scalar. Nothing valid gives 0 (verl from 0.7.0: NaN).
+    See `aggregation`.
+    """
     part, totals = aggregation(
         loss_agg_mode, loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
     )
@@ -118,7 +124,9 @@ def compute_value_loss(
     *,
     release: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, the clipped value loss with its factor one half."""
+    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, the clipped value loss with its factor
+    one half.
+    """
     part, totals = aggregation(
         loss_agg_mode, response_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
     )
@@ -140,7 +148,9 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 
 
 def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
-    """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the value of the estimator."""
+    """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the
+    value of the estimator.
+    """
     if not isinstance(kl_penalty, str):
         raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
     name = kl_penalty.removesuffix("+")
@@ -154,7 +164,8 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
 
 
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
-    x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))  # verl takes any shape
+    # verl takes tensors of any shape.
+    x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))
     every = torch.ones_like(x, dtype=torch.bool)
     tokens = Inputs(logp=x, advantages=torch.zeros_like(x, requires_grad=False), mask=every, ref_logp=ref).tokens()
     return part(tokens).reshape(logprob.shape)
@@ -162,7 +173,9 @@ def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
 
 @drop_in
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms have the gradient of k2."""
+    """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms
+    have the gradient of k2.
+    """
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 
@@ -175,5 +188,5 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def mean(record: Any, mask: Tensor) -> Tensor:
-    """A share as verl averages it, its guard in the denominator: 0 where nothing is valid."""
+    """A share as verl averages it, with its guard in the denominator: 0 where nothing is valid."""
     return share(guarded_mean(record, guard(mask)), mask)

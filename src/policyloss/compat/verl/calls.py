@@ -1,4 +1,6 @@
-"""One call of a verl policy loss: its arguments, the spec it runs, and the numbers verl reports of it."""
+"""One call of a verl policy loss: its arguments, the spec it runs, and the numbers that verl
+reports.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _MISSING = object()
 
 
 def read(config: Any, name: str, default: Any = None) -> Any:
-    """A field of a verl config: a dataclass, an OmegaConf node or a mapping. A missing one is `default`."""
+    """A field of a verl config, which is a dataclass, an OmegaConf node or a mapping; `default` if
+    it is missing.
+    """
     if config is None:
         raise InputError("config was not given; pass verl's ActorConfig, or an object with its attributes.")
     value = getattr(config, name, _MISSING)
@@ -50,7 +54,7 @@ def either(value: Any, default: Any) -> Any:
 
 
 def policy_options(config: Any) -> Any:
-    """`config.policy_loss`, which holds what one loss alone reads."""
+    """`config.policy_loss`, which holds the options that only one loss reads."""
     options = read(config, "policy_loss")
     if options is None:
         raise InputError("config.policy_loss is missing; this loss reads its settings from there.")
@@ -78,7 +82,9 @@ def check_dual(clip_ratio_c: float) -> float:
 
 
 def drift(old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estimator: str = "k1") -> Tensor:
-    """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio, 0-dim."""
+    """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
+    0-dim.
+    """
     with torch.no_grad():
         valid = as_mask(mask, new)
         log_ratio = bound(difference(new, old, valid, compute_dtype(old, new)), log_clamp)
@@ -86,7 +92,7 @@ def drift(old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estim
 
 
 def clipped(out: LossOutput, mask: Tensor) -> Tensor:
-    """verl's `pg_clipfrac`: the share of tokens that the clip holds, dual clip not counted."""
+    """verl's `pg_clipfrac`: the share of tokens that the clip limits, without the dual clip."""
     return mean(together(out.metrics["clip_fraction_upper"], out.metrics["clip_fraction_lower"]), mask)
 
 
@@ -104,7 +110,9 @@ class Call:
     release: str | None
 
     def loss(self, spec: LossSpec) -> LossOutput:
-        """`spec` with verl's aggregation, its global batch info, and the given weights."""
+        """The result of `spec` with verl's aggregation, its global batch info, and the weights of
+        this call.
+        """
         info = either(read(self.config, "global_batch_info"), {})
         part, totals = aggregation(self.loss_agg_mode, self.response_mask, **info, release=self.release)
         spec = spec.replace(aggregate=part)
@@ -128,17 +136,22 @@ class Call:
         return drift(self.old_log_prob, self.log_prob, self.response_mask, log_clamp, estimator)
 
     def report(self, clip_fraction: Tensor | float | None, kl: Tensor, lower: Tensor | float | None = None) -> dict[str, float]:
-        """verl's metrics by its names, as Python floats; a None is a metric that this loss does not report."""
-        found = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        """verl's metrics under its names, as Python floats; None means that this loss does not
+        report the metric.
+        """
+        metrics = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
+        return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 DropIn = TypeVar("DropIn", bound=Callable[..., Any])
 
 
 def named_like(body: Callable[..., Any], drop_in: DropIn) -> DropIn:
-    """`drop_in` under the name and docstring of `body`, which it calls; its own signature, verl's, is the one that shows."""
+    """`drop_in` under the name and docstring of `body`, which it calls; `inspect` shows the
+    signature of `drop_in`, which is verl's.
+    """
     signature = inspect.signature(drop_in)
     update_wrapper(drop_in, body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    drop_in.__signature__ = signature  # type: ignore[attr-defined]  # else inspect would follow __wrapped__ to body's
+    # Without it, inspect would follow __wrapped__ to the signature of `body`.
+    drop_in.__signature__ = signature  # type: ignore[attr-defined]
     return drop_in

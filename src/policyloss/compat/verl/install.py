@@ -1,4 +1,6 @@
-"""Put the drop-ins in place of verl's own functions: its registries return ours, under verl's names."""
+"""Replaces verl's functions by the drop-ins: its registries then return ours, under
+verl's names.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +22,47 @@ _replaced: list[tuple[Any, Any]] = []
 
 
 def install(release: str | None = None) -> tuple[str, ...]:
-    """Make an installed verl compute its losses, advantages, averages, KL and rollout correction here; returns what was replaced.
-
-    Every module of verl that has bound one of these functions gets ours, and its registries return them, in the meaning of the
-    installed release (or of `release`, if its metadata is not there to tell). What that release does not have is left alone.
-    A second call changes nothing; `uninstall` undoes it. verl's workers are processes of their own: call it in each.
+    """Make an installed verl compute its losses, advantages, averages, KL and rollout correction
+    with this library; returns what was replaced. Every module of verl that has bound one of these
+    functions gets ours, and the registries return ours, with the meaning of the installed release
+    (or of `release`, if the package has no metadata). Functions that the release does not have are
+    not added. A second call changes nothing, and `uninstall` undoes it. verl's workers are separate
+    processes, so call it in each.
     """
     version = release or installed_version("verl")
     if not at_least(version, OLDEST):
         raise SpecError(f"verl {version} is older than {OLDEST}, the oldest whose meanings are kept here.")
     if not _replaced:
-        for name, own in ((CORE, (losses, aggregation, advantages)), (ROLLOUT, (rollout_correction,))):
+        for name, our_modules in ((CORE, (losses, aggregation, advantages)), (ROLLOUT, (rollout_correction,))):
             try:
                 module = import_module(name)
             except ModuleNotFoundError as missing:
                 if missing.name != name or name == CORE:
                     raise
                 continue  # a release without rollout correction
-            _replaced.extend(_pairs(module, own, version))
+            _replaced.extend(_pairs(module, our_modules, version))
     _set_registries(_replaced)
     return tuple(swap("verl", _replaced))
 
 
 def uninstall() -> None:
-    """Put verl's own functions back."""
+    """Restore verl's functions."""
     back = [(new, old) for old, new in _replaced]
     _set_registries(back)
     swap("verl", back)
     _replaced.clear()
 
 
-def _pairs(module: Any, own: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
-    """Every function of `module` that a module of ours has under the same name: (verl's, ours)."""
-    found = []
+def _pairs(module: Any, our_modules: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
+    """The pair (verl's, ours) for every function of `module` that one of our modules has under the
+    same name.
+    """
+    pairs = []
     for name, function in inspect.getmembers(module, callable):
-        ours = next((getattr(m, name) for m in own if hasattr(m, name)), None)
+        ours = next((getattr(m, name) for m in our_modules if hasattr(m, name)), None)
         if inspect.isfunction(ours) and ours.__module__.startswith("policyloss.compat.verl"):
-            found.append((function, _in_the_meaning_of(version, ours)))
-    return found
+            pairs.append((function, _in_the_meaning_of(version, ours)))
+    return pairs
 
 
 def _in_the_meaning_of(version: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
-"""verl's policy losses under their own names: each a spec, verl's counts, and the numbers verl reports.
+"""verl's policy losses under verl's names: each is a spec, verl's counts, and the numbers that verl
+reports.
 
-All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)` with `[B, T]` tensors and
-verl's `ActorConfig` (or anything with its attributes), and return `(loss, metrics)`. `release` is whose meaning to keep where verl
-changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a loss is a function of one `Call`.
+All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+rollout_is_weights)` with `[B, T]` tensors and verl's `ActorConfig` (or anything with its
+attributes), and return `(loss, metrics)`. `release` says which release's meaning to keep where verl
+changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a
+loss is a function of one `Call`.
 """
 
 from __future__ import annotations
@@ -69,9 +72,11 @@ def compute_policy_loss(
     log_clamp: float | None = 20.0,
     release: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """verl's `compute_policy_loss`: PPO with dual clip, `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
+    """verl's `compute_policy_loss`: PPO with dual clip,
+    `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim tensors.
 
-    log_clamp: the log-ratio is held within ±this (verl: 20; 10 in some published copies; None for none).
+    log_clamp: the bound of the log-ratio's size (verl: 20; 10 in some published copies; None for no
+    bound).
     """
     low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
     if low is None or high is None:
@@ -106,7 +111,9 @@ class PolicyLossFunction(Protocol):
 
 
 def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
-    """A function of one `Call` as a function with verl's signature, `mode` being the default of loss_agg_mode."""
+    """Turns a function of one `Call` into one with verl's signature. mode: the default of
+    loss_agg_mode.
+    """
 
     def with_signature(body: Callable[[Call], LossResult]) -> PolicyLossFunction:
         def loss(
@@ -153,19 +160,25 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
 
 @_drop_in
 def compute_policy_loss_dppo_tv(call: Call) -> LossResult:
-    """DPPO with total variation: `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    """DPPO with total variation:
+    `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
+    """
     return _probability_band(call, "tv")
 
 
 @_drop_in
 def compute_policy_loss_dppo_kl(call: Call) -> LossResult:
-    """DPPO with the binary KL: `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`."""
+    """DPPO with the binary KL:
+    `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
+    """
     return _probability_band(call, "kl")
 
 
 @_drop_in_averaged("seq-mean-token-mean")
 def compute_policy_loss_gspo(call: Call) -> LossResult:
-    """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always "seq-mean-token-mean"."""
+    """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always
+    "seq-mean-token-mean".
+    """
     if not at_least(call.release, "0.9.1"):
         call = replace(call, loss_agg_mode="seq-mean-token-mean")
     ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
@@ -175,7 +188,9 @@ def compute_policy_loss_gspo(call: Call) -> LossResult:
 
 @_drop_in_averaged("seq-mean-token-mean")
 def compute_policy_loss_sapo(call: Call) -> LossResult:
-    """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever `loss_agg_mode` says."""
+    """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever
+    `loss_agg_mode` says.
+    """
     call = replace(call, loss_agg_mode="seq-mean-token-mean")
     # verl holds them in the dtype of the advantages.
     taus = (float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype)) for name in ("tau_pos", "tau_neg"))
@@ -191,7 +206,9 @@ def compute_policy_loss_gpg(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_clip_cov(call: Call) -> LossResult:
-    """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac` is the share dropped."""
+    """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac`
+    is the share dropped.
+    """
     low, high = clip_range(call.config)
     options = policy_options(call.config)
     fraction = either(read(options, "clip_cov_ratio"), 0.0002)
@@ -212,7 +229,8 @@ def compute_policy_loss_kl_cov(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_geo_mean(call: Call) -> LossResult:
-    """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no other mode, no global counts.
+    """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no
+    other mode, no global counts.
 
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
@@ -242,7 +260,9 @@ def compute_policy_loss_dro(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_cispo(call: Call) -> LossResult:
-    """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the sign of the advantage."""
+    """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the
+    sign of the advantage.
+    """
     out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(call.config))))
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), 0.0)
 
@@ -259,7 +279,9 @@ def compute_policy_loss_reinforce(
     *,
     release: str | None = None,
 ) -> LossResult:
-    """REINFORCE: `-w·A·logp`, the weights given. `ppo_kl` is the drift from the rollout policy."""
+    """REINFORCE: `-w·A·logp`, with the weights w as an argument. `ppo_kl` is the drift from the
+    rollout policy.
+    """
     return _reinforce(
         Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
     )
@@ -272,9 +294,9 @@ def _reinforce(call: Call) -> LossResult:
 
 @_drop_in
 def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
-    """The old policy is the rollout policy; `policy_loss.rollout_correction` says the weights, the rejection and the loss.
-
-    `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens, without weights; "reinforce" the REINFORCE loss with them.
+    """The old policy is the rollout policy; `policy_loss.rollout_correction` sets the weights, the
+    rejection and the loss. `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens,
+    without weights; "reinforce" is the REINFORCE loss with weights.
     """
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:
@@ -284,7 +306,7 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     if loss_type not in losses:
         raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
     older = () if at_least(call.release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
-    made, mask, metrics = compute_rollout_correction_and_rejection_mask(
+    weights_proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         call.log_prob.detach(),
         call.old_log_prob,
         call.response_mask,
@@ -296,7 +318,7 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
         **{name: read(options, name) for name in older},
         release=call.release,
     )
-    weights = made.batch["rollout_is_weights"] if made and loss_type == "reinforce" else None
+    weights = weights_proto.batch["rollout_is_weights"] if weights_proto and loss_type == "reinforce" else None
     loss, reported = losses[loss_type](replace(call, response_mask=mask, rollout_is_weights=weights))
     return loss, {**reported, **metrics}
 

@@ -1,7 +1,8 @@
-"""The library's parts with verl's numbers: batch-wide ones of one call alone, and its 1e-8 beside a count.
+"""The library's parts with verl's numbers: batch-wide statistics of one call alone, and 1e-8 added
+to a count.
 
-What is taken from one call depends on how the batch is cut. `CovClip` and `CovKL` are the same losses with
-numbers of the whole step; use those unless you must reproduce a run.
+Statistics of one call depend on how the batch is cut. `CovClip` and `CovKL` are the same losses
+with statistics of the optimizer step; use those unless you must reproduce a run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from policyloss.tokens import Tokens
 
 @dataclass(frozen=True)
 class OfThisCall:
-    """A part that needs batch-wide numbers, given those of this call alone."""
+    """A part that needs batch-wide statistics and gets those of this call alone."""
 
     part: CovClip | CovKL
 
@@ -30,7 +31,8 @@ class OfThisCall:
 
 @dataclass(frozen=True)
 class LocalCovClip:
-    """Clip-Cov over one call, the tokens to drop drawn with torch's own random generator (`torch.randperm`), as verl draws them.
+    """Clip-Cov over one call. As in verl, torch's random generator draws the tokens to drop
+    (`torch.randperm`).
 
     epsilon: added to the number of tokens in the two means (verl: 1e-8).
     """
@@ -53,9 +55,11 @@ class LocalCovClip:
 
 @dataclass(frozen=True)
 class MeanAdvantageGeometricClip:
-    """GMPO with one advantage per sequence, the mean of its tokens': `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
+    """GMPO with one advantage per sequence, the mean of its tokens':
+    `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
 
-    Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its rounding is verl's.
+    Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its
+    rounding is verl's.
     epsilon: also added to the length in the ratio's geometric mean.
     """
 
@@ -72,7 +76,9 @@ class MeanAdvantageGeometricClip:
 
 @dataclass(frozen=True, eq=False)
 class GeometricMeanWeight(GivenWeight):
-    """The geometric mean over each sequence of a given weight, `exp(Σ log(w + floor) / (L + epsilon))`."""
+    """The geometric mean over each sequence of a weight that the caller passes,
+    `exp(Σ log(w + floor) / (L + epsilon))`.
+    """
 
     floor: float
     epsilon: float
@@ -84,7 +90,7 @@ class GeometricMeanWeight(GivenWeight):
 
 @dataclass(frozen=True)
 class LocalCovKL:
-    """KL-Cov over one call, exactly k tokens, ties broken as `torch.topk` breaks them."""
+    """KL-Cov over one call: it chooses exactly k tokens and breaks ties as `torch.topk` does."""
 
     part: CovKL
 

@@ -1,7 +1,8 @@
 """Hook into an installed verl: `actor.policy_loss.loss_mode="policyloss/<preset>"`.
 
-verl's workers are processes of their own, so the registration must run in each: name `policyloss.compat.verl.hook` in
-`actor_rollout_ref.model.external_lib`, and every worker imports it.
+verl's workers are separate processes, so the registration must run in each: name
+`policyloss.compat.verl.hook` in `actor_rollout_ref.model.external_lib`, and every worker imports
+it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
-    """Put every preset, and `specs` under their own names, into verl's registry as "policyloss/<name>"; returns those names.
-
-    The preset's own aggregation decides (not `loss_agg_mode`), over verl's global batch info. Means are reported as "policyloss/…",
-    which verl averages over micro-batches, as it does its own. verl hands a policy loss neither reference nor rollout
-    log-probabilities: a spec's KL must be switched on in verl (`actor.use_kl_loss`), its rollout correction
-    too (`algorithm.rollout_correction`); what cannot be served raises when it is called, naming the setting. A setting of the actor
-    that was set and that the spec overrides (clip_ratio, loss_agg_mode and the like) is named in a warning, once. A horizon that
-    is not set is `actor.loss_scale_factor`.
+    """Register every preset, and `specs` by their keys, in verl as "policyloss/<name>"; returns
+    those names. The aggregation of the preset decides, not `loss_agg_mode`, with the counts of
+    verl's global batch info. Means are reported as "policyloss/…", and verl averages them over
+    micro-batches like its metrics. verl passes neither reference nor rollout log-probabilities to a
+    policy loss, so a spec's KL must be switched on in verl (`actor.use_kl_loss`), and its rollout
+    correction too (`algorithm.rollout_correction`). A loss that verl cannot serve raises an error
+    when it is called, which names the setting. One warning names the settings of the actor that
+    were changed and that the spec overrides (clip_ratio, loss_agg_mode and the like). A missing
+    horizon is taken from `actor.loss_scale_factor`.
     """
     register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
     named = {**{name: preset(name) for name in presets()}, **(specs or {})}
@@ -62,13 +64,14 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        whole = with_horizon_of(config, name, spec)
-        served = _served(name, whole, config, rollout_is_weights)
-        _check_average(name, whole, loss_agg_mode)
-        warn_of_overridden(name, whole, config, loss_agg_mode)
+        complete_spec = with_horizon_of(config, name, spec)
+        served = _served(name, complete_spec, config, rollout_is_weights)
+        _check_average(name, complete_spec, loss_agg_mode)
+        warn_of_overridden(name, complete_spec, config, loss_agg_mode)
         totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
-        # verl averages what a loss reports over micro-batches: right for means, wrong for counts, sums and extremes.
+        # verl averages what a loss reports over micro-batches: right for means, wrong for counts,
+        # sums and extremes.
         means = Metrics({key: record for key, record in out.metrics.items() if isinstance(record, Stat)})
         reported = {f"{PREFIX}{key}": value for key, value in means.compute().items()}
         if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
@@ -81,7 +84,9 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
 
 def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
-    """verl's `global_batch_info` as totals: what it counted over the whole step, and this call's own count where it did not."""
+    """verl's `global_batch_info` as totals: verl's counts over the optimizer step, and the counts
+    of this call where verl has none.
+    """
     totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:
@@ -97,7 +102,8 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
     _check_entropy(name, spec.entropy_coef, config)
     spec = spec.replace(kl=None, entropy_coef=0.0)
     if isinstance(spec.trust, (CovClip, CovKL)):
-        # verl calls a loss one micro-batch at a time and cannot measure the step first; its own losses do the same.
+        # verl calls a loss one micro-batch at a time and cannot measure the step first; verl's
+        # losses have the same limit.
         spec = spec.replace(trust=OfThisCall(spec.trust))
     kept = tuple(part for part in spec.correction if isinstance(part, OPSM) and part.source == "old")
     if kept != spec.correction:
@@ -118,37 +124,36 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
 
 
 def _check_kl(name: str, kl: Any, config: Any) -> None:
-    """A KL term is verl's to add: check that it does, with the same estimator and coefficient."""
+    """verl adds the KL term itself: check that it does, with the same estimator and coefficient."""
     if kl is None:
         return
     if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
         raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
     plus = "+" if kl.grad == "k2" else ""
-    wanted = [f"{kind}{plus}" for kind, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    seen = (read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None))
-    if not seen[0] or seen[1] not in wanted or seen[2] != kl.coef:
+    wanted = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
+    used, kind, coef = read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None)
+    if not used or kind not in wanted or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
-            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {seen[0]}, {seen[1]!r}, {seen[2]}), or register "
+            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {used}, {kind!r}, {coef}), or register "
             f"a spec without it: register({{'mine': preset({name!r}).replace(kl=None)}})."
         )
 
 
 def _check_entropy(name: str, coef: float, config: Any) -> None:
-    """An entropy bonus is verl's to add: check that it does."""
+    """verl adds the entropy bonus itself: check that it does."""
     if coef and read(config, "entropy_coeff", 0.0) != coef:
         raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")
 
 
-def _check_average(name: str, spec: LossSpec, seen: str) -> None:
-    """What verl adds must be averaged as the loss is: check that verl's mode is the spec's.
-
-    verl averages its KL and entropy by actor.loss_agg_mode, the policy term being averaged by the spec.
+def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
+    """Check that verl averages the terms that it adds as the spec averages the policy term. verl
+    averages KL and entropy by actor.loss_agg_mode, and the spec averages the policy term.
     """
     mode = MODES.get(type(spec.aggregate))
-    if (spec.kl is not None or spec.entropy_coef) and seen != mode:
+    if (spec.kl is not None or spec.entropy_coef) and loss_agg_mode != mode:
         fix = f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
         raise SpecError(
             f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL and entropy it adds by "
-            f"actor.loss_agg_mode={seen!r}; {fix}."
+            f"actor.loss_agg_mode={loss_agg_mode!r}; {fix}."
         )

@@ -1,4 +1,6 @@
-"""How verl rejected up to 0.7.0: by the importance weight itself, of a token, a sequence or a sequence's geometric mean."""
+"""verl's rejection up to 0.7.0: by the importance weight of a token or a sequence, or by a
+sequence's geometric mean weight.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from policyloss.errors import SpecError, unknown_name
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import fill
 
-LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}  # of the logarithms of the weights
+# How each level reduces the logarithms of the weights.
+LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
 def rejection_by_weight(
     log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float, log_clamp: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask where the weight lies in [low, high] and 0 elsewhere, float as verl's was; and the metrics of weights and mask."""
+    """The mask, 0 where the weight lies outside [low, high] and float as in verl, and the metrics
+    of weights and mask.
+    """
     if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))
     log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])
@@ -34,7 +39,7 @@ def rejection_by_weight(
         limits = token_weight_limits(weight, weight, means, low, high)
     else:
         limits = sequence_weight_limits(log_weight[:, :1], low, high, log_clamp)
-    found = {
+    metrics = {
         **limits,
         **weight_spread(weight, means, low, high),
         **weights_by_sequence(weight, weight, means, low, high),
@@ -42,4 +47,4 @@ def rejection_by_weight(
         "seq_masked_fraction": rejected_sequences(keep, means if rollout_rs == "token" else means.everywhere),
     }
     mask = fill(means.mask, keep, torch.promote_types(means.mask.dtype, torch.float32))
-    return mask, {f"rollout_rs_{name}": float(value) for name, value in found.items()}
+    return mask, {f"rollout_rs_{name}": float(value) for name, value in metrics.items()}

@@ -1,7 +1,9 @@
-"""verl's rollout correction under its own names: importance weights, rejection masks and their metrics, on `[B, T]` tensors.
+"""verl's rollout correction under verl's names: importance weights, rejection masks and their
+metrics, on `[B, T]` tensors.
 
-`log_ratio` is log(π_train / π_rollout). Metrics are Python floats by verl's names. `release` is whose numbers to give where verl
-changed them (None: the current release). A NaN at a valid token is kept and shows, where verl drops the token unseen.
+`log_ratio` is log(π_train / π_rollout). Metrics are Python floats under verl's names. `release`
+says which release's numbers to return where verl changed them (None: the current release). A NaN at
+a valid token is kept and shows, where verl silently drops the token.
 """
 
 from __future__ import annotations
@@ -64,13 +66,16 @@ __all__ = [
 
 SAFETY_BOUND = 20.0
 Metrics = dict[str, float]
-# verl's word for each level of the weights: how their logarithms are reduced, and what its batch normalisation averages over.
+# For verl's name of each level: how the logarithms of the weights are reduced, and what the batch
+# normalisation averages over.
 LEVELS = {"token": ("token", "tokens"), "sequence": ("sum", "sequences")}
 
 
 @dataclass
 class TensorBatch:
-    """What stands in for `verl.DataProto` where verl is not installed: tensors by name in `batch`, and `union`."""
+    """A substitute for `verl.DataProto` where verl is not installed: tensors by name in `batch`,
+    and `union`.
+    """
 
     batch: dict[str, Tensor]
 
@@ -113,8 +118,10 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, Metrics]:
     """Importance weights `[B, T]`, 0 at masked positions, and their metrics.
 
-    A weight is `exp(log_ratio)` of the "token", or the whole "sequence"'s product. One threshold truncates it, "lower_upper" zeroes
-    it outside; `rollout_is_batch_normalize` then divides by the mean (over the ranks, where `torch.distributed` is initialised).
+    A weight is `exp(log_ratio)` of the "token", or the product of these over the "sequence". One
+    threshold truncates it, and "lower_upper" makes it 0 outside of the two bounds;
+    `rollout_is_batch_normalize` then divides by the mean (over the ranks, where `torch.distributed`
+    is initialised).
     """
     if not isinstance(rollout_is, str) or rollout_is not in LEVELS:
         raise SpecError(unknown_name("rollout_is", rollout_is, LEVELS))
@@ -125,7 +132,8 @@ def compute_rollout_correction_weights(
     raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
     weights = bounded_weight(raw, low, high)
     metrics = compute_is_metrics(
-        weights if at_least(release, "0.8.0") else raw,  # before 0.8.0 verl measured the weights before it truncated them
+        # Before 0.8.0 verl measured the weights before it truncated them.
+        weights if at_least(release, "0.8.0") else raw,
         raw,
         log_weight if rollout_is == "token" else log_weight[:, :1],
         response_mask,
@@ -137,7 +145,8 @@ def compute_rollout_correction_weights(
     if low is not None:
         metrics["rollout_is_oob_ratio"] = float(outside_share(raw, means, low, high))
     if rollout_is_batch_normalize:
-        is_first = not at_least(release, "0.7.0")  # the first release averaged empty rows too, and on each rank alone
+        # The first release averaged empty rows too, and on each rank alone.
+        is_first = not at_least(release, "0.7.0")
         group = None if is_first else _world()
         weights, factor = normalised(weights, means, over, empty_sequences=is_first, least=EPSILON, group=group)
         metrics["rollout_is_batch_norm_factor"] = float(factor)
@@ -163,10 +172,10 @@ def compute_is_metrics(
     *,
     release: str | None = None,
 ) -> Metrics:
-    """Statistics of the applied weights; of the raw ones, how many leave the bounds. Without a lower bound it is 1/upper.
-
-    Up to 0.8.0 the sequences beyond the bounds were judged by the applied weights; before it the spread was of weights within both
-    bounds (and `rollout_is_weights` were the raw ones).
+    """Statistics of the applied weights, and how many raw weights lie outside the bounds. The
+    default of the lower bound is 1/upper. Up to 0.8.0 the applied weights decided which sequences
+    lie outside; before 0.8.0 the spread was that of weights clamped to both bounds (and
+    `rollout_is_weights` were the raw ones).
     """
     means = _means(response_mask)
     low, high = reciprocal_band(rollout_is_threshold, rollout_is_threshold_lower)
@@ -175,11 +184,11 @@ def compute_is_metrics(
     else:
         limits = token_weight_limits(rollout_is_weights, raw_rollout_is_weights, means, low, high)
     least = 0.0 if at_least(release, "0.8.0") else low
-    found = {**limits, **weight_spread(rollout_is_weights, means, least, high)}
+    statistics = {**limits, **weight_spread(rollout_is_weights, means, least, high)}
     if rollout_is_weights.dim() > 1:
         judged = raw_rollout_is_weights if at_least(release, "0.9.0") else rollout_is_weights
-        found |= weights_by_sequence(rollout_is_weights, judged, means, low, high)
-    return _report("rollout_is_", found)
+        statistics |= weights_by_sequence(rollout_is_weights, judged, means, low, high)
+    return _report("rollout_is_", statistics)
 
 
 @drop_in
@@ -193,10 +202,12 @@ def compute_rollout_rejection_mask(
     rollout_rs_threshold_lower: float | None = None,
     release: str | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """`response_mask` without the tokens that any option rejects, and the metrics of each option and of all together.
+    """`response_mask` without the tokens that any option rejects, and the metrics of each option
+    and of all together.
 
-    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric" and the bounds were on the weight: with such a `release`, give
-    them as `rollout_rs_threshold` and `rollout_rs_threshold_lower` (None: the reciprocal).
+    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric" and the bounds were on the
+    weight: with such a `release`, pass them as `rollout_rs_threshold` and
+    `rollout_rs_threshold_lower` (None: the reciprocal).
     """
     if not at_least(release, "0.7.1"):
         if rollout_rs_threshold is None:
@@ -212,9 +223,9 @@ def compute_rollout_rejection_mask(
     kept = means.valid
     metrics: Metrics = {}
     for rule in rules:
-        keep, found = _apply(rule, log_weight, means, response_mask)
+        keep, rule_metrics = _apply(rule, log_weight, means, response_mask)
         kept = kept & keep
-        metrics |= found
+        metrics |= rule_metrics
     metrics["rollout_rs_masked_fraction"] = float(rejected_tokens(kept, means, log_weight.dtype))
     metrics["rollout_rs_seq_masked_fraction"] = float(rejected_sequences(kept, means))
     return fill(response_mask, kept).to(response_mask.dtype), metrics
@@ -258,7 +269,7 @@ def compute_rs_metrics(
 ) -> Metrics:
     """Statistics of the number that one option rejects by."""
     values = per_sequence_values
-    found = rejection_statistics(
+    statistics = rejection_statistics(
         rs_statistic,
         values.squeeze(-1) if values is not None and values.dim() > 1 else values,
         seq_valid_mask,
@@ -267,7 +278,7 @@ def compute_rs_metrics(
         rollout_rs_threshold,
         by_sequence=level == "sequence",
     )
-    return _report(f"rollout_rs_{option_name}_", found)
+    return _report(f"rollout_rs_{option_name}_", statistics)
 
 
 @drop_in
@@ -286,10 +297,12 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
     release: str | None = None,
 ) -> tuple[Any, Tensor, Metrics]:
-    """Weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and all metrics under "rollout_corr/".
+    """Weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and all
+    metrics under "rollout_corr/".
 
-    Without verl the weights come in a `TensorBatch`, which has the same `.batch`. `rollout_rs_threshold_lower` and
-    `rollout_token_veto_threshold` belong to releases up to 0.7.0, whose veto rejects a sequence with a token of smaller weight.
+    Without verl the weights come in a `TensorBatch`, which has the same `.batch`.
+    `rollout_rs_threshold_lower` and `rollout_token_veto_threshold` belong to releases up to 0.7.0,
+    whose veto rejects a sequence with a token of smaller weight.
     """
     means = _means(response_mask)
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
@@ -299,12 +312,12 @@ def compute_rollout_correction_and_rejection_mask(
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
     weights, metrics, mask = None, Metrics(), response_mask.clone()
     if rollout_is is not None and rollout_is_threshold is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, new_metrics = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, release=release
         )
-        metrics |= found
+        metrics |= new_metrics
     if rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(
+        mask, new_metrics = compute_rollout_rejection_mask(
             log_ratio,
             response_mask,
             rollout_rs,
@@ -312,12 +325,12 @@ def compute_rollout_correction_and_rejection_mask(
             rollout_rs_threshold_lower=rollout_rs_threshold_lower,
             release=release,
         )
-        metrics |= found
+        metrics |= new_metrics
     if at_least(release, "0.7.1"):
         _refuse_from_071("rollout_token_veto_threshold", rollout_token_veto_threshold, release)
     else:
-        mask, found = _veto(mask, log_ratio, means, rollout_token_veto_threshold)
-        metrics |= found
+        mask, new_metrics = _veto(mask, log_ratio, means, rollout_token_veto_threshold)
+        metrics |= new_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     proto = None if weights is None else _data_proto({"rollout_is_weights": weights})
     return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
@@ -330,37 +343,41 @@ def _refuse_from_071(name: str, value: Any, release: str | None) -> None:
 
 def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None) -> tuple[Tensor, Metrics]:
     """The mask after the veto of releases up to 0.7.0, and its two metrics."""
-    found = dict.fromkeys(("sequences", "tokens"), 0.0)
+    vetoed_shares = dict.fromkeys(("sequences", "tokens"), 0.0)
     if threshold is not None:
         if threshold <= 0:
             raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
         keep, shares = vetoed(log_ratio, means, threshold)
-        mask, found = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)), _report("", shares)
+        mask, vetoed_shares = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)), _report("", shares)
     return mask, {
-        "rollout_is_veto_fraction": found["sequences"],
-        "rollout_is_catastrophic_token_fraction": found["tokens"],
+        "rollout_is_veto_fraction": vetoed_shares["sequences"],
+        "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
     }
 
 
 @drop_in
 @torch.no_grad()
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
-    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see `rollout_metrics.policy_gap`)."""
+    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see
+    `rollout_metrics.policy_gap`).
+    """
     return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
 
 
 @drop_in
 def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
-    found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {f"rollout_corr/{name}": value for name, value in found.items()}
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 @drop_in
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Correct a `DataProto` (or `TensorBatch`) as its config says: its response_mask always, rollout_is_weights if asked for."""
+    """Correct a `DataProto` (or `TensorBatch`) as the config says: change its response_mask, and
+    add rollout_is_weights if the config asks for them.
+    """
     defaults = {
         "rollout_is": None,
         "rollout_is_threshold": 2.0,
@@ -383,7 +400,9 @@ def compute_rollout_correction_and_add_to_batch(
 
 @drop_in
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's loss_mode to "bypass_mode"."""
+    """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's
+    loss_mode to "bypass_mode".
+    """
     if "rollout_log_probs" not in batch.batch:
         raise InputError("bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true.")
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -393,7 +412,9 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
 
 
 def _open(config: Any) -> Any:
-    """A context in which new keys may be set: an OmegaConf node must be opened for that, a mapping need not."""
+    """A context in which new keys may be set: an OmegaConf node must be opened for that, a mapping
+    need not.
+    """
     try:
         omegaconf = import_module("omegaconf")
     except ImportError:

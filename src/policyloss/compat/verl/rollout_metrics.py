@@ -1,8 +1,10 @@
-"""How far the inference engine is from the trainer: verl's diagnostics of one batch. Pure functions of detached tensors.
+"""verl's diagnostics of how far the inference engine is from the trainer in one batch. All are pure
+functions of detached tensors.
 
-Legend: `logp` the trainer's and `rollout_logp` the engine's log-probabilities, d = logp − rollout_logp, a weight is `exp(d)`; all
-token-shaped. S sequences. Results are 0-dim tensors by name. They are computed in the dtype of the inputs and in the order they
-are written: a variance as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
+Legend: `logp` are the trainer's and `rollout_logp` the engine's log-probabilities, d = logp −
+rollout_logp, and a weight is `exp(d)`; all are token-shaped. S sequences. Results are 0-dim tensors
+by name. They are computed in the dtype of the inputs and in the order they are written: a variance
+as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ Statistics = dict[str, Tensor]
 class Means:
     """Means over a batch's valid tokens and over those of each sequence.
 
-    mask: bool or 0/1, token-shaped; counts are sums in its own dtype. epsilon is added to every count before dividing: 0 is exact,
-    but an empty sequence is then 0/0; verl uses 1e-8, and its mean is 0.
+    mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon is added to every count
+    before dividing: 0 is exact, but an empty sequence is then 0/0; verl uses 1e-8, and its mean
+    is 0.
     """
 
     mask: Tensor
@@ -38,7 +41,9 @@ class Means:
 
     @classmethod
     def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
-        """The means over padded rows `[B, T]`, or over one row of tokens `[N]` that is not cut into sequences."""
+        """The means over padded rows `[B, T]`, or over one row of tokens `[N]` that is not cut into
+        sequences.
+        """
         return cls(mask, Sequences(tuple(mask.shape)), epsilon)
 
     @property
@@ -62,7 +67,9 @@ class Means:
         return self.lengths > 0
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """`Σ x / (n + epsilon)` over the n valid tokens; flags count as 0 and 1 in float32. 0-dim."""
+        """`Σ x / (n + epsilon)` over the n valid tokens; flags count as 0 and 1 in
+        float32. 0-dim.
+        """
         return self.filled(x).sum() / (self.mask.sum() + self.epsilon)
 
     def of_sequences(self, x: Tensor) -> Tensor:
@@ -70,7 +77,9 @@ class Means:
         return self.sequences.sum(self.filled(x)) / (self.lengths + self.epsilon)
 
     def reduced(self, x: Tensor, how: str) -> Tensor:
-        """`x` (0 where not valid) per "token", or the "sum", "mean" or "max" of each sequence, at every token of it."""
+        """`x` (0 where not valid) per "token", or the "sum", "mean" or "max" of each sequence, at
+        every token of it.
+        """
         if how == "mean":
             return self.sequences.expand(self.of_sequences(x))
         return reduced(x, how, self.valid, None, self.sequences)
@@ -87,7 +96,9 @@ def _share(flags: Tensor) -> Tensor:
 
 
 def _log(threshold: float, like: Tensor) -> Tensor:
-    """The logarithm of a bound in the default dtype whatever `like`'s, because verl compares with that."""
+    """The logarithm of a bound, in torch's default dtype whatever that of `like` is, because verl
+    compares with such a number.
+    """
     return torch.tensor(float(threshold), device=like.device).log()
 
 
@@ -99,10 +110,12 @@ def _deviation(x: Tensor) -> Tensor:
 def policy_gap(logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clamp: float = 20.0) -> Statistics:
     """Perplexities of both policies and divergences between them.
 
-    *_ppl = mean_S exp(−m), *_log_ppl = mean_S −m, with m a sequence's mean log-probability; log_ppl_diff (its mean, mean modulus,
-    max and min over sequences) = m_rollout − m; ppl_ratio = mean_S exp(log_ppl_diff); kl = mean −d and k3_kl = mean eᵈ − 1 − d over
-    tokens, both estimates of KL(rollout‖trainer); chi2_token = mean e²ᵈ − 1, chi2_seq = mean_S e^(2 Σd) − 1, with d and Σd clamped
-    to ±log_clamp. Means over sequences are over all of them: an empty one has m = 0. Without `rollout_logp` only training_*.
+    *_ppl = mean_S exp(−m), *_log_ppl = mean_S −m, with m a sequence's mean log-probability;
+    log_ppl_diff (its mean, mean modulus, max and min over sequences) = m_rollout − m; ppl_ratio =
+    mean_S exp(log_ppl_diff); kl = mean −d and k3_kl = mean eᵈ − 1 − d over tokens, both estimates
+    of KL(rollout‖trainer); chi2_token = mean e²ᵈ − 1, chi2_seq = mean_S e^(2 Σd) − 1, with d and Σd
+    clamped to ±log_clamp. Means over sequences are over all of them: an empty one has m = 0.
+    Without `rollout_logp` there are only the numbers training_*.
     """
     mean_logp = means.of_sequences(logp)
     gap = _perplexity("training", mean_logp)
@@ -150,10 +163,12 @@ def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
 def normalised(
     weight: Tensor, means: Means, over: str, *, empty_sequences: bool = False, least: float = 1e-8, group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences" (of each one's mean weight).
+    """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences"
+    (of each one's mean weight).
 
-    A mean not above `least` counts as 1, so weights that are all 0 stay 0. empty_sequences: they too count, with weight 0. With a
-    process group the mean is over its ranks. Only the mean over the tokens of one process has epsilon in its last division.
+    A mean that is not above `least` counts as 1, so that weights which are all 0 stay 0.
+    empty_sequences: whether they count too, with weight 0. With a process group the mean is taken
+    over its ranks. Only the mean over the tokens of one process has epsilon in its last division.
     """
     if over == "tokens":
         x, counted = means.filled(weight), means.mask
@@ -167,7 +182,9 @@ def normalised(
 
 
 def token_weight_limits(weight: Tensor, raw: Tensor, means: Means, low: float, high: float) -> Statistics:
-    """Largest and smallest applied weight, and the shares of valid tokens whose raw weight is above `high` or below `low`."""
+    """Largest and smallest applied weight, and the shares of valid tokens whose raw weight is above
+    `high` or below `low`.
+    """
     largest, smallest = extremes(weight, means.valid)
     return {
         "max": largest,
@@ -178,7 +195,8 @@ def token_weight_limits(weight: Tensor, raw: Tensor, means: Means, low: float, h
 
 
 def sequence_weight_limits(log_weight: Tensor, low: float, high: float, log_clamp: float = 20.0) -> Statistics:
-    """The same from one log-weight per sequence, `[S]` or `[S, 1]`, compared in logarithms; every sequence counts.
+    """The same from one log-weight per sequence, `[S]` or `[S, 1]`, compared in logarithms; every
+    sequence counts.
 
     The largest weight is `exp(min(max log_weight, log_clamp))`; the smallest is not clamped.
     """
@@ -191,14 +209,17 @@ def sequence_weight_limits(log_weight: Tensor, low: float, high: float, log_clam
 
 
 def spread(x: Tensor, means: Means, low: float, high: float) -> Tensor:
-    """The standard deviation over valid tokens of `x` clamped to [low, high], from E[x²] − E[x]²; 0 for a single token."""
+    """The standard deviation over valid tokens of `x` clamped to [low, high], from E[x²] − E[x]²; 0
+    for a single token.
+    """
     clamped = x.clamp(min=low, max=high)
     variance = means.of_tokens(clamped.square()) - means.of_tokens(clamped).square()
     return torch.where(means.mask.sum() > 1, variance.clamp(min=0).sqrt(), 0)
 
 
 def weight_spread(weight: Tensor, means: Means, low: float, high: float) -> Statistics:
-    """Mean of the weights; standard deviation and effective sample size (as a share) of the weights clamped to [low, high].
+    """Mean of the weights; standard deviation and effective sample size (as a share) of the weights
+    clamped to [low, high].
 
     eff_sample_size = 1 / mean (w / (mean w + epsilon))², and 0 if every weight is 0.
     """
@@ -214,9 +235,11 @@ def weight_spread(weight: Tensor, means: Means, low: float, high: float) -> Stat
 
 
 def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float, high: float) -> Statistics:
-    """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0); deviation is from 1.
+    """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
+    deviation is from 1.
 
-    The shares of sequences above `high` and below `low` are of the mean of `judged`, such as the weight before it was truncated.
+    The mean of `judged`, such as the weight before it was truncated, decides which sequences count
+    as above `high` or below `low`.
     """
     mean, judged_mean = means.of_sequences(weight), means.of_sequences(judged)
     return {
@@ -233,26 +256,28 @@ def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float
 def rejection_statistics(
     stat: Tensor, of_sequence: Tensor | None, nonempty: Tensor, means: Means, low: float | None, high: float, by_sequence: bool
 ) -> Statistics:
-    """Statistics of the number a rejection is decided by. Kept are `low <= stat <= high`; a `low` of None does not bind.
+    """Statistics of the number that decides a rejection. Tokens with `low <= stat <= high` are
+    kept; a `low` of None does not bind.
 
-    stat: token-shaped; of_sequence: the same number once per sequence `[S]`, None for the mean of each. by_sequence: whether max,
-    min and the shares beyond the bounds are taken over the sequences that have a valid token, or over the valid tokens.
+    stat: token-shaped; of_sequence: the same number once per sequence `[S]`, None for the mean of
+    each. by_sequence: whether max, min and the shares beyond the bounds are taken over the
+    sequences that have a valid token, or over the valid tokens.
     """
     values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
-    found = {"mean": means.of_tokens(stat)}
+    statistics = {"mean": means.of_tokens(stat)}
     if by_sequence and values.numel():
-        found |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
+        statistics |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
     else:
         largest, smallest = extremes(stat, means.valid)
-        found |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
-    found.setdefault("fraction_low", stat.new_zeros(()))
-    found["std"] = spread(stat, means, 0.0 if low is None else low, high)
+        statistics |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
+    statistics.setdefault("fraction_low", stat.new_zeros(()))
+    statistics["std"] = spread(stat, means, 0.0 if low is None else low, high)
     if not values.numel():
         names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
-        return found | {f"seq_{name}": stat.new_zeros(()) for name in names}
+        return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
     by_name = {"mean": values.mean(), "std": _deviation(values), "max": values.max(), "min": values.min()}
     by_name |= {"max_deviation": values.abs().max(), **_beyond(_share, values, low, high)}
-    return found | {f"seq_{name}": value for name, value in by_name.items()}
+    return statistics | {f"seq_{name}": value for name, value in by_name.items()}
 
 
 def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:
@@ -271,7 +296,9 @@ def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float
 
 
 def rejected_sequences(keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32) -> Tensor:
-    """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in `dtype`, at least float32)."""
+    """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in
+    `dtype`, at least float32).
+    """
     lost = means.sequences.sum(~keep & means.valid) > 0
     if among == "all":
         return _share(lost)
@@ -280,9 +307,11 @@ def rejected_sequences(keep: Tensor, means: Means, among: str = "all", dtype: to
 
 
 def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statistics]:
-    """Which tokens survive a veto (bool): those of sequences without a valid token of weight below `low`.
+    """Which tokens survive a veto (bool): those of sequences without a valid token of weight below
+    `low`.
 
-    Also the share of sequences vetoed, of all, and the share of valid tokens that veto.
+    It also returns the share of all sequences that are vetoed, and the share of valid tokens that
+    veto.
     """
     impossible = (log_weight < _log(low, log_weight)) & means.valid
     keep = ~any_in_sequence(impossible, means.sequences)

@@ -26,11 +26,15 @@ TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
 
 
 class ThresholdTypeError(SpecError, TypeError):
-    """A threshold of a type that means nothing. verl raises a TypeError; every error of this library is a ValueError."""
+    """A threshold of a wrong type. verl raises a TypeError; every error of this library is a
+    ValueError.
+    """
 
 
 class Rule(NamedTuple):
-    """One rejection: kept are `low <= reduce(estimator) <= high`, in nats; a low of None does not bind."""
+    """One rejection, which keeps `low <= reduce(estimator) <= high`, in nats; a low of None does
+    not bind.
+    """
 
     option: str
     estimator: str
@@ -40,7 +44,9 @@ class Rule(NamedTuple):
 
 
 def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
-    """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has one (IcePop, from 0.8.0)."""
+    """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has
+    one (IcePop, from 0.8.0).
+    """
     if not isinstance(threshold, str) and not is_number(threshold):
         not_this = ", not a boolean" if isinstance(threshold, bool) else ""
         raise ThresholdTypeError(
@@ -57,9 +63,11 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
 
 
 def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None) -> list[Rule]:
-    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. One threshold serves all, or there is one for each.
+    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. There is one threshold
+    for all options, or one for each.
 
-    For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2 and k3 have one, on the estimate.
+    For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2
+    and k3 have one, on the estimate.
     """
     if not isinstance(rollout_rs, str):
         raise SpecError(f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}.")
@@ -107,7 +115,9 @@ def _parts(text: str) -> list[str]:
 
 
 def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
-    """(low, high) of a number, "high" or "low_high"; all positive. `called` is what an error names."""
+    """(low, high) of a number, "high" or "low_high"; all positive. `called` is what an
+    error names.
+    """
     words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
     try:
         numbers = [float(word) for word in words]

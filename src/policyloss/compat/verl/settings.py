@@ -1,6 +1,6 @@
-"""What verl's own settings say beside a loss of this library: which of them it overrides, and which it needs.
-
-A preset fills its slots itself, so verl's numbers for the same things have no effect. One that was set is named, once.
+"""How verl's settings go with a loss of this library: which of them the loss overrides, and which
+it needs. A preset fills its slots itself, so verl's numbers for the same things have no effect. If
+one of them was set, a warning names it once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ppo_kl_coef": (0.1, ("coef",)),
     "dro_beta": (None, ("beta",)),
 }
-# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard deviation unless
-# algorithm.norm_adv_by_std_in_grpo is false.
+# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard
+# deviation unless algorithm.norm_adv_by_std_in_grpo is false.
 _ESTIMATORS = {
     "gae": "gae",
     "grpo": "grpo",
@@ -64,7 +64,7 @@ _ESTIMATORS = {
 
 
 def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
-    """Name, once, the settings of verl's actor that were set and that the parts of `spec` stand in the place of."""
+    """Warn once about the settings of verl's actor that were changed and that `spec` overrides."""
     overridden = list(_overridden_numbers(spec, config, "", _OF_THE_ACTOR))
     options = read(config, "policy_loss")
     if options is not None:
@@ -90,14 +90,16 @@ def _overridden_numbers(spec: LossSpec, config: Any, prefix: str, options: dict[
 
 
 def _default(config: Any, option: str, default: Any) -> Any:
-    """The default of an option: the config's own if it is a dataclass."""
+    """The default of an option, from the config if that is a dataclass."""
     if dataclasses.is_dataclass(config):
         return {field.name: field.default for field in dataclasses.fields(config)}.get(option, default)
     return default
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon that verl is set to, `actor.loss_scale_factor`; two different ones are an error."""
+    """`spec` with the horizon of verl's setting `actor.loss_scale_factor`; two different horizons
+    are an error.
+    """
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
@@ -113,10 +115,10 @@ def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
 
 
 def check_config(config: Any) -> None:
-    """Check the whole configuration of a verl run whose `loss_mode` is one of this library's.
-
-    config: what verl's main function gets. A preset that is defined with other advantages than `algorithm.adv_estimator` makes is
-    said in a warning; one that needs a horizon which is not set is an error. Another loss_mode is none of our business.
+    """Check the complete configuration of a verl run whose `loss_mode` is one of this library's.
+    config: what verl's main function gets. It is a warning if the preset is defined with other
+    advantages than `algorithm.adv_estimator` computes, and an error if the preset needs a horizon
+    that is not set. Other loss modes are not checked.
     """
     actor = read(read(config, "actor_rollout_ref"), "actor")
     mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
@@ -126,10 +128,10 @@ def check_config(config: Any) -> None:
     with_horizon_of(actor, name, PRESETS[name].spec)
     algorithm = read(config, "algorithm")
     chosen = str(getattr(read(algorithm, "adv_estimator", "gae"), "value", read(algorithm, "adv_estimator", "gae")))
-    made, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
-    if made == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
-        made, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
-    check_advantages(mode, name, made, setting, _setting_for(PRESETS[name].advantage))
+    estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
+    if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
+        estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
+    check_advantages(mode, name, estimator, setting, _setting_for(PRESETS[name].advantage))
 
 
 def _setting_for(advantage: str | None) -> str:
@@ -140,10 +142,10 @@ def _setting_for(advantage: str | None) -> str:
 
 
 def check_when_verl_does() -> bool:
-    """Let verl's own check of its configuration run `check_config` as well; returns whether there is one to follow.
-
-    verl checks in the process that is started by hand, so the hook must be imported there too:
-    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers see the actor's settings alone.
+    """Make verl's check of its configuration run `check_config` as well; returns whether verl has
+    such a check. verl makes it in the process that the user starts, so the hook must be imported
+    there too: `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers know only the
+    actor's settings.
     """
     try:
         checked = import_module("verl.utils.config").validate_config
