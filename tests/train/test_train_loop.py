@@ -323,7 +323,7 @@ def assert_learned(out: Path, model: str) -> dict[str, Any]:
 def test_every_preset_takes_a_step(name: str, tmp_path: Path, model: str) -> None:
     assert train(tmp_path, model=model, loss=name, **ONE_STEP) == 0
     row = assert_learned(tmp_path, model)
-    assert ("value/loss" in row) == (name in ("ppo", "decoupled_ppo"))
+    assert ("value/loss" in row) == (name in ("ppo", "ppo_dual_clip", "decoupled_ppo"))
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES)))

@@ -50,17 +50,18 @@ T = TypeVar("T")
 
 
 def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, keep: int | None, group: Any = None) -> Path:
-    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`. Returns
-    its path.
+    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`, return its path.
 
-    state: tensors, in mappings and sequences as deep as you like; they come back flat, `{"model":
-    {"w": x}}` as `"model/w"`. Tensors that are the same memory (tied weights) are written once.
-    numbers: anything JSON holds. keep: how many to keep, this one included; None keeps all. Nothing
-    is deleted before the new one is complete, and if it cannot be written (a full disk), everything
-    older is as it was. group: the ranks that write it together; each of them must call this, and if
-    one fails, all raise. Of a DTensor each rank writes its own rows. A plain tensor is written by
-    the lowest rank that has one of its name: give it the same values on all ranks, or on each rank
-    a name of its own. The numbers are those of the first rank. None: this process alone.
+    state: tensors, in mappings and sequences as deep as you like; they come back flat,
+        `{"model": {"w": x}}` as `"model/w"`. Those that are the same memory (tied weights) are
+        written once.
+    numbers: anything JSON holds; those of the first rank are kept.
+    keep: how many to keep, this one included; None keeps all. Nothing is deleted before the new one
+        is complete, and if it cannot be written (a full disk), everything older is as it was.
+    group: the ranks that write it together, each by a call of this; if one fails, all raise. None:
+        this process alone. Of a DTensor each rank writes its own rows. A plain tensor is written by
+        the lowest rank that has one of its name: give it the same values on all ranks, or on each
+        rank a name of its own.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise InputError(f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, keep={keep}.")
@@ -85,15 +86,17 @@ def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, k
 
 
 def load(path: Path, layout: State | None = None, *, group: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, by their flat names, and the numbers of a checkpoint that any number of ranks
-    wrote.
+    """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
+
+    Sizes are checked, not sums: take the path from `latest`, or call `checked_index` before, which
+    read every byte.
 
     layout: DTensors, named as in the state that was saved. What has the shape and name of one of
-    them, or its shape and a name under its own (an optimizer's moments are `parameter/exp_avg`), is
-    read as this rank's rows and becomes a DTensor laid out like it, on its device. Everything else
-    is read whole, on the CPU: without a layout, one process reads what many wrote. group: ranks
-    that each call this; if one cannot read its part, all raise. Sizes are checked, not sums: take
-    the path from `latest`, or call `checked_index`, which read every byte.
+        them, or its shape and a name under its own (an optimizer's moments are
+        `parameter/exp_avg`), is read as this rank's rows and becomes a DTensor laid out like it, on
+        its device. Everything else is read whole, on the CPU: without a layout, one process reads
+        what many wrote.
+    group: ranks that each call this; if one cannot read its part, all raise.
     """
     contents: dict[str, Any] = {}
 

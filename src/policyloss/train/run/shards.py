@@ -46,13 +46,13 @@ class TensorFile(NamedTuple):
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
         """Some rows of a tensor of the file."""
-        found: Tensor = self.handle.get_slice(self.same.get(name, name))[first:end]
-        return found
+        rows: Tensor = self.handle.get_slice(self.same.get(name, name))[first:end]
+        return rows
 
     def number(self, name: str) -> Tensor:
         """A tensor without dimensions, which has no rows."""
-        found: Tensor = self.handle.get_tensor(self.same.get(name, name))
-        return found
+        number: Tensor = self.handle.get_tensor(self.same.get(name, name))
+        return number
 
 
 def file_of(rank: int) -> str:
