@@ -52,9 +52,9 @@ def loss_walk() -> Walk:
     """From log-probabilities to the loss."""
     from policyloss.functional.aggregate import weighted_total
     from policyloss.functional.trust import clipped
+    from policyloss.inputs import Inputs
     from policyloss.loss import pipeline, policy_loss, token_losses
     from policyloss.policy_metrics import policy_metrics
-    from policyloss.tokens import Tokens
 
     spec = pl.LossSpec(correction=pl.Truncate(2.0), kl=pl.KL("k3", 0.01))
 
@@ -76,7 +76,8 @@ def loss_walk() -> Walk:
 
     stops = (
         policy_loss,
-        Tokens.of,
+        Inputs.of,
+        Inputs.tokens,
         pipeline,
         pl.Truncate.__call__,
         pl.TokenRatio.__call__,
@@ -103,7 +104,7 @@ def head_walk() -> Walk:
     from policyloss.head.plans import loss_plan
     from policyloss.head.softmax_rows import row_gradient, row_partials
     from policyloss.head.windows import Batch, batch_of, token_windows
-    from policyloss.loss import policy_loss, token_losses
+    from policyloss.loss import loss_of, token_losses
 
     def call() -> None:
         hidden, weight = (torch.ones(*shape, requires_grad=True) for shape in ((2, 3, 4), (5, 4)))
@@ -126,7 +127,7 @@ def head_walk() -> Walk:
         row_gradient,
         rounded_product,
         Sums.finished,
-        policy_loss,
+        loss_of,
         with_known_gradients,
         _KnownGradients.backward,
     )

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, label, make_batch, run, swapped
 from policyloss.explain.formula import Formula, Line, formula
-from policyloss.explain.sources import is_part
 from policyloss.explain.traits import ELSEWHERE, fits, traits
 from policyloss.explain.traps import TRAPS
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.presets import PRESETS as NAMED
+from policyloss.spec import has_fields
 
 BATCHES = [make_batch(seed=s, rows=6, width=6) for s in (11, 12)]
 FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01, aggregate=pl.SeqMeanTokenMean())
@@ -177,7 +177,7 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
             assert source != "library default", f"{name}: {where} = {value}"
     for slot in ("trust", "kl", "aggregate"):
         part = getattr(spec, slot)
-        for f in dataclasses.fields(part) if is_part(part) else ():
+        for f in dataclasses.fields(part) if has_fields(part) else ():
             if isinstance(getattr(part, f.name), (int, float)) and not (f.name == "cap" and part.form == "ratio"):
                 assert said[f"{slot}.{f.name}"][0] == getattr(part, f.name)
 
