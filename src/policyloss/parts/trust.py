@@ -292,7 +292,8 @@ class BySign:
                 raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
             if not isinstance(part, VARIANTS):
                 raise SpecError(
-                    f"BySign.{field} must be a trust region of the library, got {safe_repr(part)}; put your own function in the trust slot."
+                    f"BySign.{field} must be a trust region of the library, got {safe_repr(part)}; "
+                    "put your own function in the trust slot."
                 )
         choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
         if len(choosing) > 1:
