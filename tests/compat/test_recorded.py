@@ -16,6 +16,9 @@ from conformance.record import RECORDED, needs_framework, recorded_signatures, r
 from conformance.runner import run_function
 
 TOLERANCE = 1e-12
+# verl takes the statistics of this estimator in float32 whatever it is given, and their last digit is that
+# of the processor on which the numbers were recorded (seen: one rounding, 5.7e-8, on another one).
+IN_FLOAT32 = {("verl", "advantage grpo_vectorized"): 2.0**-23}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,8 @@ def worst(peer, name, cases):
 def test_ours_gives_the_recorded_numbers(peer, name):
     cases = recorded(peer)[name]
     assert cases
-    assert worst(peer, name, cases)[0] <= TOLERANCE, worst(peer, name, cases)
+    tolerance = IN_FLOAT32.get((peer, name), TOLERANCE)
+    assert worst(peer, name, cases)[0] <= tolerance, worst(peer, name, cases)
 
 
 @pytest.mark.parametrize("peer", [peer.name for peer in PEERS.values() if peer.steps])
