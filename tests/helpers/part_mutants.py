@@ -302,7 +302,7 @@ PARTS = (
         "choice_divergence_with_a_sign",
         "functional/kl.py",
         "return (p - p0).abs()",
-        "return p - p0",
+        "return p0 - p",
         _CORRECTIONS + "test_total_variation_has_no_sign",
     ),
     (

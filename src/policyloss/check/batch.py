@@ -35,7 +35,9 @@ class Batch:
 
     @classmethod
     def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
-        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none exactly at one."""
+        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none
+        exactly at one.
+        """
         g = torch.Generator().manual_seed(seed)
 
         def noise(scale: float) -> Tensor:
@@ -46,14 +48,17 @@ class Batch:
         mask = torch.rand(rows, width, generator=g) < 0.75
         mask[0], mask[1] = True, False
         entropy = 0.1 + torch.rand(rows, width, generator=g, dtype=torch.float64)
-        # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave them.
+        # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave
+        # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width)
 
     def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
-        """The batch with `change` applied to the named tensors (by default all floating token tensors)."""
+        """The batch with `change` applied to the named tensors (by default all floating token
+        tensors).
+        """
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names or TOKEN_TENSORS}
         return replace(self, **changed)
 
@@ -68,7 +73,9 @@ class Batch:
         return torch.arange(self.width) < self.lengths[:, None]
 
     def packed(self) -> Batch:
-        """The same sequences end to end, without their padding; a row of length 0 becomes an empty sequence."""
+        """The same sequences end to end, without their padding; a row of length 0 becomes an empty
+        sequence.
+        """
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         return replace(self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets)
 
@@ -92,7 +99,9 @@ class Batch:
         return {name: x for name, x in self.kwargs.items() if name != "logp"}
 
     def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely on)."""
+        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely
+        on).
+        """
         logp = self.logp.detach().requires_grad_()
         others = self.others()
         if spec.entropy_coef:
