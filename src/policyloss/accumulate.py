@@ -1,9 +1,11 @@
 """`accumulate`: the micro-batches of one optimizer step, each with the totals of the whole step.
 
-A loss divided by the counts of its own micro-batch depends on how the batch was cut. Here the step is counted first, over all
-micro-batches and all ranks, and every micro-batch divides by that count: their gradients add up to the gradient of the whole batch.
+A loss divided by the counts of its own micro-batch depends on how the batch was cut. Here the step
+is counted first, over all micro-batches and all ranks, and every micro-batch divides by that count:
+their gradients add up to the gradient of the whole batch.
 
-Legend: N tokens and S sequences of all micro-batches of a rank, one after another (padded rows count as sequences of their width).
+Legend: N tokens and S sequences of all micro-batches of a rank, one after another (padded rows
+count as sequences of their width).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
 from policyloss.totals import GroupTokens, Totals, data_parallel_group
 
-# What the step was counted with, which no call may change; and the tensors that a call may give, token by
-# token or as they are.
+# What the step was counted with, which no call may change; and the tensors that a call may give,
+# token by token or as they are.
 _COUNTED = ("mask", "cu_seqlens", "group_ids")
 _PER_TOKEN = (*TOKEN_SHAPED, "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
@@ -52,15 +54,18 @@ def accumulate(
         optimizer.step()
         print(step.reduce_metrics().compute())
 
-    micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what `spec` reads, under the names of
-    `policy_loss` (`old_logp`, `advantages`, `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed
-    `[N]`; other entries are the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded model
-    is a collective: a rank with fewer micro-batches repeats its last one with an all-False mask, which adds nothing.
-    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one over `cp_group`, one over
-    `group`, and a second one over `group` if there are `group_ids`.
-    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It gives the current
-    log-probabilities of a micro-batch, in the shape of its mask; it is called without gradient for all of them first, and they are
-    given to `measure`.
+    micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what
+    `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
+    `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
+    the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded
+    model
+    is a collective: a rank with fewer micro-batches repeats its last one with an all-False mask,
+    which adds nothing.
+    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one
+    over `cp_group`, one over `group`, and a second one over `group` if there are `group_ids`.
+    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
+    gives the current log-probabilities of a micro-batch, in the shape of its mask; it is called
+    without gradient for all of them first, and they are given to `measure`.
     """
     spec = ready_spec(spec)
     _check(micro_batches)
@@ -86,13 +91,15 @@ def accumulate(
 
 
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's loss.
+    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's
+    loss.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…, totals=step.counts)`; the same
-    object unless the loss had to be measured. metrics: of this rank, merged over the micro-batches whose loss was taken so far.
+    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object unless the loss had to be measured. metrics: of this rank,
+    merged over the micro-batches whose loss was taken so far.
     """
 
     def __init__(self, spec: LossSpec, totals: Totals, counts: Totals, group: Any = None, cp_group: Any = None) -> None:
@@ -123,7 +130,8 @@ class Accumulation:
         return iter(self._micro_batches)
 
     def add(self, metrics: Metrics) -> None:
-        """Merge the metrics of a policy loss that was not taken by `micro.loss`: `step.add(out.metrics)`.
+        """Merge the metrics of a policy loss that was not taken by `micro.loss`:
+        `step.add(out.metrics)`.
 
         Those of `value_loss` have the same names: add them up apart.
         """
@@ -177,13 +185,14 @@ class MicroBatch(Mapping[str, Any]):
         return f"MicroBatch({', '.join(map(str, self._data))})"
 
     def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """What a loss function takes after its leading tensors: those the micro-batch holds, the step's totals and `cp_group`.
+        """What a loss function takes after its leading tensors: those the micro-batch holds, the
+        step's totals and `cp_group`.
 
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`). Beside `mask`, `advantages` and
-        `old_logp`, only those that exist are among the arguments.
+        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`).
+        Beside `mask`, `advantages` and `old_logp`, only those that exist are among the arguments.
         """
         for name in tensors:
             if name in _COUNTED:
@@ -198,7 +207,8 @@ class MicroBatch(Mapping[str, Any]):
         return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
-        """The share of the step's loss that lies here, to call `backward()` on; its metrics are merged into `step.metrics`.
+        """The share of the step's loss that lies here, to call `backward()` on; its metrics are
+        merged into `step.metrics`.
 
             micro.loss(logp, entropy=entropy).backward()
 
@@ -235,7 +245,9 @@ def _check(micro_batches: Any) -> None:
 
 @dataclass(frozen=True)
 class _Pack:
-    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where sequences are in each of them."""
+    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where
+    sequences are in each of them.
+    """
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -285,7 +297,9 @@ def _counted(micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: A
 
 
 def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, sequences, micro-batches and group ids (−1: none given) of this rank as `[4]`; `[2, S]` ids and lengths if given."""
+    """Tokens, sequences, micro-batches and group ids (−1: none given) of this rank as `[4]`; `[2,
+    S]` ids and lengths if given.
+    """
     if not micro_batches:
         return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
     pack = _Pack.of(micro_batches)
@@ -297,7 +311,9 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the forward of a sharded model."""
+    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the
+    forward of a sharded model.
+    """
     if 0 in numbers:
         raise InputError(
             f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
@@ -307,7 +323,10 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
-    """The tokens of each prompt group, over the ranks of `group`. members: `[2, S]` ids and lengths of this rank's sequences."""
+    """The tokens of each prompt group, over the ranks of `group`.
+
+    members: `[2, S]` ids and lengths of this rank's sequences.
+    """
     if min(members_of_each) < 0:
         rank = members_of_each.index(-1)
         raise InputError(f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none.")
@@ -318,7 +337,10 @@ def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTok
 
 
 def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
-    """`measure` on all micro-batches as one pack. The empty ones are run too: other ranks may wait for their forward."""
+    """`measure` on all micro-batches as one pack.
+
+    The empty ones are run too: other ranks may wait for their forward.
+    """
     micro_batches = step._micro_batches
     pack = _Pack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}

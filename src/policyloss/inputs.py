@@ -1,8 +1,9 @@
 """`Inputs`: the tensors of one call of a policy loss, made at the door and passed inward.
 
-A new input is added here, in two places: `CallTensors`, which type checkers and editors see, and the field
-of `Inputs`. Every function that takes these tensors (`policy_loss`, `measure`, `compiled_loss`,
-`linear_policy_loss`, `accumulate`) knows it then, and so do packing, windows and context parallel.
+A new input is added here, in two places: `CallTensors`, which type checkers and editors see, and
+the field of `Inputs`. Every function that takes these tensors (`policy_loss`, `measure`,
+`compiled_loss`, `linear_policy_loss`, `accumulate`) knows it then, and so do packing, windows and
+context parallel.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class CallTensors(SharedTensors, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of one call, as the caller gave them. extras: token-shaped tensors of any name, for parts that read more."""
+    """The tensors of one call, as the caller gave them.
+
+    extras: token-shaped tensors of any name, for parts that read more.
+    """
 
     logp: Tensor
     advantages: Tensor
@@ -65,7 +69,9 @@ class Inputs:
 
     @classmethod
     def of(cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]) -> Self:
-        """From the arguments of a loss function; an unknown name is an error that suggests the nearest."""
+        """From the arguments of a loss function; an unknown name is an error that suggests the
+        nearest.
+        """
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
@@ -112,8 +118,8 @@ class Inputs:
             if x is not None:
                 check_like(name, x, ("logp", self.logp))
         dtype = self.dtype
-        # Upcast once, here: several parts may read logp, and their gradients must add up before they are
-        # rounded to half precision.
+        # Upcast once, here: several parts may read logp, and their gradients must add up before
+        # they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
         for name, x in named.items():
             raw[name] = x if x is None or name == "entropy" else x.detach()
@@ -127,7 +133,9 @@ OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
 def takes_tensors(function: F) -> F:
-    """Show the names of `**tensors` in the signature of `function`, for `help` and for other programs."""
+    """Show the names of `**tensors` in the signature of `function`, for `help` and for other
+    programs.
+    """
     signature = inspect.signature(function)
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: a 0-dim tensor to call `backward()` on. `metrics`: what happened, as records that add up."""
+    """`loss`: a 0-dim tensor to call `backward()` on.
+
+    `metrics`: what happened, as records that add up.
+    """
 
     loss: Tensor
     metrics: Metrics
@@ -56,35 +59,41 @@ def policy_loss(
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
-      logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`) carry the gradient; `old_logp` is
-      the trainer's own policy when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
-      reference model's. A tensor that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
+      logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`)
+      carry the gradient; `old_logp` is the trainer's own policy when the batch was frozen,
+      `rollout_logp` what the inference engine reported, `ref_logp` the reference model's. A tensor
+      that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
       advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where
       a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the longer
       ones; with cp_group a pack's `[N]` is one per token, and `[S, 1]` one per sequence. mask: bool
       or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a sequence belongs
       to.
-    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call is the whole batch (with
-    cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine that averages over them needs
-    `Totals.count(mask, cp_group=…)`).
-    cp_group: the process group over which each sequence's tokens are spread (context parallel). positions: token-shaped integers,
-      each token's place in its whole sequence; read only with `cp_group`, by parts that depend on the order of tokens
-      (`SegmentRatio`), and only at valid tokens.
+    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call
+    is the whole batch (with
+    cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine
+    that averages over them needs `Totals.count(mask, cp_group=…)`).
+    cp_group: the process group over which each sequence's tokens are spread (context parallel).
+    positions: token-shaped integers,
+      each token's place in its whole sequence; read only with `cp_group`, by parts that depend on
+      the order of tokens (`SegmentRatio`), and only at valid tokens.
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     return loss_of(ready_spec(spec), inputs, resolve(totals))
 
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
-    """`policy_loss` of arguments that are put together already. step: the given totals, None if this call is the step."""
+    """`policy_loss` of arguments that are put together already.
+
+    step: the given totals, None if this call is the step.
+    """
     check_gradients(spec, inputs)
     logp, entropy = inputs.logp, inputs.entropy
     plain = inputs.cu_seqlens is None and inputs.cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
     if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
-        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once; the
-        # backward is one product. The upcast comes first, so that a half-precision gradient is rounded
-        # after the backward has scaled it; the scale last, so that the loop need not wait for the count
-        # it divides by.
+        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
+        # the backward is one product. The upcast comes first, so that a half-precision gradient is
+        # rounded after the backward has scaled it; the scale last, so that the loop need not wait
+        # for the count it divides by.
         wide = logp.to(inputs.dtype)
         gradient = torch.func.grad(lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total)(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
@@ -102,7 +111,9 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy does not."""
+    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
+    does not.
+    """
     logp: Any = inputs.logp
     entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
@@ -126,7 +137,10 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
 
 
 def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens. step: the given totals, None if this call is the step."""
+    """The slots in order, on one call's tokens.
+
+    step: the given totals, None if this call is the step.
+    """
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
@@ -140,7 +154,9 @@ def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
 
 
 class TokenLosses(NamedTuple):
-    """The trust region's verdict, the KL penalty before its coefficient (None without one), and each token's loss, 0 if masked."""
+    """The trust region's verdict, the KL penalty before its coefficient (None without one), and
+    each token's loss, 0 if masked.
+    """
 
     surrogate: Surrogate
     kl: Tensor | None
@@ -148,7 +164,10 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosses:
-    """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging. weight: the corrections'."""
+    """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging.
+
+    weight: the corrections'.
+    """
     surrogate = spec.trust(t)
     if not isinstance(surrogate, Surrogate):
         surrogate = Surrogate(surrogate)
@@ -173,9 +192,11 @@ def aggregate_tokens(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """Average any number per token as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The gradient goes through `x`.
+    """Average any number per token as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The gradient
+    goes through `x`.
 
-    x, mask: token-shaped. aggregate: any of the aggregations. The other arguments are those of `policy_loss`.
+    x, mask: token-shaped. aggregate: any of the aggregations. The other arguments are those of
+    `policy_loss`.
     """
     check_part("aggregate", aggregate)
     step = resolve(totals)
@@ -186,7 +207,9 @@ def aggregate_tokens(
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
-    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
+    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast
+    to a wrong loss.
+    """
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}.")
@@ -235,11 +258,13 @@ def measure(
     dp_size: int | None = None,
     **tensors: Unpack[CallTensors],
 ) -> Totals:
-    """The totals of a whole step for a loss whose denominator or weights depend on more than the mask.
+    """The totals of a whole step for a loss whose denominator or weights depend on more than the
+    mask.
 
-    Give it the tensors of *all* micro-batches of this rank (logp from a forward without gradient), then pass the result as
-    `totals=` to `policy_loss` on each micro-batch: any cut of the batch gives the same gradient. Needed for `rejected=` other than
-    "keep" (it counts the survivors), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
+    Give it the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
+    then pass the result as `totals=` to `policy_loss` on each micro-batch: any cut of the batch
+    gives the same gradient. Needed for `rejected=` other than "keep" (it counts the survivors),
+    `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
     in `policy_loss` and `Totals.count`.
     """
     spec = ready_spec(spec)

@@ -1,7 +1,9 @@
-"""The metrics of `policy_loss`, each with its formula. Every one is a record that adds up over micro-batches and ranks.
+"""The metrics of `policy_loss`, each with its formula. Every one is a record that adds up over
+micro-batches and ranks.
 
-Legend: Σ over the valid tokens, n their number, lr = logp − old_logp (before any clamp), r = the ratio slot's ratio before its
-clamp, w = the corrections' weight. `docs/metrics.md` is generated from `FORMULAS`.
+Legend: Σ over the valid tokens, n their number, lr = logp − old_logp (before any clamp), r = the
+ratio slot's ratio before its clamp, w = the corrections' weight. `docs/metrics.md` is generated
+from `FORMULAS`.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ def _clipping(records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Te
 
 
 def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
-    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when the ratio is that of tokens."""
+    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when
+    the ratio is that of tokens.
+    """
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:

@@ -1,4 +1,7 @@
-"""`Layout`: where the tokens of a call are. `Tokens`: that, and every tensor of a policy loss that a part may read."""
+"""`Layout`: where the tokens of a call are.
+
+`Tokens`: that, and every tensor of a policy loss that a part may read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp
 
 
 class NeedsStatistics(Protocol):
-    """A slot whose numbers depend on the whole batch, not on its own token or sequence (see `measure`)."""
+    """A slot whose numbers depend on the whole batch, not on its own token or sequence (see
+    `measure`).
+    """
 
     statistics_names: ClassVar[tuple[str, ...]]
 
@@ -91,12 +96,12 @@ def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "a
 class Layout:
     """Where the tokens of a call are: which of them count, and to which sequence each belongs.
 
-    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: what is computed
-    in, float32 or float64. positions: each token's place in its whole sequence, for parts that depend on
-    the order of tokens where those lie on several ranks. step: the counts of the whole optimizer step,
-    which parts read as `totals`. invalid: counts, by the name of the metric that shows them, of values
-    that are certainly wrong but could not be checked without waiting for the device. memo: numbers that
-    are computed when first asked for.
+    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: what is
+    computed in, float32 or float64. positions: each token's place in its whole sequence, for parts
+    that depend on the order of tokens where those lie on several ranks. step: the counts of the
+    whole optimizer step, which parts read as `totals`. invalid: counts, by the name of the metric
+    that shows them, of values that are certainly wrong but could not be checked without waiting for
+    the device. memo: numbers that are computed when first asked for.
     """
 
     mask: Tensor
@@ -130,7 +135,10 @@ class Layout:
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each sequence `[S]`, exact (int64). With context parallel that is an all-reduce."""
+        """Valid tokens of each sequence `[S]`, exact (int64).
+
+        With context parallel that is an all-reduce.
+        """
         if "counts" not in self.memo:
             self.memo["counts"] = self.sequences.sum(self.mask)
         return self.memo["counts"]
@@ -145,7 +153,8 @@ class Layout:
         return replace(self, memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of `x` over the valid tokens of each sequence, 0 for one that has none. Token-shaped → `[S]`.
+        """The mean of `x` over the valid tokens of each sequence, 0 for one that has none.
+        Token-shaped → `[S]`.
 
         `x` must be 0 at masked positions, as everything read from here is.
         """
@@ -166,7 +175,10 @@ def laid_out(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens` but for its dtype, checked against each other. called: the name of `tokens` in errors."""
+    """The fields of the `Layout` of `tokens` but for its dtype, checked against each other.
+
+    called: the name of `tokens` in errors.
+    """
     sequences = Sequences.of(tokens, cu_seqlens, cp_group, called)
     mask, invalid_mask = checked_mask(mask, tokens, like_called=called)
     if group_ids is not None:
@@ -186,10 +198,10 @@ def laid_out(
 class Tokens(Layout):
     """What a part may read: the tensors of one call, upcast, detached and masked.
 
-    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False, and
-    detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio slot's, to the
-    policy that `anchor` names. raw: the tensors as the caller gave them, by argument. measured: numbers of
-    the whole batch that were measured beforehand, or None.
+    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
+    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio
+    slot's, to the policy that `anchor` names. raw: the tensors as the caller gave them, by
+    argument. measured: numbers of the whole batch that were measured beforehand, or None.
     """
 
     advantages: Tensor
@@ -251,7 +263,9 @@ class Tokens(Layout):
         return fill(self.read("entropy"), self.mask, self.dtype)
 
     def anchor_logp(self, anchor: str) -> Tensor:
-        """The log-probability of a frozen policy: "old", "rollout", "ref", or "current" for `logp` itself, detached."""
+        """The log-probability of a frozen policy: "old", "rollout", "ref", or "current" for `logp`
+        itself, detached.
+        """
         return fill(self._anchor(anchor), self.mask, self.dtype)
 
     def log_ratio_to(self, anchor: str) -> Tensor:
@@ -259,12 +273,16 @@ class Tokens(Layout):
         return difference(self.read("logp"), self._anchor(anchor), self.mask, self.dtype)
 
     def log_weight(self) -> Tensor:
-        """`old_logp - rollout_logp`: the trainer against the inference engine, on the same frozen weights."""
+        """`old_logp - rollout_logp`: the trainer against the inference engine, on the same frozen
+        weights.
+        """
         return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
 
     def _anchor(self, anchor: str) -> Tensor:
         return self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
 
     def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
-        """The batch-wide numbers `slot` needs: those measured for the whole step if given, else this call's own."""
+        """The batch-wide numbers `slot` needs: those measured for the whole step if given, else
+        this call's own.
+        """
         return slot.statistics(self) if self.measured is None else self.measured

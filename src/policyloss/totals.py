@@ -1,6 +1,7 @@
 """`Totals`: the counts of the whole optimizer step, which every average divides by.
 
-A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here the division is by a number that
+A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here the
+division is by a number that
 the caller counted over everything the step will see: all micro-batches, all ranks.
 """
 
@@ -26,7 +27,9 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both integers."""
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both
+    integers.
+    """
 
     ids: Tensor
     tokens: Tensor
@@ -42,10 +45,12 @@ class GroupTokens:
 class Totals:
     """Counts of the whole optimizer step.
 
-    tokens: valid tokens. sequences: sequences with at least one valid token. groups: what `PromptMean` needs — the number of
-    prompt groups (which promises that no group is split between calls), or a `GroupTokens` (which allows it).
-    dp_size: the number of ranks whose gradients the framework *averages* (DDP, FSDP); the loss is multiplied by it, so that the
-    average is the gradient of the whole batch. 1 for engines that sum.
+    tokens: valid tokens. sequences: sequences with at least one valid token. groups: what
+    `PromptMean` needs — the number of prompt groups (which promises that no group is split between
+    calls), or a `GroupTokens` (which allows it).
+    dp_size: the number of ranks whose gradients the framework *averages* (DDP, FSDP); the loss is
+    multiplied by it, so that the average is the gradient of the whole batch. 1 for engines that
+    sum.
     statistics: batch-wide numbers that some slots need (see `measure`), by name.
     """
 
@@ -81,10 +86,12 @@ class Totals:
     ) -> Totals:
         """Count a rank's whole share of the step, then all-reduce.
 
-        mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank (concatenate them, or add the
-        results of several calls: `a + b`). group: the process group of data-parallel ranks (each holds other sequences); None is
-        the default group if there is one. cp_group: ranks that hold other tokens of the *same* sequences. dp_size: by default all
-        ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine sums gradients.
+        mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
+        (concatenate them, or add the
+        results of several calls: `a + b`). group: the process group of data-parallel ranks (each
+        holds other sequences); None is the default group if there is one. cp_group: ranks that hold
+        other tokens of the *same* sequences. dp_size: by default all ranks of both groups, as DDP
+        and FSDP average over them; pass 1 if your engine sums gradients.
         """
         check_tensor("mask", mask)
         sequences = Sequences.of(mask, cu_seqlens, cp_group, "mask")
@@ -99,13 +106,18 @@ class Totals:
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
-        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what `totals="local"` stands for."""
+        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what
+        `totals="local"` stands for.
+        """
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
         return cls(count(valid).to(accumulator_dtype(mask.device)), count(valid.any(-1)), dp_size=dp_size)
 
     def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
-        """The counts of all data-parallel ranks together. Without `torch.distributed`, or with one rank, the same counts."""
+        """The counts of all data-parallel ranks together.
+
+        Without `torch.distributed`, or with one rank, the same counts.
+        """
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
@@ -154,7 +166,9 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
-    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no others."""
+    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no
+    others.
+    """
     check_group("group", group)
     check_group("cp_group", cp_group)
     if group is not None or not several_ranks():
@@ -167,7 +181,10 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
-    """Sum `tokens` by id. Reads shapes back to the host, which counting may do: it runs once per step."""
+    """Sum `tokens` by id.
+
+    Reads shapes back to the host, which counting may do: it runs once per step.
+    """
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
@@ -180,13 +197,16 @@ def local_totals(t: Layout) -> Totals:
     if t.group_ids is not None:
         order, members = group_index(t.group_ids)
         groups = count(members.sum(present[order]) > 0)
-    # Without context parallel the counts of sequences are not needed for the tokens, and a compiler may then skip them.
+    # Without context parallel the counts of sequences are not needed for the tokens, and a compiler
+    # may then skip them.
     tokens = count(t.mask) if t.sequences.cp_group is None else t.counts.sum()
     return Totals(tokens, count(present), groups)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """What the caller said about the step: given totals, or None for "this call is the whole batch"."""
+    """What the caller said about the step: given totals, or None for "this call is the whole
+    batch".
+    """
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):

@@ -1,4 +1,6 @@
-"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals, packing and metrics."""
+"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals,
+packing and metrics.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
 
 
 def held(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
-    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½ ("half")."""
+    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½
+    ("half").
+    """
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 
@@ -53,16 +57,19 @@ def value_loss(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
-    """The clipped value loss: `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`, with `f(e) = ½e²` or Huber's.
+    """The clipped value loss: `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`, with `f(e) =
+    ½e²` or Huber's.
 
-    values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]` with `cu_seqlens`.
-    clip: how far a value may move from `old_values` before the move stops paying; None for no clipping (`old_values` may then be
-    None). boundary: the slope of the clamp exactly at its ends, "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl;
-    half-precision values meet the ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
+    values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]`
+    with `cu_seqlens`.
+    clip: how far a value may move from `old_values` before the move stops paying; None for no
+    clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at its ends,
+    "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl; half-precision values meet the
+    ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
     the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
-    Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|), `clip_fraction` (share of tokens where the
-    clipped error is the larger), `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`,
-    `invalid_…` as in `policy_loss`.
+    Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
+    `clip_fraction` (share of tokens where the clipped error is the larger), `explained_variance` (1
+    − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in `policy_loss`.
     """
     check_choice("kind", kind, ("mse", "huber"))
     if clip is not None:

@@ -91,7 +91,8 @@ class Batch:
         names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
         if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (len(self.cu_seqlens) - 1,):
-            arguments["advantages"] = self.advantages.unsqueeze(0)  # one per token, in a pack of as many sequences
+            # One per token, in a pack of as many sequences.
+            arguments["advantages"] = self.advantages.unsqueeze(0)
         return arguments
 
     def others(self) -> dict[str, Any]:

@@ -45,7 +45,10 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found. True in a boolean context if every property holds; `str()` is a table."""
+    """What `check_loss` found.
+
+    True in a boolean context if every property holds; `str()` is a table.
+    """
 
     results: tuple[Result, ...]
 
@@ -69,10 +72,12 @@ class CheckReport:
 
 
 class FrozenStopGradients(TorchFunctionMode):
-    """Hold every stop-gradient at the value it has at a base point, so that finite differences see what autograd sees.
+    """Hold every stop-gradient at the value it has at a base point, so that finite differences see
+    what autograd sees.
 
-    `detach()` says "a constant here". A numerical derivative moves that constant too, and disagrees by design. Under this mode the
-    first run records the result of every `detach()`, and each later run is given those numbers in the same order.
+    `detach()` says "a constant here". A numerical derivative moves that constant too, and disagrees
+    by design. Under this mode the first run records the result of every `detach()`, and each later
+    run is given those numbers in the same order.
     """
 
     def __init__(self) -> None:
@@ -90,7 +95,9 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in `self.base`."""
+        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in
+        `self.base`.
+        """
         with self:
             self.base = f(*base)
 
@@ -107,14 +114,14 @@ def check_loss(
 ) -> CheckReport:
     """Test a loss of your own for what the library promises of every loss.
 
-    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by default), a whole `LossSpec` with
-    callables in any slot, or a preset's name. Checked, in float64 on small ragged batches: it runs and gives one finite number per
-    token; autograd agrees with finite differences (stop-gradients held constant); at ratio 1 the
-    surrogate alone makes good tokens more likely and bad ones less; it has no limit that binds only
-    where a token moved against its advantage; garbage at masked positions, row order, packing, any
-    split into micro-batches and an empty batch change nothing; half precision is upcast first; the
-    same inputs give the same bits. Returns a report: print it, or assert it. It runs in one
-    process.
+    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by
+    default), a whole `LossSpec` with callables in any slot, or a preset's name. Checked, in float64
+    on small ragged batches: it runs and gives one finite number per token; autograd agrees with
+    finite differences (stop-gradients held constant); at ratio 1 the surrogate alone makes good
+    tokens more likely and bad ones less; it has no limit that binds only where a token moved
+    against its advantage; garbage at masked positions, row order, packing, any split into
+    micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs
+    give the same bits. Returns a report: print it, or assert it. It runs in one process.
     """
     if several_ranks():
         raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")

@@ -1,4 +1,6 @@
-"""A function of tensors as a CUDA graph: one launch for all its kernels, without the Python and C++ around each."""
+"""A function of tensors as a CUDA graph: one launch for all its kernels, without the Python and C++
+around each.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ Function = Callable[..., list[Tensor]]
 class Graphed:
     """`run(*tensors)` for one shape and dtype of each tensor, recorded once and replayed.
 
-    A graph reads and writes fixed memory. So each call copies its tensors to where they were when the graph was recorded, and
-    copies what it found out of the graph's own memory: what a call returned stays what it was.
+    A graph reads and writes fixed memory. So each call copies its tensors to where they were when
+    the graph was recorded, and copies what it found out of the graph's own memory: what a call
+    returned stays what it was.
     """
 
     def __init__(self, run: Function, examples: Sequence[Tensor]) -> None:
@@ -46,7 +49,9 @@ class Graphed:
 
 
 def can_be_graphed(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are on one GPU and own each of their elements (an expanded tensor has no place to copy to)."""
+    """Whether all of them are on one GPU and own each of their elements (an expanded tensor has no
+    place to copy to).
+    """
     device = tensors[0].device
     return device.type == "cuda" and all(
         x.device == device and all(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1) for x in tensors

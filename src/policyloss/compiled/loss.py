@@ -1,8 +1,10 @@
-"""`compiled_loss`: a loss, all its metrics and its gradient as one fused function, compiled from the eager `policy_loss`.
+"""`compiled_loss`: a loss, all its metrics and its gradient as one fused function, compiled from
+the eager `policy_loss`.
 
-The eager pipeline and its autograd are traced once into one graph of tensor operations, which Inductor turns into a few kernels:
-there is no second copy of any formula. A call looks up its graph by the shapes and dtypes of its arguments, runs it, and hangs the
-known gradient on the loss, so that the backward is one product.
+The eager pipeline and its autograd are traced once into one graph of tensor operations, which
+Inductor turns into a few kernels: there is no second copy of any formula. A call looks up its graph
+by the shapes and dtypes of its arguments, runs it, and hangs the known gradient on the loss, so
+that the backward is one product.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from policyloss.totals import GroupTokens, Totals, resolve
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
 
-# Past this many different shapes the table that finds a call's graph is emptied; the graphs themselves are kept.
+# Past this many different shapes the table that finds a call's graph is emptied; the graphs
+# themselves are kept.
 MOST_SHAPES = 4096
 MOST_RECORDED = 64  # where each holds GPU memory
 # Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
@@ -46,25 +49,33 @@ def compiled_loss(
     two_stages: bool | None = None,
     cuda_graph: bool = False,
 ) -> CompiledLoss:
-    """A fused `policy_loss` for one spec: make it once, then call it with the arguments of `policy_loss` that follow the spec.
+    """A fused `policy_loss` for one spec: make it once, then call it with the arguments of
+    `policy_loss` that follow the spec.
 
-    Loss, metrics and gradients are those of the eager `policy_loss`, from its own source, in a few kernels; the metrics stay in one
-    tensor until they are looked at. The first call compiles (seconds; it needs a C++ compiler, or Triton on a GPU).
-    dynamic: as in `torch.compile` — None compiles the first shape as it is and, when another comes, once more for every shape; True
-    is for every shape from the start; False compiles each shape. options: Inductor's (see `torch._inductor.config`).
-    two_stages: write the sums over tokens so that all of them take two kernels; None does so on a GPU, where the time of a call is
-    that of launching kernels (see `policyloss.compiled.two_stage_sums`).
-    cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per call, for shapes that come again
-    (another shape is recorded anew). Each keeps a copy of its arguments in GPU memory.
+    Loss, metrics and gradients are those of the eager `policy_loss`, from its own source, in a few
+    kernels; the metrics stay in one tensor until they are looked at. The first call compiles
+    (seconds; it needs a C++ compiler, or Triton on a GPU).
+    dynamic: as in `torch.compile` — None compiles the first shape as it is and, when another comes,
+    once more for every shape; True is for every shape from the start; False compiles each shape.
+    options: Inductor's (see `torch._inductor.config`).
+    two_stages: write the sums over tokens so that all of them take two kernels; None does so on a
+    GPU, where the time of a call is that of launching kernels (see
+    `policyloss.compiled.two_stage_sums`).
+    cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per
+    call, for shapes that come again (another shape is recorded anew). Each keeps a copy of its
+    arguments in GPU memory.
 
-    Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a callable in a slot (it may do
-    anything), `cp_group` (collectives), tensor subclasses, a batch without tokens, and inside someone else's `torch.compile`.
+    Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a
+    callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
+    without tokens, and inside someone else's `torch.compile`.
     """
     return CompiledLoss(spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph)
 
 
 class Gradients(NamedTuple):
-    """`d loss / d logp` and `d loss / d entropy`, each like its tensor; entropy's is None where none was given."""
+    """`d loss / d logp` and `d loss / d entropy`, each like its tensor; entropy's is None where
+    none was given.
+    """
 
     logp: Tensor
     entropy: Tensor | None
@@ -130,10 +141,12 @@ class CompiledLoss:
         totals: Totals | Literal["local"] | None = None,
         **tensors: Unpack[CallTensors],
     ) -> tuple[LossOutput, Gradients]:
-        """Loss, metrics and gradients at once, without autograd: for code that feeds the gradient on by itself.
+        """Loss, metrics and gradients at once, without autograd: for code that feeds the gradient
+        on by itself.
 
-        The arguments are those of a call. `logp.backward(gradients.logp)` afterwards is what `loss.backward()` would have done, at
-        less cost per step. The loss that is returned has no graph behind it.
+        The arguments are those of a call. `logp.backward(gradients.logp)` afterwards is what
+        `loss.backward()` would have done, at less cost per step. The loss that is returned has no
+        graph behind it.
         """
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
         leaves = ("logp",) if inputs.entropy is None else ("logp", "entropy")
@@ -169,7 +182,9 @@ class CompiledLoss:
         return graph, found
 
     def _traceable(self, inputs: Inputs) -> bool:
-        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no callables."""
+        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no
+        callables.
+        """
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
             return False
         if not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()):
@@ -200,7 +215,8 @@ class CompiledLoss:
 
 
 class _Graph(NamedTuple):
-    """A compiled graph: `run(*tensors)` → [loss, packed metrics, gradient …, their scale if they are not scaled yet].
+    """A compiled graph: `run(*tensors)` → [loss, packed metrics, gradient …, their scale if they
+    are not scaled yet].
 
     `fits`: whether it may run on other shapes.
     """
@@ -211,7 +227,10 @@ class _Graph(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call: its tensors by name, and what is a constant of its graph. `leaves`: the tensors that carry a gradient."""
+    """One call: its tensors by name, and what is a constant of its graph.
+
+    `leaves`: the tensors that carry a gradient.
+    """
 
     tensors: dict[str, Tensor]
     dp_size: int | None
@@ -231,7 +250,9 @@ class _Call(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with the gradient of the same place in `known` (see `_scaled`)."""
+    """`value`, which depends on each of `leaves` with the gradient of the same place in `known`
+    (see `_scaled`).
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -248,12 +269,17 @@ class _Known(torch.autograd.Function):
 
 @torch.autograd.function.once_differentiable
 def _refuse_a_second_derivative(ctx: Any, grad: Tensor) -> Any:
-    """The gradients are constants here: a derivative of them would be wrong. (The check takes time, so it has its own way.)"""
+    """The gradients are constants here: a derivative of them would be wrong.
+
+    (The check takes time, so it has its own way.)
+    """
     return None, None, *_scaled(ctx.saved_tensors, ctx.count, grad)
 
 
 def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
-    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one product over the tokens each."""
+    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one
+    product over the tokens each.
+    """
     factors = [x for x in (grad, *known[count:]) if x is not None]
     if not factors:
         return list(known[:count])
@@ -281,7 +307,9 @@ def _eager_value_and_gradient(
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors, so that their values are data of the graph: they change from step to step."""
+    """The totals as tensors, so that their values are data of the graph: they change from step to
+    step.
+    """
     found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
         found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
@@ -329,9 +357,11 @@ def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any]
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
         packed = Layout.pack(metrics, invalid)
         if totals is not None:
-            # The scale is known before the first token is read: the gradient is written once, as it is.
+            # The scale is known before the first token is read: the gradient is written once, as it
+            # is.
             return [loss, packed, *(gradient * scale for gradient in gradients)]
-        # The scale divides by a count of this very batch, for which the loop over the tokens need not wait.
+        # The scale divides by a count of this very batch, for which the loop over the tokens need
+        # not wait.
         return [loss, packed, *gradients, scale]
 
     logp = call.tensors["logp"]

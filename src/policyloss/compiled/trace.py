@@ -1,4 +1,6 @@
-"""From a function of tensors to a few fused kernels: trace its operations, its autograd included, and compile what was traced."""
+"""From a function of tensors to a few fused kernels: trace its operations, its autograd included,
+and compile what was traced.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from torch.fx import GraphModule
 
 
 class Fused(NamedTuple):
-    """`run(*tensors)`: the compiled function. `fits(tensors)`: whether it may run on shapes it was not made for.
+    """`run(*tensors)`: the compiled function. `fits(tensors)`: whether it may run on shapes it was
+    not made for.
 
-    `run` takes no gradients, and believes that the tensors have the dtypes and devices of the examples.
+    `run` takes no gradients, and believes that the tensors have the dtypes and devices of the
+    examples.
     """
 
     run: Callable[..., list[Tensor]]
@@ -31,11 +35,12 @@ def fused(
     options: dict[str, Any] | None = None,
     rewrite: Callable[[GraphModule], GraphModule] | None = None,
 ) -> Fused:
-    """Compile `function(*tensors) → list of tensors` for tensors like `examples`, with fixed or with `dynamic` shapes.
+    """Compile `function(*tensors) → list of tensors` for tensors like `examples`, with fixed or
+    with `dynamic` shapes.
 
-    The function runs once, on stand-ins that have shapes but no values, so it must not read a value back; it may use autograd.
-    A size of 1 stays fixed, because it broadcasts. options: Inductor's (see `torch._inductor.config`). rewrite: what is done to the
-    traced graph before it is compiled.
+    The function runs once, on stand-ins that have shapes but no values, so it must not read a value
+    back; it may use autograd. A size of 1 stays fixed, because it broadcasts. options: Inductor's
+    (see `torch._inductor.config`). rewrite: what is done to the traced graph before it is compiled.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor import compile as inductor
@@ -55,7 +60,8 @@ def fused(
 
     with torch.no_grad():
         stand_ins = [stand_in(x) for x in examples]
-        # The dispatcher in Python knows operations with symbols for sizes that the one in C++ would fix to a number.
+        # The dispatcher in Python knows operations with symbols for sizes that the one in C++ would
+        # fix to a number.
         with _tracing(), mode, enable_python_dispatcher():
             graph = make_fx(function)(*stand_ins)
         graph = graph if rewrite is None else rewrite(graph)
@@ -67,7 +73,8 @@ def fused(
             run = graph
     if not dynamic:
         return Fused(run, lambda tensors: False)
-    # All that was assumed about the sizes, by the function (equal shapes) and by the compiler (32-bit indices).
+    # All that was assumed about the sizes, by the function (equal shapes) and by the compiler
+    # (32-bit indices).
     assumed = shapes.produce_guards_expression(stand_ins, ignore_static=False) or "True"
 
     def fits(tensors: Sequence[Tensor]) -> bool:
@@ -91,7 +98,9 @@ class _InThisThread:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Let `torch.compiler.is_compiling()` say so, as `torch.export` does: values cannot be checked on stand-ins."""
+    """Let `torch.compiler.is_compiling()` say so, as `torch.export` does: values cannot be checked
+    on stand-ins.
+    """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = _InThisThread()  # type: ignore[assignment]
     try:

@@ -1,4 +1,7 @@
-"""`linear_policy_loss`: head and loss together. Where a token's gradient is known early, it is used early: one pass."""
+"""`linear_policy_loss`: head and loss together.
+
+Where a token's gradient is known early, it is used early: one pass.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
-    """`loss` and `metrics` as of `policy_loss`; `logp` and `entropy` of each token, detached, 0 where not computed."""
+    """`loss` and `metrics` as of `policy_loss`; `logp` and `entropy` of each token, detached, 0
+    where not computed.
+    """
 
     logp: Tensor
     entropy: Tensor
@@ -56,19 +61,21 @@ def linear_policy_loss(
     skip_zero_advantage: bool = False,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without holding all logits.
+    """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
+    holding all logits.
 
-    `policy_loss(spec, logp, old_logp, advantages, mask, entropy=entropy, …)`, where `logp, entropy = linear_logprobs(hidden,
-    weight, ids, mask=mask, entropy=True, …)`.
+    `policy_loss(spec, logp, old_logp, advantages, mask, entropy=entropy, …)`, where `logp, entropy
+    = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, …)`.
 
-    hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or `[N]`, the tokens whose
-    log-probability counts; the hidden state in the same place is the one that predicts it. Other arguments as in `policy_loss` and
-    `linear_logprobs`.
-    plan: "auto" takes the gradient in the same pass as the value where the loss allows it ("one_pass"), else "recompute" or
-    "stash"; `explain_plan` says which and why. Masked tokens are not computed. Tokens that cannot have a gradient (no
-    advantage, or rejected by a correction, in a loss that `follows_advantage`) have a forward for the metrics' sake, and no
-    backward; skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are then over the tokens that
-    were computed.
+    hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or
+    `[N]`, the tokens whose log-probability counts; the hidden state in the same place is the one
+    that predicts it. Other arguments as in `policy_loss` and `linear_logprobs`.
+    plan: "auto" takes the gradient in the same pass as the value where the loss allows it
+    ("one_pass"), else "recompute" or "stash"; `explain_plan` says which and why. Masked tokens are
+    not computed. Tokens that cannot have a gradient (no advantage, or rejected by a correction, in
+    a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
+    skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
+    then over the tokens that were computed.
     """
     call = _Call.of(
         spec,
@@ -103,10 +110,11 @@ def explain_plan(
     mask: Tensor | None = None,
     **arguments: Any,
 ) -> Plan:
-    """The plan that `linear_policy_loss` takes with these very arguments, and why; no logits are made.
+    """The plan that `linear_policy_loss` takes with these very arguments, and why; no logits are
+    made.
 
-    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not needed. Counts are read back to
-    the host, and with `vocab_group` every rank must call it.
+    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not
+    needed. Counts are read back to the host, and with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -143,7 +151,8 @@ class _Decided(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is computed.
+    """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is
+    computed.
 
     step: the given totals, None if this call is the step.
     """
@@ -289,7 +298,9 @@ class _Call:
 
 
 def run_windows(head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool) -> tuple[LogProbs, Gradients]:
-    """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are wanted. check: the ids too."""
+    """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
+    wanted. check: the ids too.
+    """
     seen = _walk(head, batch, found, sums, check)  # the logits are gone when the gathered gradients are multiplied
     return seen, sums.finished()
 

@@ -1,8 +1,10 @@
-"""A batch as the head's windows see it: what does not depend on logp is computed once, over the whole batch, then cut.
+"""A batch as the head's windows see it: what does not depend on logp is computed once, over the
+whole batch, then cut.
 
-Corrections compare old and rollout log-probabilities, and an average's weights depend on masks and counts only; so both are known
-before the first matmul, and a window need not hold what they look at. What a window must hold is what the *gradient* looks at:
-single tokens, or whole sequences (`LossSpec.reach`).
+Corrections compare old and rollout log-probabilities, and an average's weights depend on masks and
+counts only; so both are known before the first matmul, and a window need not hold what they look
+at. What a window must hold is what the *gradient* looks at: single tokens, or whole sequences
+(`LossSpec.reach`).
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from policyloss.totals import Totals, local_totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. backward: whether any may have a gradient.
+    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. backward:
+    whether any may have a gradient.
 
-    tokens: all positions the loss looks at, masked ones among them, with `place`, where the rows are in it, and `cu_seqlens`,
-    where sequences end; None where every token is a row and stands alone.
+    tokens: all positions the loss looks at, masked ones among them, with `place`, where the rows
+    are in it, and `cu_seqlens`, where sequences end; None where every token is a row and stands
+    alone.
     """
 
     rows: Index
@@ -43,12 +47,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one call, the corrections' weight and the average's weight (0-dim, or token-shaped) known beforehand.
+    """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
+    token-shaped) known beforehand.
 
-    step: the given totals, None if this call is the step. weight: None if there is no correction, or if
-    one reads logp. corrections: those of the spec, in its
-    order; beside one that reads logp, the others with their answer for the whole batch. live: tokens that
-    may have a gradient, flat bool.
+    step: the given totals, None if this call is the step. weight: None if there is no correction,
+    or if one reads logp. corrections: those of the spec, in its order; beside one that reads logp,
+    the others with their answer for the whole batch. live: tokens that may have a gradient, flat
+    bool.
     """
 
     spec: LossSpec
@@ -60,7 +65,10 @@ class Batch:
 
     @cached_property
     def average(self) -> Tensor:
-        """The weight of each token in the average. Made when first asked for: by then the device has a matmul to work on."""
+        """The weight of each token in the average.
+
+        Made when first asked for: by then the device has a matmul to work on.
+        """
         t = self.tokens
         weight: Tensor = self.spec.aggregate(t.with_totals(local_totals(t) if self.step is None else self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
@@ -71,7 +79,9 @@ class Batch:
         return self.tokens.mask.reshape(-1)
 
     def gradients(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the pipeline of `policy_loss`."""
+        """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the
+        pipeline of `policy_loss`.
+        """
         with torch.enable_grad():
             t, at = self._of(window, logp, entropy)
             leaves = [x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad]
@@ -94,7 +104,9 @@ class Batch:
         return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
 
     def _of(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tokens, Index]:
-        """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole sequences."""
+        """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole
+        sequences.
+        """
         at = window.rows if window.tokens is None else window.tokens
         known = {"logp": logp, "entropy": entropy}
         if window.place is not None:
@@ -126,7 +138,9 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class _Answered:
-    """A correction with its answer for the whole batch: it may have looked at sequences, which a window need not hold."""
+    """A correction with its answer for the whole batch: it may have looked at sequences, which a
+    window need not hold.
+    """
 
     answer: Corrected
     name: str
@@ -159,7 +173,9 @@ def entropy_has_slope(spec: LossSpec) -> bool:
 
 @dataclass(frozen=True)
 class _SingleTokens(Sequences):
-    """The layout of tokens from anywhere in the batch: a part that asks for sequences has a larger reach."""
+    """The layout of tokens from anywhere in the batch: a part that asks for sequences has a larger
+    reach.
+    """
 
     def _sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()
@@ -202,7 +218,9 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
-    """Rows in any order: first those with a gradient, then those that only the metrics want (if `work` counts them)."""
+    """Rows in any order: first those with a gradient, then those that only the metrics want (if
+    `work` counts them).
+    """
     n = work.with_gradient
     # Sorted, not searched for: their numbers are known, so nothing has to be read back.
     order = None if n == work.tokens else torch.argsort((~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True)
@@ -214,7 +232,10 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
 
 
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
-    """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`. Reads lengths back."""
+    """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`.
+
+    Reads lengths back.
+    """
     t = batch.tokens
     per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
     starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.counts, per_sequence]).tolist()
@@ -253,6 +274,7 @@ def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward:
     mask = batch.rows
     tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
     cu_seqlens = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).to(mask.device, non_blocking=True)
-    # Where the rows are among the tokens: a stable sort, since their number is known and need not be read back.
+    # Where the rows are among the tokens: a stable sort, since their number is known and need not
+    # be read back.
     place = torch.argsort(~mask[tokens], stable=True)[:count]
     return Window(tokens[place], count, backward, tokens, place, cu_seqlens)
