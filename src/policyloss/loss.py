@@ -59,23 +59,26 @@ def policy_loss(
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
-      logp, old_logp, rollout_logp, ref_logp, entropy, mask: token-shaped. `logp` (and `entropy`)
-      carry the gradient; `old_logp` is the trainer's own policy when the batch was frozen,
-      `rollout_logp` what the inference engine reported, `ref_logp` the reference model's. A tensor
-      that no slot reads may be None (`spec.reads` lists them); if given, it feeds the metrics.
-      advantages: token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`. Where
-      a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the longer
-      ones; with cp_group a pack's `[N]` is one per token, and `[S, 1]` one per sequence. mask: bool
-      or 0/1, True = train on this token. group_ids: `[S]` integers, which prompt a sequence belongs
-      to.
-    totals: the counts of the whole optimizer step (`Totals.count`); None or "local" means this call
-    is the whole batch (with
-    cp_group: the call of all its ranks together, whose losses and gradients then add up; an engine
-    that averages over them needs `Totals.count(mask, cp_group=…)`).
-    cp_group: the process group over which each sequence's tokens are spread (context parallel).
-    positions: token-shaped integers,
-      each token's place in its whole sequence; read only with `cp_group`, by parts that depend on
-      the order of tokens (`SegmentRatio`), and only at valid tokens.
+
+    - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy` and `mask` are
+      token-shaped. `logp` and `entropy` carry the gradient. `old_logp` is the trainer's own policy
+      when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
+      reference model's, `teacher_logp` a teacher's. A tensor that no part reads may be None
+      (`spec.reads` lists those that are read); if it is there, it feeds the metrics.
+    - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
+      Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
+      longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
+    - `mask` is bool or 0/1; True means that the token is trained on.
+    - `group_ids` are `[S]` integers that say which prompt a sequence belongs to.
+    - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
+      that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
+      are, whose losses and gradients then add up (an engine that averages over those ranks needs
+      `Totals.count(mask, cp_group=…)`).
+    - `cp_group` is the process group over which each sequence's tokens are spread (context
+      parallel). `positions` are token-shaped integers, each token's place in its whole sequence;
+      they are read only with `cp_group`, by parts that depend on the order of tokens
+      (`SegmentRatio`), and only at valid tokens.
+    - `extras` maps names to token-shaped tensors for parts that read more: `t.extra(name)`.
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     return loss_of(ready_spec(spec), inputs, resolve(totals))
