@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
-import json
 import sys
-from functools import cache
 
 import pytest
 from conformance import forms, release, signatures
 from conformance.environments import PEERS
-from conformance.peers import functions
 from conformance.record import RECORDED, needs_framework, recorded_signatures, replay
 from conformance.runner import run_function
+from recorded_cases import NAMES, entries, entry, recorded
 
 TOLERANCE = 1e-12
 # verl takes the statistics of this estimator in float32 whatever it is given, and their last digit is that
@@ -28,27 +26,8 @@ def no_framework(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@cache
-def recorded(peer):
-    return json.loads((RECORDED / f"{peer}.json").read_text())
-
-
-@cache
-def entries(peer):
-    """The comparisons of a framework by name and release: one name may mean another comparison at another release."""
-    release.set_current(PEERS[peer].release)
-    return functions(PEERS[peer])
-
-
-def entry(peer, name, version):
-    return next(f for f in entries(peer) if f.name == name and (f.releases is None or version in f.releases))
-
-
 def of_the_pinned_release(peer):
     return [f for f in entries(peer) if f.releases is None or PEERS[peer].release in f.releases]
-
-
-NAMES = [(peer, name) for peer in PEERS if (RECORDED / f"{peer}.json").is_file() for name in recorded(peer)]
 
 
 def worst(peer, name, cases):

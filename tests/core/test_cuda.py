@@ -9,7 +9,7 @@ from conformance.cases import run_side
 from conformance.compare import compare
 from conformance.record import decode
 from conformance.runner import everything
-from test_recorded import NAMES, entry, recorded
+from recorded_cases import NAMES, entry, recorded
 
 import policyloss as pl
 from cases import PRESETS
