@@ -27,7 +27,7 @@ TOLERANCE = 1e-6  # of float32 parameters; they are below 1, and five steps move
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every recipe saved its result. Parallel test workers share one run: the first starts it."""
-    command = [sys.executable, ROOT / "tests" / "recipe_ranks.py"]
+    command = [sys.executable, ROOT / "tests/workers/recipe_ranks.py"]
     return started_once(tmp_path_factory, "recipes", lambda place: subprocess.run([*command, place], check=True, timeout=300))
 
 
