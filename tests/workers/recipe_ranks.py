@@ -1,4 +1,4 @@
-"""Runs every recipe, for `test_recipes`: `python tests/workers/recipe_ranks.py FOLDER` leaves there what each of them saved and printed.
+"""Runs every recipe, for `test_recipes`: `python tests/workers/recipe_ranks.py FOLDER` leaves what each saved and printed there.
 
 A recipe's ranks are started as `torchrun` starts them: as `__main__`, with the same environment. They are forks of one process that
 has already imported torch and transformers, because those imports take several times as long as the five steps of training.
