@@ -34,13 +34,20 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # a compiler traces what the loss itself makes
+            return
         device = None
-        for name in (f.name for f in fields(self)):
-            part = getattr(self, name)
-            dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
-            device = part.device if dense and device is None else device
-            if not dense or part.dim() or part.device != device:
-                raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
+        for name, part in self.__dict__.items():
+            plain = type(part) is Tensor and part.layout == torch.strided and not part.is_complex()
+            if not plain or part.dim() or part.device != (device or part.device):
+                self._refuse(name, part, device)
+            device = part.device
+
+    def _refuse(self, name: str, part: Any, device: torch.device | None) -> None:
+        """Raise unless `part` holds one real number, as a tensor of a subclass may too."""
+        dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
+        if not dense or part.dim() or part.device != (device or part.device):
+            raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
 
     @property
     def value(self) -> Tensor:
