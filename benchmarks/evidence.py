@@ -33,9 +33,18 @@ from policyloss.train.run import directory
 Record = dict[str, Any]
 Work = Callable[[Job], Record]
 OUT = Path("benchmarks/results/evidence.json")
-FINAL = {"kl_old": "policy/kl_old_k3", "clip_fraction": "policy/clip_fraction", "grad_norm": "grad_norm"}
+FINAL = {
+    "kl_old": "policy/kl_old_k3",
+    "clip_fraction": "policy/clip_fraction",
+    "grad_norm": "grad_norm",
+}
 # By step, in the study of dual clip alone.
-CURVES = {"loss": "policy/loss", "grad_norm": "grad_norm", "ratio_max": "policy/ratio_max", "kl_old": "policy/kl_old_k3"}
+CURVES = {
+    "loss": "policy/loss",
+    "grad_norm": "grad_norm",
+    "ratio_max": "policy/ratio_max",
+    "kl_old": "policy/kl_old_k3",
+}
 
 
 # One run -------------------------------------------------------------------------------------------------------------------------
@@ -43,7 +52,9 @@ CURVES = {"loss": "policy/loss", "grad_norm": "grad_norm", "ratio_max": "policy/
 
 def train_one(job: Job) -> Record:
     """Train in a folder that is gone afterwards. → its record; of a run that failed, with "error"; of one interrupted, empty."""
-    from policyloss.train.loop import train  # with transformers: seconds, and `main` does it once for all processes
+    from policyloss.train.loop import (
+        train,
+    )  # with transformers: seconds, and `main` does it once for all processes
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,13 +64,23 @@ def train_one(job: Job) -> Record:
                 if train(job.config(out), job.spec) != 0:
                     return {}
             metrics, timing = (_lines(out / name) for name in ("metrics.jsonl", "timing.jsonl"))
-            return {**_named(job), **summary(metrics, timing, with_curves=job.study != PRESET_STUDY)}
-        except Exception as error:  # one loss that cannot be trained must not end the others; the page shows it
+            return {
+                **_named(job),
+                **summary(metrics, timing, with_curves=job.study != PRESET_STUDY),
+            }
+        except (
+            Exception
+        ) as error:  # one loss that cannot be trained must not end the others; the page shows it
             return {**_named(job), "error": f"{type(error).__name__}: {error}"}
 
 
 def _named(job: Job) -> Record:
-    names = {"study": job.study, "preset": job.preset, "seed": job.seed, "fingerprint": job.fingerprint}
+    names = {
+        "study": job.study,
+        "preset": job.preset,
+        "seed": job.seed,
+        "fingerprint": job.fingerprint,
+    }
     return {**names, "settings": job.settings, "why": job.plan.why}
 
 
@@ -67,7 +88,9 @@ def _lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def summary(metrics: Sequence[Record], timing: Sequence[Record], with_curves: bool = False) -> Record:
+def summary(
+    metrics: Sequence[Record], timing: Sequence[Record], with_curves: bool = False
+) -> Record:
     """What is kept of a run's lines of metrics.jsonl and timing.jsonl.
 
     Seconds are those of sampling and learning; warm-up and evaluation are not counted. `to_goal` is the first evaluation that
@@ -82,14 +105,18 @@ def summary(metrics: Sequence[Record], timing: Sequence[Record], with_curves: bo
         "start": values[0],
         "end": values[-1],
         "best": max(values),
-        "to_goal": None if reached is None else {"steps": reached, "seconds": round(seconds[reached], 2)},
+        "to_goal": None
+        if reached is None
+        else {"steps": reached, "seconds": round(seconds[reached], 2)},
         "seconds": round(seconds[max(seconds)], 2),
         "accuracy": {str(step): x for step, x in accuracy.items()},
         "final": {name: rounded(trained[-1].get(metric)) for name, metric in FINAL.items()},
         "nonfinite_tokens": sum(line.get("policy/nonfinite_tokens") or 0 for line in trained),
     }
     if with_curves:
-        found["curves"] = {name: [rounded(line.get(metric)) for line in trained] for name, metric in CURVES.items()}
+        found["curves"] = {
+            name: [rounded(line.get(metric)) for line in trained] for name, metric in CURVES.items()
+        }
     return found
 
 
@@ -120,9 +147,13 @@ class Results:
             try:
                 stored = json.loads(path.read_text(encoding="utf-8"))
                 self.machines = stored["machines"]
-                self.runs = {(run["study"], run["preset"], run["seed"]): run for run in stored["runs"]}
+                self.runs = {
+                    (run["study"], run["preset"], run["seed"]): run for run in stored["runs"]
+                }
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{path} is no file of this program ({error!r}); move it away, or give another --out.") from None
+                raise InputError(
+                    f"{path} is no file of this program ({error!r}); move it away, or give another --out."
+                ) from None
 
     def missing(self, wanted: Sequence[Job]) -> list[Job]:
         """Those without a result of these very settings."""
@@ -152,10 +183,15 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def run_all(wanted: Sequence[Job], results: Results, workers: int, work: Work = train_one) -> list[Record]:
+def run_all(
+    wanted: Sequence[Job], results: Results, workers: int, work: Work = train_one
+) -> list[Record]:
     """Run what is missing, `workers` at a time. → what was run now."""
     left = results.missing(wanted)
-    print(f"{len(left)} runs to do, {len(wanted) - len(left)} are there already; {workers} at a time", flush=True)
+    print(
+        f"{len(left)} runs to do, {len(wanted) - len(left)} are there already; {workers} at a time",
+        flush=True,
+    )
     done: list[Record] = []
     for record in _in_processes(left, workers, work) if workers > 1 else map(work, left):
         if not record:
@@ -175,7 +211,9 @@ def _in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Rec
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         with warnings.catch_warnings():  # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-            running: set[Future[Record]] = {pool.submit(work, job) for job in islice(waiting, workers)}
+            running: set[Future[Record]] = {
+                pool.submit(work, job) for job in islice(waiting, workers)
+            }
         while running:
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
@@ -189,17 +227,29 @@ def line_of(record: Record) -> str:
     if "error" in record:
         return f"{name}: failed, {record['error']}"
     reached = record["to_goal"]
-    when = f"{GOAL} at step {reached['steps']}, {reached['seconds']:.0f} s" if reached else f"{GOAL} not reached"
+    when = (
+        f"{GOAL} at step {reached['steps']}, {reached['seconds']:.0f} s"
+        if reached
+        else f"{GOAL} not reached"
+    )
     return f"{name}: {record['start']:.3f} → {record['end']:.3f}, {when}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=COMMON["steps"], help="training steps of each run")
-    parser.add_argument("--only", default="", help="presets, and dual_clip for that study, with commas between; all if not given")
+    parser.add_argument(
+        "--steps", type=int, default=COMMON["steps"], help="training steps of each run"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="presets, and dual_clip for that study, with commas between; all if not given",
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args(argv)
     only = [name for name in args.only.split(",") if name]
@@ -210,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    import policyloss.train.loop  # noqa: F401  # before the fork, so that 16 processes do not import it 16 times
+    import policyloss.train.loop  # before the fork, so that 16 processes do not import it 16 times
 
     try:
         done = run_all(wanted, results, workers)
@@ -218,7 +268,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on from here")
         return 130
     failed = sum("error" in record for record in done)
-    print(f"all results are in {args.out}; {failed} runs failed" if failed else f"all results are in {args.out}")
+    print(
+        f"all results are in {args.out}; {failed} runs failed"
+        if failed
+        else f"all results are in {args.out}"
+    )
     return 1 if failed else 0
 
 

@@ -51,7 +51,9 @@ class Size:
 
 
 FULL = Size()
-QUICK = Size(32, 2, 2, 512, prompts=2, group_size=4, new_tokens=8, micro_tokens=64, steps=2, dtype="float32")
+QUICK = Size(
+    32, 2, 2, 512, prompts=2, group_size=4, new_tokens=8, micro_tokens=64, steps=2, dtype="float32"
+)
 
 
 def reward(example: Example, completion: str) -> float:
@@ -68,7 +70,9 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
     words = [PAD, END, *(f"w{i}" for i in range(size.vocabulary - 2))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=END, unk_token=PAD)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=PAD, eos_token=END, unk_token=PAD
+    )
 
 
 def make_model(size: Size, folder: Path) -> int:
@@ -167,9 +171,13 @@ def agreement(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a model of thousands of weights and two steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="a model of thousands of weights and two steps"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/evidence_large.json"))
     args = parser.parse_args(argv)
     size = QUICK if args.quick else FULL
@@ -182,9 +190,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [["head", "tokens/s, learning", "peak GiB", "loss", "grad norm"]]
     for head, run in runs.items():
         peak = "-" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**30:.2f}"
-        rows.append([head, f"{run['learn_tokens_per_s']:.0f}", peak, f"{run['loss'][0]:.3g}", f"{run['grad_norm'][0]:.4g}"])
+        rows.append(
+            [
+                head,
+                f"{run['learn_tokens_per_s']:.0f}",
+                peak,
+                f"{run['loss'][0]:.3g}",
+                f"{run['grad_norm'][0]:.4g}",
+            ]
+        )
     print(f"{weights / 1e6:.0f} M weights\n{table(rows)}\nfirst step apart: {gaps}")
-    found = {"environment": environment(), "size": size.__dict__, "weights": weights, "runs": runs, "first_step": gaps}
+    found = {
+        "environment": environment(),
+        "size": size.__dict__,
+        "weights": weights,
+        "runs": runs,
+        "first_step": gaps,
+    }
     write_json(args.out, found)
     return 0 if gaps["agree"] else 1
 

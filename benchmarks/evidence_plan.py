@@ -20,7 +20,13 @@ PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of
 
 # One setting for all: the trainer's defaults, with an evaluation every 5 steps. AdamW divides by the size of the gradient, so that
 # losses whose values differ a thousandfold (a sum and a mean over tokens) need no learning rates of their own.
-COMMON: Mapping[str, Any] = {"steps": 40, "eval_every": 5, "checkpoint_every": 0, "rollouts_every": 0, "device": "cpu"}
+COMMON: Mapping[str, Any] = {
+    "steps": 40,
+    "eval_every": 5,
+    "checkpoint_every": 0,
+    "rollouts_every": 0,
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,10 @@ class Plan:
 _CRITIC = Plan({"advantage": "gae"}, why="PPO is an actor and a critic")
 _GROUPS = Plan({"advantage": "grpo"}, why="advantages of GRPO, as its authors use it")
 _CENTRED = Plan({"advantage": "dr_grpo"}, why="reward minus the group's mean")
-_STALE = Plan({"advantage": "grpo", "staleness": 1}, why="corrects a mismatch, so completions are one step old")
+_STALE = Plan(
+    {"advantage": "grpo", "staleness": 1},
+    why="corrects a mismatch, so completions are one step old",
+)
 
 # Every preset is a loss that people train with alone, so none is left out; a new preset without a line here fails a test.
 PLANS: Mapping[str, Plan] = {
@@ -47,7 +56,9 @@ PLANS: Mapping[str, Plan] = {
         {"aggregate.horizon": TrainConfig.max_new_tokens},
         why="its own advantages; the horizon is the longest completion here, as the preset's note asks",
     ),
-    "dapo": Plan({"advantage": "grpo", "dynamic_sampling": True}, why="with the paper's dynamic sampling"),
+    "dapo": Plan(
+        {"advantage": "grpo", "dynamic_sampling": True}, why="with the paper's dynamic sampling"
+    ),
     "bnpo": _GROUPS,
     "gspo": _GROUPS,
     "gspo_token": _GROUPS,
@@ -58,7 +69,9 @@ PLANS: Mapping[str, Plan] = {
     "sapo": _GROUPS,
     "gmpo": _GROUPS,
     "gpg": Plan({"advantage": "gpg"}, why="its own advantages"),
-    "reinforce": Plan({"advantage": "reinforce_pp"}, why="no groups: returns normalised over the batch"),
+    "reinforce": Plan(
+        {"advantage": "reinforce_pp"}, why="no groups: returns normalised over the batch"
+    ),
     "importance_sampling": _CENTRED,
     "tis": _STALE,
     "seq_tis": _STALE,
@@ -68,12 +81,18 @@ PLANS: Mapping[str, Plan] = {
         why="its band of 0.1 % is that of two engines with the same weights, so completions are fresh",
     ),
     "opsm": _STALE,
-    "decoupled_ppo": Plan({"advantage": "gae", "staleness": 1}, why="an actor, a critic, and completions that are one step old"),
+    "decoupled_ppo": Plan(
+        {"advantage": "gae", "staleness": 1},
+        why="an actor, a critic, and completions that are one step old",
+    ),
     "clip_cov": _GROUPS,
     "kl_cov": _GROUPS,
     "dppo_tv": _GROUPS,
     "dppo_kl": _GROUPS,
-    "prime_rl": Plan({"advantage": "dr_grpo"}, why="measures against the sampler itself; reward minus the group's mean"),
+    "prime_rl": Plan(
+        {"advantage": "dr_grpo"},
+        why="measures against the sampler itself; reward minus the group's mean",
+    ),
     "dro": _CENTRED,
     "topr": _CENTRED,
     "up_grpo": _GROUPS,
@@ -99,7 +118,14 @@ def clip_study(lr: float) -> str:
 def clip_plan(lr: float) -> Plan:
     """Its settings."""
     return Plan(
-        {"advantage": "grpo", "staleness": 8, "old_logp": "rollout", "epochs": 2, "grad_clip": 0.0, "lr": lr},
+        {
+            "advantage": "grpo",
+            "staleness": 8,
+            "old_logp": "rollout",
+            "epochs": 2,
+            "grad_clip": 0.0,
+            "lr": lr,
+        },
         why="completions 8 steps old, ratios to the sampler, two epochs, gradients not clipped",
     )
 
@@ -121,12 +147,16 @@ class Job:
 
     def config(self, out: Path) -> TrainConfig:
         """The options, with the run directory `out`."""
-        return TrainConfig(loss=self.preset, seed=self.seed, out=out, **{**self.common, **self.plan.options})
+        return TrainConfig(
+            loss=self.preset, seed=self.seed, out=out, **{**self.common, **self.plan.options}
+        )
 
     @cached_property
     def spec(self) -> LossSpec:
         """The loss."""
-        return read_spec(self.preset, [(path, json.dumps(value)) for path, value in self.plan.changes.items()])
+        return read_spec(
+            self.preset, [(path, json.dumps(value)) for path, value in self.plan.changes.items()]
+        )
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -139,7 +169,9 @@ class Job:
         """Of every option and number: a result that bears another one is of another experiment."""
         config = self.config(Path("-"))
         check_together(config, self.spec)
-        options = {name: x for name, x in config.to_dict().items() if name != "extend"}  # of a run that is resumed
+        options = {
+            name: x for name, x in config.to_dict().items() if name != "extend"
+        }  # of a run that is resumed
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
@@ -157,5 +189,9 @@ def jobs(seeds: int, only: Iterable[str] = (), common: Mapping[str, Any] = COMMO
         chosen = [name for name in PRESETS if name in PLANS and (not wanted or name in wanted)]
         found += [Job(PRESET_STUDY, name, seed, PLANS[name], common) for name in chosen]
         if not wanted or CLIP_STUDY in wanted:
-            found += [Job(clip_study(lr), name, seed, clip_plan(lr), common) for lr in CLIP_RATES for name in CLIP_LOSSES]
+            found += [
+                Job(clip_study(lr), name, seed, clip_plan(lr), common)
+                for lr in CLIP_RATES
+                for name in CLIP_LOSSES
+            ]
     return found

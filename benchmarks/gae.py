@@ -84,7 +84,10 @@ def providers(case: Case) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     cu_seqlens = torch.nn.functional.pad(where.sum(1).cumsum(0), (1, 0))
 
     def padded_loop() -> tuple[Tensor, Tensor]:
-        r, v, m = (torch.zeros(where.shape, dtype=x.dtype, device=x.device) for x in (rewards, values, mask))
+        r, v, m = (
+            torch.zeros(where.shape, dtype=x.dtype, device=x.device)
+            for x in (rewards, values, mask)
+        )
         r[where], v[where], m[where] = rewards, values, mask
         advantages, returns = loop(r, v, m)
         return advantages[where], returns[where]
@@ -103,7 +106,9 @@ def check(case: Case) -> dict[str, float]:
         ours = providers(case.astype(dtype))["policyloss"]()
         error = max((a.double() - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
         if not error <= limit:
-            raise SystemExit(f"gae differs from the loop by {error:.1e} in {dtype}, more than {limit:.0e}: not timed.")
+            raise SystemExit(
+                f"gae differs from the loop by {error:.1e} in {dtype}, more than {limit:.0e}: not timed."
+            )
         errors[str(dtype).removeprefix("torch.")] = error
     return errors
 
@@ -111,17 +116,26 @@ def check(case: Case) -> dict[str, float]:
 def targets(ratios: dict[str, float], device: str) -> list[dict[str, Any]]:
     """T9 on a GPU, C3 on a CPU: how many times faster than the loop."""
     name, reach, stretch = ("T9", 5000, 20_000) if device == "cuda" else ("C3", 20, 100)
-    return [target(name, f"{case}: times faster than the loop", ">=", reach, ratio, stretch) for case, ratio in ratios.items()]
+    return [
+        target(name, f"{case}: times faster than the loop", ">=", reach, ratio, stretch)
+        for case, ratio in ratios.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--width", type=int, help="2048 on a CPU, 8192 on a GPU, if not given")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's default if not given")
-    parser.add_argument("--out", type=Path, help="benchmarks/results/gae_<device>.json if not given")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="CPU threads; torch's default if not given"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="benchmarks/results/gae_<device>.json if not given"
+    )
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -132,15 +146,27 @@ def main() -> None:
     for name, case in cases(args.rows, width, args.device).items():
         errors = check(case)
         found: dict[str, Provider] = dict(providers(case))
-        times = time_interleaved(found, args.rounds, args.device, warmup=2, few={LOOP: LOOP_ROUNDS}, repeats=REPEATS)
+        times = time_interleaved(
+            found, args.rounds, args.device, warmup=2, few={LOOP: LOOP_ROUNDS}, repeats=REPEATS
+        )
         ratio = times[LOOP]["median_ms"] / times["policyloss"]["median_ms"]
         results[name] = {"times": times, "ratio": ratio, "max_error": errors}
         for provider, t in times.items():
             numbers = [f"{t[k]:.3f}" for k in ("median_ms", "p20_ms", "p80_ms")]
-            rows.append([name, provider, *numbers, f"{ratio:.0f}x" if provider == "policyloss" else ""])
+            rows.append(
+                [name, provider, *numbers, f"{ratio:.0f}x" if provider == "policyloss" else ""]
+            )
     print(table(rows))
     reached = targets({name: r["ratio"] for name, r in results.items()}, args.device)
-    write_json(out, {"environment": environment(), "shape": [args.rows, width], "cases": results, "targets": reached})
+    write_json(
+        out,
+        {
+            "environment": environment(),
+            "shape": [args.rows, width],
+            "cases": results,
+            "targets": reached,
+        },
+    )
     print(f"written to {out}")
 
 

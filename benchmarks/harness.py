@@ -147,7 +147,9 @@ def peak_extra_bytes(provider: Provider, device: str = "cpu") -> int:
         provider()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         provider()
     held = peak = 0
     for event in _memory_events(profile):
@@ -166,4 +168,7 @@ def _memory_events(profile: torch.profiler.profile) -> list[int]:
 def table(rows: list[list[str]]) -> str:
     """Columns aligned with spaces; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

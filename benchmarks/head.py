@@ -22,7 +22,14 @@ import torch
 import policyloss as pl
 from benchmarks import head_data, head_logits, head_providers
 from benchmarks import head_reference as reference
-from benchmarks.harness import environment, output_bytes, peak_extra_bytes, table, time_interleaved, write_json
+from benchmarks.harness import (
+    environment,
+    output_bytes,
+    peak_extra_bytes,
+    table,
+    time_interleaved,
+    write_json,
+)
 from benchmarks.head_data import Case, Shape
 from benchmarks.head_providers import QUARTER, SPECS, THREE, Entry, Run
 from benchmarks.head_targets import Groups, cpu_targets, cuda_targets
@@ -70,7 +77,9 @@ class Bench:
             self.clear()
         return {entry.name: admitted[entry.name] for entry in entries if entry.name in admitted}
 
-    def answer(self, case: Case, loss: str | None) -> tuple[reference.Exact | None, dict[str, float]]:
+    def answer(
+        self, case: Case, loss: str | None
+    ) -> tuple[reference.Exact | None, dict[str, float]]:
         """The float64 answer, and the errors that the plain line in the dtype of the inputs makes."""
         if loss is None:
             return None, {}
@@ -81,7 +90,12 @@ class Bench:
         return answer, yardstick
 
     def admit(
-        self, entry: Entry, case: Case, answer: reference.Exact | None, yardstick: dict[str, float], admitted: dict[str, Run]
+        self,
+        entry: Entry,
+        case: Case,
+        answer: reference.Exact | None,
+        yardstick: dict[str, float],
+        admitted: dict[str, Run],
     ) -> None:
         """Put the provider among the admitted, or its reason among the failures."""
         record: dict[str, Any] = {"kind": entry.kind, "chunked": entry.chunked, "errors": {}}
@@ -95,11 +109,16 @@ class Bench:
                     run()  # its kernels may tune themselves on the first call, which is not held against them
                 with reference.poisoned(self.device):
                     result = run()
-                skipped = case.token_advantages.flatten() == 0 if entry.skips_zero_advantage else None
+                skipped = (
+                    case.token_advantages.flatten() == 0 if entry.skips_zero_advantage else None
+                )
                 record["errors"] = reference.errors(result, answer, case, skipped)
                 # A head may expose what the plain line was not asked for: the entropy is held to the limit of logp's.
                 known = {"entropy": yardstick.get("logp", 0.0), **yardstick}
-                reason = reference.refusal(record["errors"], reference.limits(known, entry.kind == "ours", case.hidden.dtype))
+                reason = reference.refusal(
+                    record["errors"],
+                    reference.limits(known, entry.kind == "ours", case.hidden.dtype),
+                )
                 if entry.kind == "ours":
                     record["same_bits"] = _same_bits(result, run())
                 del result
@@ -123,13 +142,19 @@ class Bench:
             return
         few = {name: min(SLOW_ROUNDS, self.rounds) for name in slow}
         found = self.groups[group]
-        for name, measured in time_interleaved(admitted, self.rounds, self.device, warmup=1, few=few).items():
+        for name, measured in time_interleaved(
+            admitted, self.rounds, self.device, warmup=1, few=few
+        ).items():
             found[name] |= measured
             found[name]["rounds"] = few.get(name, self.rounds)
         say(f"{group}: memory")
         for name, run in admitted.items():
             peak, outputs = peak_extra_bytes(run, self.device), output_bytes(run)
-            found[name] |= {"peak_bytes": peak, "output_bytes": outputs, "extra_bytes": max(0, peak - outputs)}
+            found[name] |= {
+                "peak_bytes": peak,
+                "output_bytes": outputs,
+                "extra_bytes": max(0, peak - outputs),
+            }
         # A group prints in the order of its providers, not in that of the checks.
         self.groups[group] = {name: found[name] for name in admitted}
 
@@ -142,12 +167,20 @@ class Bench:
 def _plan(entry: Entry, case: Case) -> str:
     assert entry.loss is not None
     tensors = (case.hidden, case.weight, case.ids, case.old_logp, case.advantages, case.mask)
-    return str(pl.explain_plan(SPECS[entry.loss], *tensors, plan=entry.plan, skip_zero_advantage=entry.skips_zero_advantage))
+    return str(
+        pl.explain_plan(
+            SPECS[entry.loss],
+            *tensors,
+            plan=entry.plan,
+            skip_zero_advantage=entry.skips_zero_advantage,
+        )
+    )
 
 
 def _same_bits(a: Iterable[object], b: Iterable[object]) -> bool:
     return all(
-        x is y or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
+        x is y
+        or (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and torch.equal(x, y))
         for x, y in zip(a, b, strict=True)
     )
 
@@ -177,11 +210,19 @@ def described(cases: dict[str, Case]) -> dict[str, float]:
 
 def chosen(device: str, only: set[str], use_peers: bool) -> list[Entry]:
     """The providers of this run."""
-    found = [e for e in head_providers.entries() if device in e.devices and (not only or only & set(e.targets))]
+    found = [
+        e
+        for e in head_providers.entries()
+        if device in e.devices and (not only or only & set(e.targets))
+    ]
     return (
         found
         if use_peers
-        else [e for e in found if e.kind != "peer" or e.make in (head_providers.eager, head_providers.eager_forward)]
+        else [
+            e
+            for e in found
+            if e.kind != "peer" or e.make in (head_providers.eager, head_providers.eager_forward)
+        ]
     )
 
 
@@ -189,13 +230,35 @@ def report(groups: Groups) -> str:
     """The tables."""
     parts = []
     for group, providers in groups.items():
-        floor = providers.get(THREE, {}).get("median_ms") or providers.get(head_providers.ONE, {}).get("median_ms")
-        rows = [[group, "median ms", "p20", "p80", "/ floor", "peak GiB", "of it outputs", "logp", "d hidden", "d weight"]]
+        floor = providers.get(THREE, {}).get("median_ms") or providers.get(
+            head_providers.ONE, {}
+        ).get("median_ms")
+        rows = [
+            [
+                group,
+                "median ms",
+                "p20",
+                "p80",
+                "/ floor",
+                "peak GiB",
+                "of it outputs",
+                "logp",
+                "d hidden",
+                "d weight",
+            ]
+        ]
         for name, p in providers.items():
             times = [f"{p[k]:.2f}" for k in ("median_ms", "p20_ms", "p80_ms")]
-            sizes = [f"{p[k] / 2**30:.3f}" if k in p else "-" for k in ("peak_bytes", "output_bytes")]
-            off = [f"{p['errors'][k]:.1e}" if k in p["errors"] else "-" for k in ("logp", "d_hidden", "d_weight")]
-            rows.append([name, *times, f"{p['median_ms'] / floor:.3f}" if floor else "-", *sizes, *off])
+            sizes = [
+                f"{p[k] / 2**30:.3f}" if k in p else "-" for k in ("peak_bytes", "output_bytes")
+            ]
+            off = [
+                f"{p['errors'][k]:.1e}" if k in p["errors"] else "-"
+                for k in ("logp", "d_hidden", "d_weight")
+            ]
+            rows.append(
+                [name, *times, f"{p['median_ms'] / floor:.3f}" if floor else "-", *sizes, *off]
+            )
         parts.append(table(rows))
     return "\n\n".join(parts)
 
@@ -213,16 +276,28 @@ def targets_table(targets: list[dict[str, Any]]) -> str:
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.head",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages")
-    parser.add_argument("--no-peers", action="store_true", help="only ours, plain PyTorch and the matmuls")
-    parser.add_argument("--only", default="", help="comma-separated targets, for example T1,T6; everything if not given")
+    parser.add_argument(
+        "--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages"
+    )
+    parser.add_argument(
+        "--no-peers", action="store_true", help="only ours, plain PyTorch and the matmuls"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="comma-separated targets, for example T1,T6; everything if not given",
+    )
     parser.add_argument("--quick", action="store_true", help="a small shape and three rounds")
     parser.add_argument("--shape", default="", help="sequences,length,vocabulary,hidden")
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's default if not given")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="CPU threads; torch's default if not given"
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
     args.out = args.out or Path(f"out/head_{args.device}.json")
@@ -235,9 +310,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    shape = Shape(*map(int, args.shape.split(","))) if args.shape else (QUICK if args.quick else SHAPES)[args.device]
+    shape = (
+        Shape(*map(int, args.shape.split(",")))
+        if args.shape
+        else (QUICK if args.quick else SHAPES)[args.device]
+    )
     only = {name.strip().upper() for name in args.only.split(",") if name.strip()}
-    say(f"inputs: {shape.tokens} tokens, vocabulary {shape.vocabulary}, hidden size {shape.hidden}, on {args.device}")
+    say(
+        f"inputs: {shape.tokens} tokens, vocabulary {shape.vocabulary}, hidden size {shape.hidden}, on {args.device}"
+    )
     cases = head_data.make(shape, args.device)
     inputs = described(cases)
     say(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
@@ -245,19 +326,37 @@ def main(argv: list[str] | None = None) -> int:
     bench.run(chosen(args.device, only, not args.no_peers))
     if not only or "T7" in only:
         say("from logits")
-        found = head_logits.run_logits(cases["dense"], None if args.no_peers else args.peers, args.rounds)
+        found = head_logits.run_logits(
+            cases["dense"], None if args.no_peers else args.peers, args.rounds
+        )
         bench.groups[head_logits.GROUP] = found.providers
         bench.failures += found.failures
-    targets = cuda_targets(bench.groups) if args.device == "cuda" else cpu_targets(bench.groups, live_share(cases[QUARTER]))
+    targets = (
+        cuda_targets(bench.groups)
+        if args.device == "cuda"
+        else cpu_targets(bench.groups, live_share(cases[QUARTER]))
+    )
     targets = [t for t in targets if not only or t["id"] in only]
     print(report(bench.groups), targets_table(targets), sep="\n\n")
     for failure in bench.failures:
         print(f"not timed: {failure['provider']} ({failure['group']}): {failure['reason']}")
-    result: dict[str, Any] = {"environment": environment(), "device": args.device, "shape": shape._asdict()}
-    result |= {"dtype": str(cases["dense"].hidden.dtype).removeprefix("torch."), "inputs": inputs, "rounds": args.rounds}
-    write_json(args.out, {**result, "groups": bench.groups, "failures": bench.failures, "targets": targets})
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "device": args.device,
+        "shape": shape._asdict(),
+    }
+    result |= {
+        "dtype": str(cases["dense"].hidden.dtype).removeprefix("torch."),
+        "inputs": inputs,
+        "rounds": args.rounds,
+    }
+    write_json(
+        args.out, {**result, "groups": bench.groups, "failures": bench.failures, "targets": targets}
+    )
     say(f"written to {args.out}")
-    return 1 if any(failure["provider"].startswith("policyloss") for failure in bench.failures) else 0
+    return (
+        1 if any(failure["provider"].startswith("policyloss") for failure in bench.failures) else 0
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,11 @@ class Case:
     @property
     def token_advantages(self) -> Tensor:
         """[B, T]."""
-        return self.advantages if self.advantages.dim() == 2 else self.advantages[:, None].expand_as(self.mask)
+        return (
+            self.advantages
+            if self.advantages.dim() == 2
+            else self.advantages[:, None].expand_as(self.mask)
+        )
 
     def gathered(self) -> Case:
         """The tokens that count as one sequence without mask, hidden [1, M, D] a leaf of its own; advantages become [1, M]."""
@@ -78,9 +82,16 @@ class Case:
             return self
         rows = self.rows
         hidden = self.hidden.detach().flatten(0, 1)[rows][None].requires_grad_()
-        ids, old, advantages = (x.flatten()[rows][None] for x in (self.ids, self.old_logp, self.token_advantages))
+        ids, old, advantages = (
+            x.flatten()[rows][None] for x in (self.ids, self.old_logp, self.token_advantages)
+        )
         return replace(
-            self, hidden=hidden, ids=ids, old_logp=old, advantages=advantages, mask=torch.ones_like(ids, dtype=torch.bool)
+            self,
+            hidden=hidden,
+            ids=ids,
+            old_logp=old,
+            advantages=advantages,
+            mask=torch.ones_like(ids, dtype=torch.bool),
         )
 
 
@@ -108,14 +119,22 @@ def make(shape: Shape, device: str, seed: int = 0) -> dict[str, Case]:
     advantages = _advantages(shape.sequences, device, generator)
     leaf = hidden.view(*grid, -1).requires_grad_()
     mask = torch.ones(grid, dtype=torch.bool, device=device)
-    dense = Case("dense", leaf, weight.requires_grad_(), ids.view(grid), old, advantages, mask, statistics)
+    dense = Case(
+        "dense", leaf, weight.requires_grad_(), ids.view(grid), old, advantages, mask, statistics
+    )
     return {case.name: case for case in (dense, *_masked(dense), _long(dense))}
 
 
-def _peaked(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    weight = torch.randn(shape.vocabulary, shape.hidden, dtype=dtype, device=device, generator=generator)
+def _peaked(
+    shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(
+        shape.vocabulary, shape.hidden, dtype=dtype, device=device, generator=generator
+    )
     weight.mul_(1 / math.sqrt(shape.hidden))
-    noise = 2 * torch.randn(shape.tokens, shape.hidden, dtype=dtype, device=device, generator=generator)
+    noise = 2 * torch.randn(
+        shape.tokens, shape.hidden, dtype=dtype, device=device, generator=generator
+    )
     tokens = torch.randint(shape.vocabulary, (shape.tokens,), device=device, generator=generator)
     # Some tokens are surer than others, as in text.
     sureness = 0.8 + 0.4 * torch.rand(shape.tokens, 1, device=device, generator=generator)
@@ -136,10 +155,14 @@ def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
     return high
 
 
-def _sampled(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Statistics]:
+def _sampled(
+    hidden: Tensor, weight: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Statistics]:
     """Tokens drawn from the very distributions, and the exact statistics of every row."""
     ids = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
-    logp, entropy, lse = (torch.empty(hidden.shape[0], dtype=torch.float64, device=hidden.device) for _ in range(3))
+    logp, entropy, lse = (
+        torch.empty(hidden.shape[0], dtype=torch.float64, device=hidden.device) for _ in range(3)
+    )
     for part, z in logit_blocks(hidden, weight.double()):
         lse[part] = z.logsumexp(-1)
         z.sub_(lse[part, None])
@@ -191,4 +214,12 @@ def _long(dense: Case) -> Case:
 
     hidden = dense.hidden.detach().view(2, -1, dense.hidden.shape[-1]).requires_grad_()
     ids, old, mask = two(dense.ids), two(dense.old_logp), two(dense.mask)
-    return replace(dense, name="two sequences", hidden=hidden, ids=ids, old_logp=old, mask=mask, advantages=dense.advantages[:2])
+    return replace(
+        dense,
+        name="two sequences",
+        hidden=hidden,
+        ids=ids,
+        old_logp=old,
+        mask=mask,
+        advantages=dense.advantages[:2],
+    )

@@ -20,7 +20,9 @@ from benchmarks.head_data import Case
 from benchmarks.head_reference import exact_logits, limits, poisoned, refusal, relative
 
 GROUP = "from logits"
-REPEATS = 3  # calls of a fast provider per round, each timed: one alone would be that of cold caches
+REPEATS = (
+    3  # calls of a fast provider per round, each timed: one alone would be that of cold caches
+)
 COPY = "copy of the logits"
 FORWARD, BACKWARD = "policyloss, forward", "policyloss, backward in place"
 TRL_TORCH, TRL_KERNEL = "TRL pair, plain torch, forward", "TRL pair, its Triton kernel, forward"
@@ -44,7 +46,9 @@ class Rows:
         self.logits = self.original.clone().requires_grad_()
         self.ids = case.ids.flatten()[:rows].contiguous()
         generator = torch.Generator(hidden.device).manual_seed(1)
-        self.g, self.h = (torch.randn(rows, device=hidden.device, generator=generator) for _ in range(2))
+        self.g, self.h = (
+            torch.randn(rows, device=hidden.device, generator=generator) for _ in range(2)
+        )
         self.out: Any = None
 
     def restore(self) -> None:
@@ -66,7 +70,9 @@ class Rows:
 
     def backward(self) -> Tensor:
         """The gradient of the logits, in their own memory."""
-        (gradient,) = torch.autograd.grad((self.out.logp, self.out.entropy), self.logits, (self.g, self.h))
+        (gradient,) = torch.autograd.grad(
+            (self.out.logp, self.out.entropy), self.logits, (self.g, self.h)
+        )
         return gradient
 
     def pair(self, folder: Path, kernel: bool) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -89,7 +95,10 @@ def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
     runs: dict[str, Provider] = {COPY: lambda: scratch.copy_(rows.original)}
 
     def admit(
-        name: str, make: Callable[[], Callable[[], Any]], allowed: dict[str, float], errors_of: Callable[[Any], dict[str, float]]
+        name: str,
+        make: Callable[[], Callable[[], Any]],
+        allowed: dict[str, float],
+        errors_of: Callable[[Any], dict[str, float]],
     ) -> None:
         try:
             run = make()
@@ -101,13 +110,19 @@ def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
             reason = refusal(errors, allowed)
             if reason is None:
                 runs[name] = run
-                result.providers[name] = {"kind": "ours" if name in (FORWARD, BACKWARD) else "peer", "errors": errors}
+                result.providers[name] = {
+                    "kind": "ours" if name in (FORWARD, BACKWARD) else "peer",
+                    "errors": errors,
+                }
         if reason is not None:
             result.failures.append({"group": GROUP, "provider": name, "reason": reason})
 
     def rms(found: tuple[Tensor, Tensor]) -> dict[str, float]:
         pairs = {"logp": (found[0], logp), "entropy": (found[1], entropy)}
-        return {name: (a.flatten().double() - b).square().mean().sqrt().item() for name, (a, b) in pairs.items()}
+        return {
+            name: (a.flatten().double() - b).square().mean().sqrt().item()
+            for name, (a, b) in pairs.items()
+        }
 
     def backward() -> Callable[[], Tensor]:
         rows.prepare_backward()
@@ -124,13 +139,21 @@ def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
     admit(BACKWARD, backward, slack, lambda found: {"d_logits": relative(found, gradient)})
     rows.restore()
     if folder is not None:
-        admit(TRL_TORCH, lambda: rows.pair(folder, kernel=False), limits(yardstick, False, dtype), rms)
+        admit(
+            TRL_TORCH, lambda: rows.pair(folder, kernel=False), limits(yardstick, False, dtype), rms
+        )
     if folder is not None and case.device == "cuda":
-        admit(TRL_KERNEL, lambda: rows.pair(folder, kernel=True), limits(yardstick, False, dtype), rms)
-    prepare = {name: rows.restore for name in runs if name != COPY} | {BACKWARD: rows.prepare_backward}
+        admit(
+            TRL_KERNEL, lambda: rows.pair(folder, kernel=True), limits(yardstick, False, dtype), rms
+        )
+    prepare = {name: rows.restore for name in runs if name != COPY} | {
+        BACKWARD: rows.prepare_backward
+    }
     times = time_interleaved(runs, rounds, case.device, warmup=2, prepare=prepare, repeats=REPEATS)
     for name, measured in times.items():
-        result.providers[name] |= measured | _bandwidth(name, measured["median_ms"], times[COPY]["median_ms"])
+        result.providers[name] |= measured | _bandwidth(
+            name, measured["median_ms"], times[COPY]["median_ms"]
+        )
     return result
 
 

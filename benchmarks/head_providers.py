@@ -65,8 +65,17 @@ def ours(loss: str, plan: str, skip_zero_advantage: bool = False) -> Make:
 
     def make(case: Case, _: Path) -> Run:
         def run() -> Result:
-            tensors = (case.hidden, case.weight, case.ids, case.old_logp, case.advantages, case.mask)
-            out = pl.linear_policy_loss(spec, *tensors, plan=plan, skip_zero_advantage=skip_zero_advantage)
+            tensors = (
+                case.hidden,
+                case.weight,
+                case.ids,
+                case.old_logp,
+                case.advantages,
+                case.mask,
+            )
+            out = pl.linear_policy_loss(
+                spec, *tensors, plan=plan, skip_zero_advantage=skip_zero_advantage
+            )
             d_hidden, d_weight = torch.autograd.grad(out.loss, (case.hidden, case.weight))
             return Result(out.loss.detach(), out.logp, out.entropy, d_hidden, d_weight)
 
@@ -97,7 +106,9 @@ def _ours() -> list[Entry]:
         entry("policyloss, stash", ("T5",), "dual clip", "stash"),
         entry("policyloss, entropy bonus", ("T4",), "entropy", "auto"),
         entry("policyloss, GSPO", ("T3",), "gspo", "auto"),
-        entry("policyloss, GSPO, two long sequences", ("T3",), "gspo", "auto", case="two sequences"),
+        entry(
+            "policyloss, GSPO, two long sequences", ("T3",), "gspo", "auto", case="two sequences"
+        ),
     ]
 
 
@@ -106,7 +117,13 @@ def _ours() -> list[Entry]:
 
 def contract_line(case: Case) -> Tensor:
     """The contract of the head in one line: logp of the ids from float32 log-softmax."""
-    return (case.hidden @ case.weight.T).float().log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).squeeze(-1)
+    return (
+        (case.hidden @ case.weight.T)
+        .float()
+        .log_softmax(-1)
+        .gather(-1, case.ids.unsqueeze(-1))
+        .squeeze(-1)
+    )
 
 
 def with_gradients(case: Case, logp: Tensor, loss: Tensor) -> Result:
@@ -148,7 +165,10 @@ def row_loop(case: Case, _: Path) -> Run:
 
     def run() -> Result:
         logits = case.hidden @ case.weight.T
-        rows = [row.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1) for row, ids in zip(logits, case.ids, strict=True)]
+        rows = [
+            row.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+            for row, ids in zip(logits, case.ids, strict=True)
+        ]
         logp = torch.stack(rows).float()
         return with_gradients(case, logp, plain_loss(logp, case))
 
@@ -171,7 +191,14 @@ def _verl_loss(folder: Path) -> Callable[[Tensor, Case], Tensor]:
         raise peers.MissingPeerError(f"verl is neither installed nor under {folder} (`make peers`)")
 
     def loss(logp: Tensor, case: Case) -> Tensor:
-        value: Tensor = theirs(case.old_logp, logp, case.token_advantages, case.mask.float(), cliprange=EPS, clip_ratio_c=3.0)[0]
+        value: Tensor = theirs(
+            case.old_logp,
+            logp,
+            case.token_advantages,
+            case.mask.float(),
+            cliprange=EPS,
+            clip_ratio_c=3.0,
+        )[0]
         return value
 
     return loss
@@ -207,7 +234,9 @@ def trl_chunked(case: Case, folder: Path) -> Run:
 
     def run() -> Result:
         flat = (case.hidden.flatten(0, 1), case.weight, None, case.ids.flatten())
-        logp = head.apply(*flat, 1.0, peers.TRL_CHUNK, None, 1.0, ("entropy",))[0].view(case.ids.shape)
+        logp = head.apply(*flat, 1.0, peers.TRL_CHUNK, None, 1.0, ("entropy",))[0].view(
+            case.ids.shape
+        )
         return with_gradients(case, logp, plain_loss(logp, case))
 
     return run
@@ -220,7 +249,14 @@ def cut_cross_entropy(filter_eps: str | None, impl: str = "cce") -> Make:
         head = peers.cut_cross_entropy(folder)
 
         def run() -> Result:
-            nll = head(case.hidden, case.weight, case.ids, reduction="none", filter_eps=filter_eps, impl=impl)
+            nll = head(
+                case.hidden,
+                case.weight,
+                case.ids,
+                reduction="none",
+                filter_eps=filter_eps,
+                impl=impl,
+            )
             logp = -nll.float()
             return with_gradients(case, logp, plain_loss(logp, case))
 
@@ -231,11 +267,20 @@ def cut_cross_entropy(filter_eps: str | None, impl: str = "cce") -> Make:
 
 def liger(case: Case, folder: Path) -> Run:
     """Liger's fused linear GRPO loss at its defaults, without KL. It has no dual bound: it is checked against a loss without."""
-    loss = peers.liger_grpo_loss(folder)(beta=0.0, use_ref_model=False, compiled=case.device == "cuda")
+    loss = peers.liger_grpo_loss(folder)(
+        beta=0.0, use_ref_model=False, compiled=case.device == "cuda"
+    )
     mask = case.mask.float()
 
     def run() -> Result:
-        value = loss(case.hidden, case.weight, case.ids, mask, case.advantages, old_per_token_logps=case.old_logp)[0]
+        value = loss(
+            case.hidden,
+            case.weight,
+            case.ids,
+            mask,
+            case.advantages,
+            old_per_token_logps=case.old_logp,
+        )[0]
         d_hidden, d_weight = torch.autograd.grad(value, (case.hidden, case.weight))
         return Result(value.detach(), None, None, d_hidden, d_weight)
 
@@ -251,7 +296,9 @@ def openrlhf(case: Case, folder: Path) -> Run:
 
     def run() -> Result:
         logp = head((case.hidden @ case.weight.T).float(), case.ids)
-        return with_gradients(case, logp, module(logp, case.old_logp, case.token_advantages, action_mask=mask)[0])
+        return with_gradients(
+            case, logp, module(logp, case.old_logp, case.token_advantages, action_mask=mask)[0]
+        )
 
     return run
 
@@ -263,8 +310,19 @@ def _peer_heads() -> list[Entry]:
         Entry("verl, chunked torch", verl_chunked, every, chunked=True),
         Entry("TRL, chunked", trl_chunked, every, chunked=True),
         Entry("cut-cross-entropy", cut_cross_entropy("high"), every, devices=gpu, chunked=True),
-        Entry("cut-cross-entropy, no filter", cut_cross_entropy(None), every, devices=gpu, chunked=True),
-        Entry("cut-cross-entropy, torch.compile", cut_cross_entropy("high", "torch_compile"), every, devices=cpu),
+        Entry(
+            "cut-cross-entropy, no filter",
+            cut_cross_entropy(None),
+            every,
+            devices=gpu,
+            chunked=True,
+        ),
+        Entry(
+            "cut-cross-entropy, torch.compile",
+            cut_cross_entropy("high", "torch_compile"),
+            every,
+            devices=cpu,
+        ),
         Entry("OpenRLHF", openrlhf, every, devices=cpu),
         Entry("Liger GRPO", liger, every, loss="clip", slow=True, chunked=True),
     ]
@@ -278,9 +336,19 @@ HALF, QUARTER = "half masked", "half masked, quarter at zero advantage"
 def _masked() -> list[Entry]:
     def entry(name: str, case: str, **others: Any) -> Entry:
         make = others.pop("make", ours("dual clip", "auto"))
-        return Entry(name, make, ("T2", "C1"), group=MASKED, case=case, **{"kind": "ours", "plan": "auto", **others})
+        return Entry(
+            name,
+            make,
+            ("T2", "C1"),
+            group=MASKED,
+            case=case,
+            **{"kind": "ours", "plan": "auto", **others},
+        )
 
-    skipping = {"make": ours("dual clip", "auto", skip_zero_advantage=True), "skips_zero_advantage": True}
+    skipping = {
+        "make": ours("dual clip", "auto", skip_zero_advantage=True),
+        "skips_zero_advantage": True,
+    }
     rows = {"kind": "peer", "plan": None, "gathered": True}
     return [
         Entry(THREE, three_matmuls, ("T2", "C1"), group=MASKED, loss=None, kind="floor"),
@@ -290,9 +358,27 @@ def _masked() -> list[Entry]:
         entry(f"policyloss, {QUARTER}, skipped", QUARTER, **skipping),
         entry("policyloss, agentic (a fifth of the tokens)", "agentic"),
         entry(f"eager PyTorch, {QUARTER}, rows gathered", QUARTER, make=eager, **rows),
-        entry(f"verl, Triton, {QUARTER}, rows gathered", QUARTER, make=verl_triton, devices=("cuda",), **rows),
-        entry(f"verl, chunked torch, {QUARTER}, rows gathered", QUARTER, make=verl_chunked, devices=("cpu",), **rows),
-        entry(f"cut-cross-entropy, {QUARTER}, rows gathered", QUARTER, make=cut_cross_entropy("high"), devices=("cuda",), **rows),
+        entry(
+            f"verl, Triton, {QUARTER}, rows gathered",
+            QUARTER,
+            make=verl_triton,
+            devices=("cuda",),
+            **rows,
+        ),
+        entry(
+            f"verl, chunked torch, {QUARTER}, rows gathered",
+            QUARTER,
+            make=verl_chunked,
+            devices=("cpu",),
+            **rows,
+        ),
+        entry(
+            f"cut-cross-entropy, {QUARTER}, rows gathered",
+            QUARTER,
+            make=cut_cross_entropy("high"),
+            devices=("cuda",),
+            **rows,
+        ),
         entry(f"TRL, chunked, {QUARTER}, rows gathered", QUARTER, make=trl_chunked, **rows),
     ]
 
@@ -306,7 +392,9 @@ def verl_triton_forward(case: Case, folder: Path) -> Run:
 
     @torch.no_grad()
     def run() -> Result:
-        logp, entropy = head(case.hidden.flatten(0, 1), case.weight, case.ids.flatten(), 1.0, "none")
+        logp, entropy = head(
+            case.hidden.flatten(0, 1), case.weight, case.ids.flatten(), 1.0, "none"
+        )
         return Result(logp=logp, entropy=entropy)
 
     return run

@@ -52,14 +52,19 @@ def _token_mean(per_token: Tensor, mask: Tensor) -> Tensor:
 
 def clip(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
     """PPO's clip without the dual bound, token mean."""
-    return _token_mean(_clipped((logp - case.old_logp).exp(), case.token_advantages.to(logp.dtype)), case.mask)
+    return _token_mean(
+        _clipped((logp - case.old_logp).exp(), case.token_advantages.to(logp.dtype)), case.mask
+    )
 
 
 def dual_clip(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
     """PPO with dual clip, token mean."""
     advantages = case.token_advantages.to(logp.dtype)
     per_token = _clipped((logp - case.old_logp).exp(), advantages)
-    return _token_mean(torch.where(advantages < 0, torch.minimum(per_token, -DUAL * advantages), per_token), case.mask)
+    return _token_mean(
+        torch.where(advantages < 0, torch.minimum(per_token, -DUAL * advantages), per_token),
+        case.mask,
+    )
 
 
 def dual_clip_and_entropy(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
@@ -71,16 +76,26 @@ def gspo(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
     """The geometric mean ratio of a sequence, clipped; mean over sequences. Only for cases without mask."""
     ratio = (logp - case.old_logp).mean(-1).exp()
     advantages = case.advantages.to(ratio.dtype)
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - GSPO_EPS, 1 + GSPO_EPS)).mean()
+    return torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - GSPO_EPS, 1 + GSPO_EPS)
+    ).mean()
 
 
-LOSSES: dict[str, Formula] = {"clip": clip, "dual clip": dual_clip, "entropy": dual_clip_and_entropy, "gspo": gspo}
+LOSSES: dict[str, Formula] = {
+    "clip": clip,
+    "dual clip": dual_clip,
+    "entropy": dual_clip_and_entropy,
+    "gspo": gspo,
+}
 
 
 def exact(case: Case, loss: str) -> Exact:
     """The loss and its gradients in float64, some rows at a time: dz = g·(1_y − p) − h·p·(log p + H)."""
     statistics = case.statistics
-    logp, entropy = (x.view(case.mask.shape).clone().requires_grad_() for x in (statistics.logp, statistics.entropy))
+    logp, entropy = (
+        x.view(case.mask.shape).clone().requires_grad_()
+        for x in (statistics.logp, statistics.entropy)
+    )
     value = LOSSES[loss](logp, entropy, case)
     found = torch.autograd.grad(value, (logp, entropy), allow_unused=True)
     g, h = (None if x is None else x.flatten() for x in found)
@@ -108,7 +123,9 @@ def forward_only(case: Case) -> Exact:
     return Exact(none, case.statistics.logp, case.statistics.entropy, none, none)
 
 
-def errors(result: Result, answer: Exact, case: Case, skipped: Tensor | None = None) -> dict[str, float]:
+def errors(
+    result: Result, answer: Exact, case: Case, skipped: Tensor | None = None
+) -> dict[str, float]:
     """How far `result` is from the float64 answer: absolute (loss), root mean square (logp, entropy), relative (gradients).
 
     `skipped` [N]: rows whose statistics the provider was told not to make.
@@ -124,7 +141,11 @@ def errors(result: Result, answer: Exact, case: Case, skipped: Tensor | None = N
             flat = flat if flat.numel() == live.numel() else flat[live]
             found[name] = (flat - getattr(answer, name)[live]).square().mean().sqrt().item()
     if result.d_hidden is not None:
-        expected = answer.d_hidden if result.d_hidden.numel() == answer.d_hidden.numel() else answer.d_hidden[case.rows]
+        expected = (
+            answer.d_hidden
+            if result.d_hidden.numel() == answer.d_hidden.numel()
+            else answer.d_hidden[case.rows]
+        )
         found["d_hidden"] = relative(result.d_hidden.flatten(0, -2), expected)
     if result.d_weight is not None:
         found["d_weight"] = relative(result.d_weight, answer.d_weight)
@@ -161,7 +182,9 @@ def limits(yardstick: dict[str, float], ours: bool, dtype: torch.dtype) -> dict[
 def refusal(found: dict[str, float], allowed: dict[str, float]) -> str | None:
     """Why a provider with these errors is not timed; None if it may be. NaN is refused."""
     wrong = [
-        f"{name} is off by {error:.1e} (limit {allowed[name]:.1e})" for name, error in found.items() if not error <= allowed[name]
+        f"{name} is off by {error:.1e} (limit {allowed[name]:.1e})"
+        for name, error in found.items()
+        if not error <= allowed[name]
     ]
     return "wrong answer, not timed: " + "; ".join(wrong) if wrong else None
 
@@ -171,7 +194,11 @@ def plain_line(case: Case, loss: str, backward: bool = True) -> Result:
     with torch.set_grad_enabled(backward):
         logprob = (case.hidden @ case.weight.T).log_softmax(-1)
         logp = logprob.gather(-1, case.ids.unsqueeze(-1)).squeeze(-1).float()
-        entropy = (logprob.exp() * logprob).sum(-1).neg().float() if loss == "entropy" or not backward else torch.zeros_like(logp)
+        entropy = (
+            (logprob.exp() * logprob).sum(-1).neg().float()
+            if loss == "entropy" or not backward
+            else torch.zeros_like(logp)
+        )
         if not backward:
             return Result(logp=logp, entropy=entropy)
         value = LOSSES[loss](logp, entropy, case)
@@ -191,7 +218,7 @@ def poison(device: str) -> None:
     del large, small
 
 
-class poisoned:  # noqa: N801 (a context manager)
+class poisoned:
     """Within it, memory that is allocated and not written to holds NaN."""
 
     def __init__(self, device: str) -> None:
@@ -207,9 +234,13 @@ class poisoned:  # noqa: N801 (a context manager)
             torch.use_deterministic_algorithms(False)
 
 
-def exact_logits(logits: Tensor, ids: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exact_logits(
+    logits: Tensor, ids: Tensor, g: Tensor, h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """From logits [R, V]: float64 logp and entropy [R], and d logits for the gradients g of logp and h of entropy (in float32)."""
-    logp, entropy = (torch.empty(logits.shape[0], dtype=torch.float64, device=logits.device) for _ in range(2))
+    logp, entropy = (
+        torch.empty(logits.shape[0], dtype=torch.float64, device=logits.device) for _ in range(2)
+    )
     gradient = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     step = block_rows(logits.shape[1], logits.device.type)
     for start in range(0, logits.shape[0], step):
@@ -218,6 +249,8 @@ def exact_logits(logits: Tensor, ids: Tensor, g: Tensor, h: Tensor) -> tuple[Ten
         p = logprob.exp()
         logp[part] = logprob.gather(-1, ids[part, None]).squeeze(-1)
         entropy[part] = -(p * logprob).sum(-1)
-        dz = p * -g[part, None].double() - h[part, None].double() * p * (logprob + entropy[part, None])
+        dz = p * -g[part, None].double() - h[part, None].double() * p * (
+            logprob + entropy[part, None]
+        )
         gradient[part] = dz.scatter_add_(1, ids[part, None], g[part, None].double()).float()
     return logp, entropy, gradient

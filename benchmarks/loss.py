@@ -59,7 +59,9 @@ def coati_reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor)
     """ColossalChat's loss in float64: no dual bound, and the mean of each row's mean."""
     ratio, a = (logp.double() - old.double()).exp(), advantages.double()
     loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-    return torch.stack([row[valid].mean() for row, valid in zip(loss, mask.bool(), strict=True)]).mean()
+    return torch.stack(
+        [row[valid].mean() for row, valid in zip(loss, mask.bool(), strict=True)]
+    ).mean()
 
 
 def coati_form(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
@@ -83,7 +85,9 @@ def ours(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[T
 _COMPILED = compiled_loss(SPEC, cuda_graph=True)
 
 
-def ours_compiled(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+def ours_compiled(
+    logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Any]:
     """The same, fused."""
     out = _COMPILED(logp, old, advantages, mask)
     return out.loss, out.metrics
@@ -100,10 +104,14 @@ def direct_step(data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], Ten
     return step
 
 
-def ours_with_verls_metrics(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+def ours_with_verls_metrics(
+    logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Any]:
     """Our loss with the three metrics verl returns; a compiler drops the work of the others."""
     out = pl.policy_loss(SPEC, logp, old, advantages, mask)
-    return out.loss, [out.metrics[name] for name in ("clip_fraction", "kl_old_k1", "clip_fraction_dual")]
+    return out.loss, [
+        out.metrics[name] for name in ("clip_fraction", "kl_old_k1", "clip_fraction_dual")
+    ]
 
 
 def losses(folder: Path) -> dict[str, Loss]:
@@ -111,7 +119,9 @@ def losses(folder: Path) -> dict[str, Loss]:
     found: dict[str, Loss] = {"policyloss": ours}
     verl = peers.verl_policy_loss(folder)
     if verl is not None:
-        found["verl"] = lambda lp, old, a, m: _parts(verl(old, lp, a, m, cliprange=0.2, clip_ratio_c=3.0))
+        found["verl"] = lambda lp, old, a, m: _parts(
+            verl(old, lp, a, m, cliprange=0.2, clip_ratio_c=3.0)
+        )
     openrlhf = peers.openrlhf_policy_loss(folder)
     if openrlhf is not None:
         module = openrlhf(clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=3.0)
@@ -123,7 +133,9 @@ def _parts(result: Any) -> tuple[Tensor, Any]:
     return result[0], result[1:]
 
 
-def steps(found: dict[str, Loss], data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
+def steps(
+    found: dict[str, Loss], data: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> dict[str, Callable[[], Tensor]]:
     """One forward and backward per call."""
 
     def make(loss: Loss) -> Callable[[], Tensor]:
@@ -138,7 +150,9 @@ def steps(found: dict[str, Loss], data: tuple[Tensor, Tensor, Tensor, Tensor]) -
     return {name: make(loss) for name, loss in found.items()}
 
 
-def check(providers: dict[str, Callable[[], Tensor]], data: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def check(
+    providers: dict[str, Callable[[], Tensor]], data: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
     """No figure without the right answer: loss and gradient of every provider against float64."""
     logp, old, advantages, mask = data
     wide = logp.detach().double().requires_grad_()
@@ -164,12 +178,19 @@ def scaling(found: dict[str, Loss], device: str, most: int) -> list[dict[str, fl
     while tokens <= most:
         data = batch(tokens // 1000, 1000, device)
         times = time_interleaved(steps(found, data), 5, device, warmup=2)
-        rows.append({"tokens": float(tokens), **{name: t["median_ms"] * 1e6 / tokens for name, t in times.items()}})
+        rows.append(
+            {
+                "tokens": float(tokens),
+                **{name: t["median_ms"] * 1e6 / tokens for name, t in times.items()},
+            }
+        )
         tokens *= 10
     return rows
 
 
-def targets(times: dict[str, dict[str, float]], memory: dict[str, int], device: str) -> list[dict[str, Any]]:
+def targets(
+    times: dict[str, dict[str, float]], memory: dict[str, int], device: str
+) -> list[dict[str, Any]]:
     """T8 on a GPU, C2 on a CPU: what the run gave beside what it should give."""
     peers_here = [name for name in PEERS if name in times]
 
@@ -184,16 +205,36 @@ def targets(times: dict[str, dict[str, float]], memory: dict[str, int], device: 
             eager, compiled = faster(name, ["verl"]), faster(name, ["verl, torch.compile"])
             lines += [
                 target("T8", f"{how}: times faster than verl's eager function", ">=", 10, eager),
-                target("T8", f"{how}: times faster than verl's function under torch.compile", ">=", 3, compiled),
+                target(
+                    "T8",
+                    f"{how}: times faster than verl's function under torch.compile",
+                    ">=",
+                    3,
+                    compiled,
+                ),
                 target("T8", f"{how}: milliseconds", "<=", 0.17, times[name]["median_ms"], 0.05),
             ]
         return lines
     least = min((memory[name] for name in peers_here), default=None)
-    lines = [target("C2", "compiled_loss: times faster than the fastest eager peer", ">=", 1, faster(FUSED, peers_here), 3)]
-    lines += [target("C2", f"eager: times faster than {peer}", ">=", 1, faster("policyloss", [peer]), 3) for peer in peers_here]
+    lines = [
+        target(
+            "C2",
+            "compiled_loss: times faster than the fastest eager peer",
+            ">=",
+            1,
+            faster(FUSED, peers_here),
+            3,
+        )
+    ]
+    lines += [
+        target("C2", f"eager: times faster than {peer}", ">=", 1, faster("policyloss", [peer]), 3)
+        for peer in peers_here
+    ]
     for name, what in ((FUSED, "compiled_loss"), ("policyloss", "eager")):
         share = memory[name] / least if least else None
-        lines.append(target("C2", f"{what}: peak memory / the least of the eager peers", "<=", 1, share))
+        lines.append(
+            target("C2", f"{what}: peak memory / the least of the eager peers", "<=", 1, share)
+        )
     return lines
 
 
@@ -204,26 +245,40 @@ def show(times: dict[str, dict[str, float]], memory: dict[str, int]) -> str:
     for name, t in times.items():
         numbers = [f"{t[k]:.3f}" for k in ("median_ms", "p20_ms", "p80_ms")]
         held = f"{memory[name] / 1e6:.2f}" if name in memory else "-"
-        rows.append([name, *numbers, held, f"{base / t['median_ms']:.2f}x" if "verl" in times else "-"])
+        rows.append(
+            [name, *numbers, held, f"{base / t['median_ms']:.2f}x" if "verl" in times else "-"]
+        )
     return table(rows)
 
 
 def show_scaling(rows: list[dict[str, float]], names: list[str]) -> str:
     """Nanoseconds per token, a line per size."""
     heading = ["tokens", *(f"{n}, ns/token" for n in names)]
-    return table([heading, *([f"{r['tokens']:.0e}", *(f"{r[n]:.1f}" for n in names)] for r in rows)])
+    return table(
+        [heading, *([f"{r['tokens']:.0e}", *(f"{r[n]:.1f}" for n in names)] for r in rows)]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages")
+    parser.add_argument(
+        "--peers", type=Path, default=Path("peers"), help="folder of unpacked peer packages"
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--rows", type=int, help="64 on a CPU, 512 on a GPU, if not given")
     parser.add_argument("--width", type=int, help="2048 on a CPU, 8192 on a GPU, if not given")
-    parser.add_argument("--most", type=int, default=10_000_000, help="largest token count of the scaling run")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's default if not given")
-    parser.add_argument("--out", type=Path, help="benchmarks/results/loss_<device>.json if not given")
+    parser.add_argument(
+        "--most", type=int, default=10_000_000, help="largest token count of the scaling run"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="CPU threads; torch's default if not given"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="benchmarks/results/loss_<device>.json if not given"
+    )
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -233,8 +288,14 @@ def main() -> None:
     found = losses(args.peers)
     print(f"checking and timing {', '.join(found)}; compiling each once …", flush=True)
     same = {"policyloss with verl's metrics": ours_with_verls_metrics}
-    compiled = {f"{name}, torch.compile": torch.compile(loss, fullgraph=True) for name, loss in {**found, **same}.items()}
-    providers = {**steps({"policyloss": ours, FUSED: ours_compiled, **found, **compiled}, data), DIRECT: direct_step(data)}
+    compiled = {
+        f"{name}, torch.compile": torch.compile(loss, fullgraph=True)
+        for name, loss in {**found, **same}.items()
+    }
+    providers = {
+        **steps({"policyloss": ours, FUSED: ours_compiled, **found, **compiled}, data),
+        DIRECT: direct_step(data),
+    }
     check(providers, data)
     times = time_interleaved(providers, args.rounds, args.device, warmup=5, repeats=REPEATS)
     # On a CPU, what torch.compile saves for its backward is not all seen by the profiler; the rest is.
@@ -246,10 +307,16 @@ def main() -> None:
     reached = targets(times, memory, args.device)
     print(
         table(
-            [["target", "what", "reach", "measured"]] + [[str(t[k]) for k in ("id", "what", "reach", "measured")] for t in reached]
+            [["target", "what", "reach", "measured"]]
+            + [[str(t[k]) for k in ("id", "what", "reach", "measured")] for t in reached]
         )
     )
-    result: dict[str, Any] = {"environment": environment(), "shape": [rows, width], "times": times, "targets": reached}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "shape": [rows, width],
+        "times": times,
+        "targets": reached,
+    }
     write_json(out, {**result, "peak_extra_bytes": memory, "scaling": scale})
     print(f"written to {out}")
 

@@ -31,7 +31,14 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls), "__call__": lambda self, x=None, *_: x})
+        return type(
+            name,
+            (),
+            {
+                "__class_getitem__": classmethod(lambda cls, _: cls),
+                "__call__": lambda self, x=None, *_: x,
+            },
+        )
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -55,7 +62,11 @@ class _Finder(MetaPathFinder, Loader):
 @contextmanager
 def _alone(root: Path, packages: tuple[str, ...], stand_ins: tuple[str, ...]) -> Any:
     """Import files of `root` without running the `__init__` of `packages`, with stand-ins for missing modules."""
-    missing = tuple(n for n in stand_ins if "." in n or (n not in sys.modules and PathFinder.find_spec(n) is None))
+    missing = tuple(
+        n
+        for n in stand_ins
+        if "." in n or (n not in sys.modules and PathFinder.find_spec(n) is None)
+    )
     finder = _Finder(missing)
     sys.meta_path.insert(0, finder)
     for name in packages:
@@ -81,14 +92,24 @@ def verl_policy_loss(peers: Path) -> Callable[..., Any] | None:
     if root is None:
         return None
     packages = ("verl", "verl.trainer", "verl.trainer.ppo", "verl.workers", "verl.utils")
-    stand_ins = ("ray", "tensordict", "transformers", "omegaconf", "hydra", "codetiming", "packaging")
+    stand_ins = (
+        "ray",
+        "tensordict",
+        "transformers",
+        "omegaconf",
+        "hydra",
+        "codetiming",
+        "packaging",
+    )
     with _alone(root, packages, (*stand_ins, "verl.trainer.config", "verl.workers.config")):
         groupwise = importlib.import_module("verl.utils.groupwise")
         for name in ("as_torch_index", "group_mean_std"):
             setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
         core = importlib.import_module("verl.trainer.ppo.core_algos")
     # Below its deprecation wrapper, whose warning cannot be compiled.
-    loss: Callable[..., Any] = getattr(core.compute_policy_loss, "__wrapped__", core.compute_policy_loss)
+    loss: Callable[..., Any] = getattr(
+        core.compute_policy_loss, "__wrapped__", core.compute_policy_loss
+    )
     return loss
 
 
@@ -121,7 +142,9 @@ def verl_linear_cross_entropy(peers: Path) -> Callable[..., Any]:
             get_torch_device=lambda: torch.cuda,
         )
         importlib.import_module("verl.utils.kernel.kernels")
-        head: Callable[..., Any] = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+        head: Callable[..., Any] = importlib.import_module(
+            "verl.utils.kernel.linear_cross_entropy"
+        ).linear_cross_entropy
     return head
 
 
@@ -133,21 +156,29 @@ def verl_chunked_head(peers: Path) -> Any:
 
 def openrlhf_log_probs(peers: Path) -> Callable[..., Any]:
     """OpenRLHF's `log_probs_from_logits`."""
-    with _alone(_found(peers, "openrlhf"), ("openrlhf", "openrlhf.models"), ("deepspeed", "transformers")):
-        function: Callable[..., Any] = importlib.import_module("openrlhf.models.utils").log_probs_from_logits
+    with _alone(
+        _found(peers, "openrlhf"), ("openrlhf", "openrlhf.models"), ("deepspeed", "transformers")
+    ):
+        function: Callable[..., Any] = importlib.import_module(
+            "openrlhf.models.utils"
+        ).log_probs_from_logits
     return function
 
 
 def liger_grpo_loss(peers: Path) -> Any:
     """Liger's `LigerFusedLinearGRPOLoss` class."""
     with _alone(_found(peers, "liger_kernel"), ("liger_kernel", "liger_kernel.chunked_loss"), ()):
-        return importlib.import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+        return importlib.import_module(
+            "liger_kernel.chunked_loss.grpo_loss"
+        ).LigerFusedLinearGRPOLoss
 
 
 def cut_cross_entropy(peers: Path) -> Callable[..., Any]:
     """Apple's `linear_cross_entropy`."""
     with _alone(_found(peers, "cut_cross_entropy"), ("cut_cross_entropy",), ()):
-        function: Callable[..., Any] = importlib.import_module("cut_cross_entropy.linear_cross_entropy").linear_cross_entropy
+        function: Callable[..., Any] = importlib.import_module(
+            "cut_cross_entropy.linear_cross_entropy"
+        ).linear_cross_entropy
     return function
 
 
@@ -170,7 +201,11 @@ def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..
     The file they are in imports half of an ecosystem, so these functions are read out of it alone.
     """
     names = ("_supports_trl_loss_kernel", "selective_log_softmax", "entropy_from_logits")
-    given: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "is_triton_available": lambda: kernel}
+    given: dict[str, Any] = {
+        "torch": torch,
+        "F": torch.nn.functional,
+        "is_triton_available": lambda: kernel,
+    }
     if kernel:
         with _trl(peers):
             given["_fused_logprob_entropy"] = importlib.import_module(
@@ -178,7 +213,9 @@ def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..
             ).selective_log_softmax_and_entropy
     path = _found(peers, "trl") / "trl/trainer/utils.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    tree.body = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
     exec(compile(tree, str(path), "exec"), given)
     return given["selective_log_softmax"], given["entropy_from_logits"]
 
@@ -188,11 +225,17 @@ def _trl(peers: Path) -> Any:
     """Imports from `trl.kernels`, which asks transformers only whether Triton is here, and packaging to compare versions."""
     if PathFinder.find_spec("packaging") is None:
         _module("packaging")
-        _module("packaging.version", Version=importlib.import_module("torch._vendor.packaging.version").Version)
+        _module(
+            "packaging.version",
+            Version=importlib.import_module("torch._vendor.packaging.version").Version,
+        )
     with _alone(_found(peers, "trl"), ("trl", "trl.kernels", "trl.trainer"), ()):
         kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.utils")}
         _module("transformers")
-        _module("transformers.utils", is_triton_available=lambda: importlib.util.find_spec("triton") is not None)
+        _module(
+            "transformers.utils",
+            is_triton_available=lambda: importlib.util.find_spec("triton") is not None,
+        )
         try:
             yield
         finally:

@@ -32,20 +32,37 @@ def _parser() -> argparse.ArgumentParser:
     every.add_argument("--release", action="append", help="only this release (may be repeated)")
     every.add_argument("--out", type=Path, help="where the results are written")
     run = commands.add_parser("run", help="one framework at one release")
-    replay = commands.add_parser("replay", help="one case again, as a failure describes it, both sides printed")
-    records = commands.add_parser("record", help="write the cases that the tests replay without any framework")
+    replay = commands.add_parser(
+        "replay", help="one case again, as a failure describes it, both sides printed"
+    )
+    records = commands.add_parser(
+        "record", help="write the cases that the tests replay without any framework"
+    )
     records.add_argument("--peer", choices=PEERS)
-    records.add_argument("--release", help="only this release, for the process that gathers records")
-    records.add_argument("--json", type=Path, help="write the records here, for the process that gathers them")
+    records.add_argument(
+        "--release", help="only this release, for the process that gathers records"
+    )
+    records.add_argument(
+        "--json", type=Path, help="write the records here, for the process that gathers them"
+    )
     for command in (run, replay):
         command.add_argument("--peer", required=True, choices=PEERS)
         command.add_argument("--release", help="default: the pinned one")
         command.add_argument("--function", help="only functions whose name contains this")
-    run.add_argument("--every", type=int, default=1, help="of a function with many cases, run one in so many")
-    run.add_argument("--json", type=Path, help="write the result here, for the process that gathers results")
+    run.add_argument(
+        "--every", type=int, default=1, help="of a function with many cases, run one in so many"
+    )
+    run.add_argument(
+        "--json", type=Path, help="write the result here, for the process that gathers results"
+    )
     for command in (every, run):
         command.add_argument("--seed", type=int, default=0, help="draws other batches")
-    replay.add_argument("--case", required=True, type=json.loads, help='JSON: {"seed": …, "kind": …, "dtype": …, "options": {…}}')
+    replay.add_argument(
+        "--case",
+        required=True,
+        type=json.loads,
+        help='JSON: {"seed": …, "kind": …, "dtype": …, "options": {…}}',
+    )
     return parser
 
 
@@ -53,7 +70,9 @@ def _all(arguments: argparse.Namespace) -> int:
     peers = driver.chosen(arguments.peer)
     if arguments.release and len(peers) != 1:
         sys.exit("--release is of one framework: give --peer once.")
-    results = driver.run_everything(peers, ["run", "--seed", str(arguments.seed)], arguments.release)
+    results = driver.run_everything(
+        peers, ["run", "--seed", str(arguments.seed)], arguments.release
+    )
     programs = driver.run_programs(peers)
     # The committed results are those of a whole run with the default seed.
     whole = not (arguments.peer or arguments.release or arguments.seed)
@@ -73,7 +92,9 @@ def _run(arguments: argparse.Namespace) -> int:
     version = arguments.release or peer.release
     one.enter(peer, version)
     show = _progress if arguments.json else _quiet
-    result = one.compare_all(peer, version, arguments.seed, arguments.function, show, arguments.every)
+    result = one.compare_all(
+        peer, version, arguments.seed, arguments.function, show, arguments.every
+    )
     if arguments.json:
         one.write_json(arguments.json, result)
         return 0
@@ -112,7 +133,14 @@ def _report(results: list[report.Result], whole: bool) -> int:
     if listed := report.defects(results):
         print(f"\nPeer defects, listed and not compared:\n{listed}")
     wrong = report.problems(results, whole)
-    print("\n" + ("\n".join(["FAILED", *wrong]) if wrong else "every compared case is within 1e-12 (float64) and 1e-6 (float32)"))
+    print(
+        "\n"
+        + (
+            "\n".join(["FAILED", *wrong])
+            if wrong
+            else "every compared case is within 1e-12 (float64) and 1e-6 (float32)"
+        )
+    )
     return 1 if wrong else 0
 
 

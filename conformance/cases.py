@@ -52,10 +52,16 @@ class Side:
     @property
     def refusal(self) -> str:
         """The error in one line; "" if there was none."""
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}".splitlines()[0][:200]
+        return (
+            ""
+            if self.error is None
+            else f"{type(self.error).__name__}: {self.error}".splitlines()[0][:200]
+        )
 
 
-def cases(function: Function, shift: int = 0, dtypes: tuple[str, ...] = tuple(DTYPES), every: int = 1) -> Iterator[Case]:
+def cases(
+    function: Function, shift: int = 0, dtypes: tuple[str, ...] = tuple(DTYPES), every: int = 1
+) -> Iterator[Case]:
     """The cases of a function: options × kinds of batch × seeds × dtypes, which see the same numbers. `shift` draws others.
 
     every: of a function with many cases, one in so many, in turn of every option and kind.
@@ -81,15 +87,27 @@ def _step(function: Function, every: int) -> int:
     return every if _draws(function) > MANY else 1
 
 
-def run_side(call: Callable[[Inputs, Options], Outputs], function: Function, inputs: Inputs, options: Options, seed: int) -> Side:
+def run_side(
+    call: Callable[[Inputs, Options], Outputs],
+    function: Function,
+    inputs: Inputs,
+    options: Options,
+    seed: int,
+) -> Side:
     """One side's call on its own copy of the inputs, torch's random generator at the case's seed; then the gradient of "loss"."""
     own = {name: _copy(x, name in function.differentiate) for name, x in inputs.items()}
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it queues calls for every absent accelerator, which is slow
+    torch.default_generator.manual_seed(
+        seed
+    )  # not torch.manual_seed: it queues calls for every absent accelerator, which is slow
     try:
         outputs = flatten(call(own, copy.deepcopy(options)))
         side = Side(outputs)
         if function.differentiate and "loss" in outputs:
-            leaves = {name: own[name] for name in function.differentiate if isinstance(own.get(name), Tensor)}
+            leaves = {
+                name: own[name]
+                for name in function.differentiate
+                if isinstance(own.get(name), Tensor)
+            }
             side.differentiable = bool(outputs["loss"].requires_grad)
             side.gradients = _gradients(outputs["loss"], leaves, seed)
     except Exception as error:  # whatever a side raises is its answer
@@ -107,6 +125,13 @@ def _gradients(loss: Tensor, leaves: dict[str, Tensor], seed: int) -> dict[str, 
     """d Σ w·loss / d leaf, with w = 1 for a single number and fixed random weights otherwise; zeros where there is no path."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    w = torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(loss)
-    found = torch.autograd.grad((loss * w).sum() if loss.ndim else loss, list(leaves.values()), allow_unused=True)
-    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), found, strict=True)}
+    w = torch.randn(
+        loss.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(loss)
+    found = torch.autograd.grad(
+        (loss * w).sum() if loss.ndim else loss, list(leaves.values()), allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(leaves.items(), found, strict=True)
+    }

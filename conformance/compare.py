@@ -34,7 +34,12 @@ def compare(ours: Any, theirs: Any) -> Difference:
     if _is_number(theirs) and _is_number(ours):
         return Difference(_apart(float(ours), float(theirs)), ours, theirs)
     if type(theirs) is not type(ours):
-        return Difference(math.inf, _brief(ours), _brief(theirs), f"theirs is a {_kind(theirs)}, ours a {_kind(ours)}")
+        return Difference(
+            math.inf,
+            _brief(ours),
+            _brief(theirs),
+            f"theirs is a {_kind(theirs)}, ours a {_kind(ours)}",
+        )
     same = bool(theirs == ours)
     return Difference(0.0 if same else math.inf, ours, theirs, "" if same else "not equal")
 
@@ -76,7 +81,9 @@ def _tensors(ours: Tensor, theirs: Tensor) -> Difference:
     if theirs.numel() == 0 or torch.equal(ours, theirs):
         return Difference(0.0, None, None)
     a, b = ours.reshape(-1).double(), theirs.reshape(-1).double()
-    apart = torch.where(a == b, 0, (a - b).abs() / b.abs().clamp(min=1))  # a == b first: the same infinity is no difference
+    apart = torch.where(
+        a == b, 0, (a - b).abs() / b.abs().clamp(min=1)
+    )  # a == b first: the same infinity is no difference
     apart = torch.where(apart.isnan(), math.inf, apart)
     worst = int(apart.argmax())
     return Difference(float(apart[worst]), float(a[worst]), float(b[worst]))

@@ -11,7 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from conformance.environments import PEERS, ROOT, Peer, child_environment, ensure, ensure_release, interpreter
+from conformance.environments import (
+    PEERS,
+    ROOT,
+    Peer,
+    child_environment,
+    ensure,
+    ensure_release,
+    interpreter,
+)
 from conformance.report import Program, Result
 
 PROCESSES = 2
@@ -47,7 +55,9 @@ class Board:
         print(f"[{time.monotonic() - self._start:4.0f}s] {text}", flush=True)
 
 
-def run_everything(peers: list[Peer], arguments: list[str], releases: list[str] | None = None) -> list[Result]:
+def run_everything(
+    peers: list[Peer], arguments: list[str], releases: list[str] | None = None
+) -> list[Result]:
     """The result of every framework at every release (or at those given), in the order of the tables."""
     work = []
     for peer in peers:
@@ -59,7 +69,9 @@ def run_everything(peers: list[Peer], arguments: list[str], releases: list[str] 
         return list(pool.map(lambda one: run_child(one[0], one[1], one[2], arguments, board), work))
 
 
-def run_child(peer: Peer, release: str, path: Path | None, arguments: list[str], board: Board) -> Result:
+def run_child(
+    peer: Peer, release: str, path: Path | None, arguments: list[str], board: Board
+) -> Result:
     """One process for one framework and release; raises with the end of its output if it does not come to a result."""
     name = f"{peer.name} {release}"
     tail: list[str] = []
@@ -71,7 +83,9 @@ def run_child(peer: Peer, release: str, path: Path | None, arguments: list[str],
         board.update(name, "starts")
         environment = child_environment(peer, release, path)
         stdout, stderr = subprocess.PIPE, subprocess.STDOUT
-        with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=stderr) as child:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=stdout, stderr=stderr
+        ) as child:
             for line in child.stdout or ():
                 if line.startswith(PROGRESS):
                     _, done, total = line.split()
@@ -79,7 +93,9 @@ def run_child(peer: Peer, release: str, path: Path | None, arguments: list[str],
                 else:
                     tail = [*tail, line][-40:]
         if not out.is_file():
-            board.finish(name, f"ended with status {child.returncode} and no result:\n{''.join(tail)}")
+            board.finish(
+                name, f"ended with status {child.returncode} and no result:\n{''.join(tail)}"
+            )
             raise SystemExit(f"{name} came to no result; see above.")
         result: Result = json.loads(out.read_text())
     board.finish(name, outcome(result))
@@ -103,7 +119,9 @@ def run_program(peer: Peer, words: list[str], board: Board) -> Program:
     # The pages' code starts processes of the environments itself.
     python = sys.executable if words[0] == "conformance.snippets" else str(interpreter(peer))
     command = [python, "-m", *words]
-    done = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, check=False
+    )
     board.finish(name, "passed" if done.returncode == 0 else "FAILED")
     return {
         "name": name,

@@ -112,7 +112,10 @@ def ensure(peer: Peer) -> None:
     """Make the framework's environment if there is none, or if its pins changed since it was made."""
     if not peer.steps or (_stamp(peer).is_file() and _stamp(peer).read_text() == _pins(peer)):
         return
-    print(f"building the {peer.name} environment ({peer.name} {peer.release}, about {peer.minutes} min)", flush=True)
+    print(
+        f"building the {peer.name} environment ({peer.name} {peer.release}, about {peer.minutes} min)",
+        flush=True,
+    )
     shutil.rmtree(peer.home, ignore_errors=True)
     _run([_base_python(), "-m", "venv", str(peer.home)], peer.name)
     for step in peer.steps:
@@ -134,7 +137,15 @@ def ensure_release(peer: Peer, release: str) -> Path | None:
         print(f"unpacking {peer.name} {release}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            wheel = ("--no-deps", "--no-compile", "--only-binary", ":all:", "--target", f"{scratch}/it", f"{peer.name}=={release}")
+            wheel = (
+                "--no-deps",
+                "--no-compile",
+                "--only-binary",
+                ":all:",
+                "--target",
+                f"{scratch}/it",
+                f"{peer.name}=={release}",
+            )
             pip_install(peer, *wheel)
             Path(scratch, "it").rename(target)
     return target
@@ -142,10 +153,23 @@ def ensure_release(peer: Peer, release: str) -> Path | None:
 
 def pip_install(peer: Peer, *arguments: str) -> None:
     """`pip install` in the framework's environment; quiet unless it fails."""
-    _run([str(interpreter(peer)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], peer.name)
+    _run(
+        [
+            str(interpreter(peer)),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *arguments,
+        ],
+        peer.name,
+    )
 
 
-def child_environment(peer: Peer | None = None, release: str = "", release_path: Path | None = None) -> dict[str, str]:
+def child_environment(
+    peer: Peer | None = None, release: str = "", release_path: Path | None = None
+) -> dict[str, str]:
     """The environment variables of a process that compares: the release first on the path, our sources, one thread, no network."""
     paths = [path for path in (release_path, ROOT / "src", ROOT) if path is not None]
     return os.environ | {
@@ -180,12 +204,18 @@ def _base_python() -> str:
     name = ".".join(map(str, PYTHON))
     found = shutil.which(f"python{name}")
     if found is None:
-        raise BuildError(f"the frameworks are pinned for Python {name}; put a python{name} on the PATH.")
+        raise BuildError(
+            f"the frameworks are pinned for Python {name}; put a python{name} on the PATH."
+        )
     return found
 
 
 def _run(command: list[str], name: str) -> None:
     # DeepSpeed would build its kernels when it is installed; nothing here needs them.
-    done = subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"DS_BUILD_OPS": "0"}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise BuildError(f"{name}: `{' '.join(command)}` failed:\n{(done.stdout + done.stderr)[-4000:]}")
+        raise BuildError(
+            f"{name}: `{' '.join(command)}` failed:\n{(done.stdout + done.stderr)[-4000:]}"
+        )

@@ -62,29 +62,52 @@ def constructor_problems(defaults: dict[str, Any], release: str) -> list[str]:
     problems = []
     for how, (loss, expected) in made.items():
         seen = {name: getattr(loss, name) for name in expected}
-        problems += [f"PolicyLoss {how}: {name} is {seen[name]!r}, not {x!r}" for name, x in expected.items() if seen[name] != x]
+        problems += [
+            f"PolicyLoss {how}: {name} is {seen[name]!r}, not {x!r}"
+            for name, x in expected.items()
+            if seen[name] != x
+        ]
     return problems
 
 
 def trl_fields() -> dict[str, Any]:
     """The fields of the installed TRL's GRPOConfig that are not those of any trainer, with their defaults."""
-    config, general = import_module("trl").GRPOConfig, import_module("transformers").TrainingArguments
+    config, general = (
+        import_module("trl").GRPOConfig,
+        import_module("transformers").TrainingArguments,
+    )
     inherited = {field.name for field in dataclasses.fields(general)}
-    return {field.name: field.default for field in dataclasses.fields(config) if field.name not in inherited}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.name not in inherited
+    }
 
 
 def field_problems(fields: dict[str, Any]) -> list[str]:
     """Fields of a GRPOConfig that nobody has looked at, fields of ours that it has not, and defaults that are not ours."""
     ours = import_module("policyloss.compat.trl.options").DEFAULTS
     new = [
-        f"GRPOConfig.{name} is new: does it make the loss?" for name in fields if name not in ours and name not in NOT_OF_THE_LOSS
+        f"GRPOConfig.{name} is new: does it make the loss?"
+        for name in fields
+        if name not in ours and name not in NOT_OF_THE_LOSS
     ]
-    gone = [f"GRPOConfig.{name} is gone" for name in {**ours, **dict.fromkeys(NOT_OF_THE_LOSS)} if name not in fields]
+    gone = [
+        f"GRPOConfig.{name} is gone"
+        for name in {**ours, **dict.fromkeys(NOT_OF_THE_LOSS)}
+        if name not in fields
+    ]
     changed = [
-        f"GRPOConfig.{name} is {fields[name]!r} by default, ours {x!r}" for name, x in ours.items() if fields.get(name, x) != x
+        f"GRPOConfig.{name} is {fields[name]!r} by default, ours {x!r}"
+        for name, x in ours.items()
+        if fields.get(name, x) != x
     ]
     return new + gone + changed
 
 
 def _defaults(cls: Any) -> dict[str, Any]:
-    return {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
+    return {
+        name: p.default
+        for name, p in inspect.signature(cls.__init__).parameters.items()
+        if name != "self"
+    }

@@ -55,7 +55,10 @@ class Batch:
 def draw(seed: int, kind: str, dtype: torch.dtype) -> Batch:
     """The batch of this seed and kind. Drawn in float64 and rounded, so both dtypes see the same numbers."""
     g = torch.Generator().manual_seed(seed)
-    rows, width = int(torch.randint(2, 7, (), generator=g)), int(torch.randint(3, 13, (), generator=g))
+    rows, width = (
+        int(torch.randint(2, 7, (), generator=g)),
+        int(torch.randint(3, 13, (), generator=g)),
+    )
 
     def normal(scale: float = 1.0) -> Tensor:
         return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
@@ -98,7 +101,14 @@ def draw(seed: int, kind: str, dtype: torch.dtype) -> Batch:
     }
     mask = _mask(kind, rows, width, g).to(dtype)
     group_ids = torch.arange(rows) // 2
-    return Batch(seed, kind, dtype, mask=mask, group_ids=group_ids, **{name: x.to(dtype) for name, x in numbers.items()})
+    return Batch(
+        seed,
+        kind,
+        dtype,
+        mask=mask,
+        group_ids=group_ids,
+        **{name: x.to(dtype) for name, x in numbers.items()},
+    )
 
 
 def _mask(kind: str, rows: int, width: int, g: torch.Generator) -> Tensor:

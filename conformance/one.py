@@ -16,7 +16,14 @@ import torch
 
 from conformance import release, signatures, standins
 from conformance.cases import Case, count, run_side
-from conformance.environments import ENTERED, Peer, child_environment, ensure, ensure_release, interpreter
+from conformance.environments import (
+    ENTERED,
+    Peer,
+    child_environment,
+    ensure,
+    ensure_release,
+    interpreter,
+)
 from conformance.peers import functions
 from conformance.record import record, recorded_signatures
 from conformance.runner import Score, run_function
@@ -45,22 +52,35 @@ def applicable(peer: Peer, version: str, only: str | None = None) -> list[Functi
     found = [f for f in functions(peer) if f.releases is None or version in f.releases]
     names = [f.name for f in found]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{peer.name} {version}: two entries share a name: {', '.join(sorted(repeated))}.")
+        raise ValueError(
+            f"{peer.name} {version}: two entries share a name: {', '.join(sorted(repeated))}."
+        )
     kept = [f for f in found if only is None or only in f.name]
     if not kept:
-        raise ValueError(f"{peer.name} {version}: no function {only!r}; there are {', '.join(names)}.")
+        raise ValueError(
+            f"{peer.name} {version}: no function {only!r}; there are {', '.join(names)}."
+        )
     return kept
 
 
 def compare_all(
-    peer: Peer, version: str, shift: int, only: str | None, progress: Callable[[int, int], None], every: int = 1
+    peer: Peer,
+    version: str,
+    shift: int,
+    only: str | None,
+    progress: Callable[[int, int], None],
+    every: int = 1,
 ) -> dict[str, Any]:
     """Compare, and give the result as JSON values. `every`: of the cases of a function that has many, one in so many."""
     chosen = applicable(peer, version, only)
     total, before = sum(count(function, every) for function in chosen), 0
     scores = []
     for function in chosen:
-        scores.append(run_function(function, shift, every, lambda done, before=before: progress(before + done, total)))  # type: ignore[misc]
+        scores.append(
+            run_function(
+                function, shift, every, lambda done, before=before: progress(before + done, total)
+            )
+        )  # type: ignore[misc]
         before += count(function, every)
     return {
         "peer": peer.name,
@@ -69,7 +89,9 @@ def compare_all(
         "minimum": peer.minimum,
         "seed": shift,
         "environment": _environment(),
-        "signatures": [] if only else signatures.check_installed(peer, version, chosen, recorded_signatures(peer)),
+        "signatures": []
+        if only
+        else signatures.check_installed(peer, version, chosen, recorded_signatures(peer)),
         "functions": [_describe(score) for score in scores],
     }
 
@@ -78,7 +100,9 @@ def record_all(peer: Peer, version: str) -> dict[str, Any]:
     """The recorded cases of every function at this release, and the signatures."""
     chosen = applicable(peer, version)
     recorded = {f.name: found for f in chosen if (found := record(f, peer.release, peer.name))}
-    described = {"signatures": signatures.describe(peer.name, chosen)} if version == peer.release else {}
+    described = (
+        {"signatures": signatures.describe(peer.name, chosen)} if version == peer.release else {}
+    )
     return {"recorded": recorded, **described}
 
 
@@ -108,7 +132,10 @@ def _environment() -> dict[str, str]:
 
 def write_json(path: Path, value: Any) -> None:
     """JSON on disk; a number that is not finite is written as its name."""
-    write_output(path, (json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str) + "\n").encode())
+    write_output(
+        path,
+        (json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str) + "\n").encode(),
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -116,7 +143,11 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(x) for x in value]
-    return repr(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+    return (
+        repr(value)
+        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
+        else value
+    )
 
 
 def replay(function: Function, words: dict[str, Any]) -> str:

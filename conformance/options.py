@@ -32,7 +32,11 @@ def wrong_options(peer: str) -> list[str]:
             there = defaults(said.name)
             name, stated = said.name, said.default
         else:
-            name, stated, there = f"{said.function}({said.parameter})", said.default, _argument(peer, said)
+            name, stated, there = (
+                f"{said.function}({said.parameter})",
+                said.default,
+                _argument(peer, said),
+            )
         if there is _MISSING:
             wrong.append(f"{name} is not there")
         elif there != stated or (isinstance(there, bool) is not isinstance(stated, bool)):
@@ -50,7 +54,9 @@ def _said(peer: str) -> Iterator[Option | Argument]:
 def _argument(peer: str, said: Argument) -> Any:
     """The default of a parameter in the framework itself."""
     first, *rest = said.function.split(".")
-    found = next((getattr(m, first) for m in map(import_module, _MODULES[peer]) if hasattr(m, first)), None)
+    found = next(
+        (getattr(m, first) for m in map(import_module, _MODULES[peer]) if hasattr(m, first)), None
+    )
     for name in rest:
         found = getattr(found, name)
     if found is None:
@@ -85,10 +91,16 @@ def _openrlhf_defaults() -> Callable[[str], Any]:
     source = Path(spec.submodule_search_locations[0]) / "cli" / "train_ppo_ray.py"
     found = {}
     for call in ast.walk(ast.parse(source.read_text())):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "add_argument"
+        ):
             keywords = {k.arg: k.value for k in call.keywords}
             for name in call.args:
-                if isinstance(name, ast.Constant) and isinstance(keywords.get("default"), (ast.Constant, ast.List, ast.Tuple)):
+                if isinstance(name, ast.Constant) and isinstance(
+                    keywords.get("default"), (ast.Constant, ast.List, ast.Tuple)
+                ):
                     found[name.value] = ast.literal_eval(keywords["default"])
     return lambda name: found.get(name, _MISSING)
 

@@ -28,8 +28,13 @@ RECORDED = ROOT / "tests" / "recorded"
 SIGNATURES = RECORDED / "signatures.json"
 TOKENS = 12  # rows × width of a recorded batch, at most
 CANDIDATES = 300  # cases of one function among which the recorded ones are chosen
-MOST, MOST_OF_MANY = 8, 24  # cases of one function at the pinned release; of one with thousands of cases
-MOST_ELSEWHERE = 2  # at another release: only cases whose numbers are not those of the pinned release
+MOST, MOST_OF_MANY = (
+    8,
+    24,
+)  # cases of one function at the pinned release; of one with thousands of cases
+MOST_ELSEWHERE = (
+    2  # at another release: only cases whose numbers are not those of the pinned release
+)
 RAISES = "raises"
 
 Record = dict[str, Any]
@@ -57,7 +62,9 @@ def replay(function: Function, recorded: Record) -> dict[str, float]:
     What is missing on either side, or raised where the framework gave numbers (or the reverse), is infinitely far away.
     """
     release.set_current(recorded["release"])
-    side = run_side(function.ours, function, decode(recorded["inputs"]), recorded["options"], recorded["seed"])
+    side = run_side(
+        function.ours, function, decode(recorded["inputs"]), recorded["options"], recorded["seed"]
+    )
     if RAISES in recorded:
         return {RAISES: 0.0 if isinstance(side.error, DELIBERATE) else math.inf}
     if side.error is not None:
@@ -65,7 +72,10 @@ def replay(function: Function, recorded: Record) -> dict[str, float]:
     ours, theirs = everything(side), decode(recorded["outputs"])
     ours = {name: value for name, value in ours.items() if name not in recorded["left_out"]}
     return {
-        name: compare(ours[name], theirs[name]).worst if name in ours and name in theirs else math.inf for name in ours | theirs
+        name: compare(ours[name], theirs[name]).worst
+        if name in ours and name in theirs
+        else math.inf
+        for name in ours | theirs
     }
 
 
@@ -94,7 +104,10 @@ def spread(candidates: list[Case], most: int) -> list[Case]:
     seen: set[frozenset[str]] = set()
     features = {id(case): _features(case) for case in candidates}
     while candidates and len(kept) < most:
-        best = max(candidates, key=lambda case: sum(100 if len(f) == 1 else 1 for f in features[id(case)] - seen))
+        best = max(
+            candidates,
+            key=lambda case: sum(100 if len(f) == 1 else 1 for f in features[id(case)] - seen),
+        )
         if not features[id(best)] - seen:
             break
         seen |= features[id(best)]
@@ -105,9 +118,12 @@ def spread(candidates: list[Case], most: int) -> list[Case]:
 def _features(case: Case) -> set[frozenset[str]]:
     """The case's choices and pairs of choices."""
     words = [
-        f"{key}={json.dumps(value, sort_keys=True, default=str)}" for key, value in {**case.options, "kind": case.kind}.items()
+        f"{key}={json.dumps(value, sort_keys=True, default=str)}"
+        for key, value in {**case.options, "kind": case.kind}.items()
     ]
-    return {frozenset({word}) for word in words} | {frozenset(pair) for pair in combinations(words, 2)}
+    return {frozenset({word}) for word in words} | {
+        frozenset(pair) for pair in combinations(words, 2)
+    }
 
 
 def _candidates(function: Function) -> Iterator[Case]:
@@ -115,14 +131,19 @@ def _candidates(function: Function) -> Iterator[Case]:
     every, chance = list(cases(function, dtypes=("float64",))), random.Random(function.name)
     for case in chance.sample(every, min(CANDIDATES, len(every))):
         small = Case(chance.choice(_small_seeds()), case.kind, case.dtype, case.options)
-        if all(defect.outputs is not None for defect in declared_defects(function, small, small.inputs(function))):
+        if all(
+            defect.outputs is not None
+            for defect in declared_defects(function, small, small.inputs(function))
+        ):
             yield small
 
 
 @cache
 def _small_seeds() -> list[int]:
     """Seeds whose batches are small; the size is drawn first, whatever the kind."""
-    return [seed for seed in range(400) if draw(seed, "ragged", torch.float64).mask.numel() <= TOKENS]
+    return [
+        seed for seed in range(400) if draw(seed, "ragged", torch.float64).mask.numel() <= TOKENS
+    ]
 
 
 def _differs(function: Function, case: Case, pinned: str) -> bool:
@@ -135,18 +156,29 @@ def _differs(function: Function, case: Case, pinned: str) -> bool:
     if here.error or there.error:
         return (here.error is None) is not (there.error is None)
     a, b = everything(here), everything(there)
-    return a.keys() != b.keys() or any(compare(a[name], b[name]).worst > TOLERANCE[torch.float64] for name in a)
+    return a.keys() != b.keys() or any(
+        compare(a[name], b[name]).worst > TOLERANCE[torch.float64] for name in a
+    )
 
 
 def _record_case(function: Function, case: Case) -> Record:
     inputs = case.inputs(function)
     theirs = run_side(function.theirs, function, inputs, case.options, case.seed)
-    words: Record = {"seed": case.seed, "kind": case.kind, "options": case.options, "inputs": encode(inputs)}
+    words: Record = {
+        "seed": case.seed,
+        "kind": case.kind,
+        "options": case.options,
+        "inputs": encode(inputs),
+    }
     if theirs.error is not None:
         return words | {RAISES: theirs.refusal}
     defects = declared_defects(function, case, inputs)
     ours: Side = run_side(function.ours, function, inputs, case.options, case.seed)
-    left_out = [name for name in everything(theirs) | everything(ours) if any(covers(defect, name) for defect in defects)]
+    left_out = [
+        name
+        for name in everything(theirs) | everything(ours)
+        if any(covers(defect, name) for defect in defects)
+    ]
     outputs = {name: value for name, value in everything(theirs).items() if name not in left_out}
     return words | {"left_out": left_out, "outputs": encode(outputs)}
 
@@ -164,7 +196,11 @@ def decode(values: dict[str, Any]) -> Inputs:
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         numbers = [_encode(x) for x in value.detach().reshape(-1).tolist()]
-        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "numbers": numbers}
+        return {
+            "tensor": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "numbers": numbers,
+        }
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, dict):
@@ -173,7 +209,9 @@ def _encode(value: Any) -> Any:
         return [_encode(x) for x in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"a {type(value).__name__} cannot be recorded; inputs and outputs are tensors and JSON values.")
+    raise TypeError(
+        f"a {type(value).__name__} cannot be recorded; inputs and outputs are tensors and JSON values."
+    )
 
 
 def _decode(value: Any) -> Any:
@@ -182,7 +220,9 @@ def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return torch.tensor([_decode(x) for x in value["numbers"]], dtype=getattr(torch, value["tensor"])).reshape(value["shape"])
+        return torch.tensor(
+            [_decode(x) for x in value["numbers"]], dtype=getattr(torch, value["tensor"])
+        ).reshape(value["shape"])
     return float(value["float"]) if "float" in value else decode(value["dict"])
 
 
@@ -192,7 +232,9 @@ def write(peer: str, recorded: dict[str, list[Record]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     blocks = []
     for name, found in recorded.items():
-        lines = ",\n".join("  " + json.dumps(case, separators=(",", ":"), allow_nan=False) for case in found)
+        lines = ",\n".join(
+            "  " + json.dumps(case, separators=(",", ":"), allow_nan=False) for case in found
+        )
         blocks.append(f" {json.dumps(name)}: [\n{lines}\n ]")
     path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
     return path
@@ -200,7 +242,9 @@ def write(peer: str, recorded: dict[str, list[Record]]) -> Path:
 
 def recorded_signatures(peer: Peer) -> dict[str, Any]:
     """The framework's callables as they were recorded; {} for one of which nothing is."""
-    found: dict[str, Any] = json.loads(SIGNATURES.read_text()).get(peer.name, {}) if SIGNATURES.is_file() else {}
+    found: dict[str, Any] = (
+        json.loads(SIGNATURES.read_text()).get(peer.name, {}) if SIGNATURES.is_file() else {}
+    )
     return found
 
 

@@ -10,7 +10,19 @@ from conformance.suite import GRADIENT
 Result = dict[str, Any]  # what one process gives for one framework at one release
 Program = dict[str, Any]  # a program that was run: its name, exit status and output
 
-HEADER = ("peer", "release", "function", "cases", "refuse", "float64", "gradient", "float32", "gradient", "defects", "failed")
+HEADER = (
+    "peer",
+    "release",
+    "function",
+    "cases",
+    "refuse",
+    "float64",
+    "gradient",
+    "float32",
+    "gradient",
+    "defects",
+    "failed",
+)
 
 
 def problems(results: Iterable[Result], whole: bool = True) -> list[str]:
@@ -19,12 +31,16 @@ def problems(results: Iterable[Result], whole: bool = True) -> list[str]:
     for result in results:
         where = f"{result['peer']} {result['release']}"
         found += [
-            f"{where} {f['name']}: {f['failed']} failures, the first: {_failure(f)}" for f in result["functions"] if f["failed"]
+            f"{where} {f['name']}: {f['failed']} failures, the first: {_failure(f)}"
+            for f in result["functions"]
+            if f["failed"]
         ]
         found += [f"{where} signature: {line}" for line in result.get("signatures", ())]
         cases = sum(f["cases"] for f in result["functions"])
         if whole and result["pinned"] and cases < result["minimum"]:
-            found.append(f"{where}: {cases} cases compared; at least {result['minimum']} are wanted.")
+            found.append(
+                f"{where}: {cases} cases compared; at least {result['minimum']} are wanted."
+            )
     return found
 
 
@@ -47,7 +63,9 @@ def defects(results: Iterable[Result]) -> str:
         for function in result["functions"]:
             for reason, tally in function["defects"].items():
                 key = (result["peer"], reason, tally["instead"])
-                entry = found.setdefault(key, {"declared": 0, "seen": 0, "functions": {}, "releases": {}})
+                entry = found.setdefault(
+                    key, {"declared": 0, "seen": 0, "functions": {}, "releases": {}}
+                )
                 entry["declared"] += tally["declared"]
                 entry["seen"] += tally["seen"]
                 entry["functions"][function["name"]] = entry["releases"][result["release"]] = True
@@ -79,14 +97,25 @@ def _cells(name: str, functions: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _worst(functions: list[dict[str, Any]], dtype: str, gradient: bool) -> str:
-    worst = [float(x) for f in functions for name, x in f["worst"][dtype].items() if name.startswith(GRADIENT) is gradient]
+    worst = [
+        float(x)
+        for f in functions
+        for name, x in f["worst"][dtype].items()
+        if name.startswith(GRADIENT) is gradient
+    ]
     return f"{max(worst):.1e}".replace("0.0e+00", "0") if worst else "-"
 
 
 def _line(row: Iterable[str], widths: list[int]) -> str:
-    cells = [cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+    cells = [
+        cell.ljust(width) if i < 3 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
     return "  ".join(cells).rstrip()
 
 
 def _failure(function: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" if key != "what" else str(value) for key, value in function["failures"][0].items())
+    return ", ".join(
+        f"{key}={value!r}" if key != "what" else str(value)
+        for key, value in function["failures"][0].items()
+    )

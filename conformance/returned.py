@@ -27,7 +27,13 @@ def observe(functions: Iterable[Function], calls: dict[str, Callable[..., Any]],
     with watching(codes) as seen:
         for function in functions:
             for case in some_cases(function):
-                run_side(getattr(function, side), function, case.inputs(function), case.options, case.seed)
+                run_side(
+                    getattr(function, side),
+                    function,
+                    case.inputs(function),
+                    case.options,
+                    case.seed,
+                )
     return seen
 
 

@@ -40,7 +40,9 @@ class Score:
     compared: int = 0
     refused: int = 0
     undefined: int = 0
-    worst: dict[str, dict[str, float]] = field(default_factory=lambda: {dtype: {} for dtype in DTYPES})
+    worst: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {dtype: {} for dtype in DTYPES}
+    )
     defects: dict[str, DefectTally] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +60,9 @@ class Score:
             self.failures.append({"what": what, **details, **(case.describe() if case else {})})
 
 
-def run_function(function: Function, shift: int = 0, every: int = 1, tick: Callable[[int], None] = lambda n: None) -> Score:
+def run_function(
+    function: Function, shift: int = 0, every: int = 1, tick: Callable[[int], None] = lambda n: None
+) -> Score:
     """The cases of a function, compared: all, or one in so many; `tick` hears how many are done."""
     score = Score(function.name)
     differentiated: set[str] = set()
@@ -90,7 +94,9 @@ def judge(score: Score, function: Function, case: Case, inputs: Inputs) -> None:
         _both_ran(score, case, ours, theirs, defects)
 
 
-def close(score: Score, function: Function, differentiated: Iterable[str], whole: bool = True) -> None:
+def close(
+    score: Score, function: Function, differentiated: Iterable[str], whole: bool = True
+) -> None:
     """What can only be said when every case has run: unused names, nothing compared, defects that never showed.
 
     whole: every case of the default seed ran. Otherwise a rare defect may by chance not show in a few declared cases.
@@ -101,7 +107,11 @@ def close(score: Score, function: Function, differentiated: Iterable[str], whole
         score.fail("no case was compared")
     for reason, tally in score.defects.items():
         if tally.seen == 0 and (whole or tally.declared >= ENOUGH):
-            score.fail("stale defect: their numbers equal ours in every declared case", reason=reason, declared=tally.declared)
+            score.fail(
+                "stale defect: their numbers equal ours in every declared case",
+                reason=reason,
+                declared=tally.declared,
+            )
 
 
 def declared_defects(function: Function, case: Case, inputs: Inputs) -> tuple[Defect, ...]:
@@ -112,21 +122,31 @@ def declared_defects(function: Function, case: Case, inputs: Inputs) -> tuple[De
     return (found,) if isinstance(found, Defect) else tuple(found)
 
 
-def _one_side_raised(score: Score, case: Case, ours: Side, theirs: Side, defects: tuple[Defect, ...]) -> None:
+def _one_side_raised(
+    score: Score, case: Case, ours: Side, theirs: Side, defects: tuple[Defect, ...]
+) -> None:
     whole = next((defect for defect in defects if defect.outputs is None), None)
     if whole is None or ours.error is not None:
         score.compared += 1
         sides = {"ours": ours.refusal or "ran", "theirs": theirs.refusal or "ran"}
-        score.fail("one side raised" if whole is None else "ours raised where a defect says that it runs", case, **sides)
+        score.fail(
+            "one side raised" if whole is None else "ours raised where a defect says that it runs",
+            case,
+            **sides,
+        )
         return
     score.undefined += 1
     for name, value in everything(ours).items():
         if not is_finite(value):
-            score.fail("ours is not finite where a defect says what we do instead", case, output=name)
+            score.fail(
+                "ours is not finite where a defect says what we do instead", case, output=name
+            )
     _seen(score, whole, case, {"error": {"theirs": theirs.refusal, "ours": _example(ours)}})
 
 
-def _both_ran(score: Score, case: Case, ours: Side, theirs: Side, defects: tuple[Defect, ...]) -> None:
+def _both_ran(
+    score: Score, case: Case, ours: Side, theirs: Side, defects: tuple[Defect, ...]
+) -> None:
     tolerance, worst = TOLERANCE[DTYPES[case.dtype]], score.worst[case.dtype]
     shown: dict[str, dict[str, Any]] = {}
     compared = False
@@ -139,9 +159,17 @@ def _both_ran(score: Score, case: Case, ours: Side, theirs: Side, defects: tuple
                 score.fail("different", case, output=name, **_details(difference))
             continue
         if not is_finite(value):
-            score.fail("ours is not finite where a defect says what we do instead", case, output=name, **_details(difference))
+            score.fail(
+                "ours is not finite where a defect says what we do instead",
+                case,
+                output=name,
+                **_details(difference),
+            )
         if difference.worst > tolerance:
-            shown.setdefault(defect.reason, {})[name] = {"theirs": difference.theirs, "ours": difference.ours}
+            shown.setdefault(defect.reason, {})[name] = {
+                "theirs": difference.theirs,
+                "ours": difference.ours,
+            }
     for defect in defects:
         if defect.reason in shown:
             _seen(score, defect, case, shown[defect.reason])
@@ -154,12 +182,20 @@ def _differences(ours: Side, theirs: Side) -> Iterator[tuple[str, Difference, An
     mine, other = everything(ours), everything(theirs)
     for name in {**other, **mine}:
         if name not in mine or name not in other:
-            missing = Difference(math.inf, None, None, f"only {'theirs' if name in other else 'ours'} has it")
+            missing = Difference(
+                math.inf, None, None, f"only {'theirs' if name in other else 'ours'} has it"
+            )
             yield name, missing, mine.get(name)
         else:
             yield name, compare(mine[name], other[name]), mine[name]
     if theirs.differentiable and not ours.differentiable:
-        yield GRADIENT, Difference(math.inf, "no gradient", "a gradient", "our loss does not require a gradient"), None
+        yield (
+            GRADIENT,
+            Difference(
+                math.inf, "no gradient", "a gradient", "our loss does not require a gradient"
+            ),
+            None,
+        )
 
 
 def everything(side: Side) -> Outputs:
@@ -188,5 +224,8 @@ def _details(difference: Difference) -> dict[str, Any]:
 
 def _example(side: Side) -> dict[str, Any]:
     """The single numbers a side gave."""
-    flat = {name: x.item() if hasattr(x, "numel") and x.numel() == 1 else x for name, x in side.outputs.items()}
+    flat = {
+        name: x.item() if hasattr(x, "numel") and x.numel() == 1 else x
+        for name, x in side.outputs.items()
+    }
     return {name: x for name, x in flat.items() if x is None or isinstance(x, (int, float, str))}

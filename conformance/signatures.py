@@ -118,7 +118,10 @@ def entries(path: str) -> dict[str, Callable[..., Any]]:
 
 def their_calls(peer: str) -> dict[str, Callable[..., Any]]:
     """Every pinned callable of the installed framework."""
-    calls = {path: resolve(path) for path in (*(pin.theirs for pin in PINS.get(peer, ())), *HOOKS.get(peer, ()))}
+    calls = {
+        path: resolve(path)
+        for path in (*(pin.theirs for pin in PINS.get(peer, ())), *HOOKS.get(peer, ()))
+    }
     for table in REGISTRIES.get(peer, ()):
         calls |= {f"{table.theirs}[{name}]": call for name, call in entries(table.theirs).items()}
     return calls
@@ -128,31 +131,45 @@ def our_calls(peer: str) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]
     """Our callable for each of theirs, and the parameters it may have besides."""
     calls = {pin.theirs: (resolve(pin.ours), pin.extra) for pin in PINS.get(peer, ())}
     for table in REGISTRIES.get(peer, ()):
-        calls |= {f"{table.theirs}[{name}]": (call, table.extra) for name, call in entries(table.ours).items()}
+        calls |= {
+            f"{table.theirs}[{name}]": (call, table.extra)
+            for name, call in entries(table.ours).items()
+        }
     return calls
 
 
 def parameters(call: Callable[..., Any]) -> Parameters:
     """The parameters of a callable but `self`: name, kind, default."""
     found = [p for p in inspect.signature(call).parameters.values() if p.name != "self"]
-    return [[p.name, p.kind.name, REQUIRED if p.default is p.empty else repr(p.default)] for p in found]
+    return [
+        [p.name, p.kind.name, REQUIRED if p.default is p.empty else repr(p.default)] for p in found
+    ]
 
 
 def describe(peer: str, functions: Iterable[Function]) -> Described:
     """The pinned callables of the installed framework: their parameters, and what they return in some cases of the functions."""
     calls = their_calls(peer)
     seen = returned.observe(functions, calls, "theirs")
-    described: Described = {name: {"parameters": parameters(call), "returns": sorted(seen[name])} for name, call in calls.items()}
+    described: Described = {
+        name: {"parameters": parameters(call), "returns": sorted(seen[name])}
+        for name, call in calls.items()
+    }
     return {"callables": described} | ({"fields": forms.trl_fields()} if peer == "trl" else {})
 
 
-def check_installed(peer: Peer, release: str, functions: Iterable[Function], recorded: Described) -> list[str]:
+def check_installed(
+    peer: Peer, release: str, functions: Iterable[Function], recorded: Described
+) -> list[str]:
     """What differs between the installed framework and ours; for `peer.others`, whose parameters may differ, what they return."""
     described = describe(peer.name, functions)
     problems = forms.openrlhf_constructor(release) if peer.name == "openrlhf" else []
     if release in peer.others:
         return problems + check_returns(peer.name, described, functions, seen_only=True)
-    return problems + check(peer.name, described, functions) + check_hooks(peer.name, described, recorded)
+    return (
+        problems
+        + check(peer.name, described, functions)
+        + check_hooks(peer.name, described, recorded)
+    )
 
 
 def check(peer: str, described: Described, functions: Iterable[Function]) -> list[str]:
@@ -168,11 +185,18 @@ def check_parameters(peer: str, described: Described) -> list[str]:
     for name in {**theirs, **ours}:
         if name not in HOOKS.get(peer, ()):
             call, extra = ours.get(name, (None, ()))
-            problems += drift(name, theirs.get(name, {}).get("parameters"), None if call is None else parameters(call), extra)
+            problems += drift(
+                name,
+                theirs.get(name, {}).get("parameters"),
+                None if call is None else parameters(call),
+                extra,
+            )
     return problems
 
 
-def check_returns(peer: str, described: Described, functions: Iterable[Function], seen_only: bool = False) -> list[str]:
+def check_returns(
+    peer: str, described: Described, functions: Iterable[Function], seen_only: bool = False
+) -> list[str]:
     """Callables of which ours returns another number of values than was described, in the same cases.
 
     seen_only: leave out what one side was not seen to return from, as other releases call other functions inside.
@@ -184,17 +208,28 @@ def check_returns(peer: str, described: Described, functions: Iterable[Function]
     for name in calls:
         a, b = theirs[name], sorted(ours[name])
         if a != b and not (seen_only and not (a and b)):
-            problems.append(f"{name}: theirs returns {' or '.join(a) or 'nothing'}, ours {' or '.join(b) or 'nothing'}")
+            problems.append(
+                f"{name}: theirs returns {' or '.join(a) or 'nothing'}, ours {' or '.join(b) or 'nothing'}"
+            )
     return problems
 
 
 def check_hooks(peer: str, described: Described, recorded: Described) -> list[str]:
     """What our subclasses rely on and is not as it was recorded."""
-    changed = [name for name in HOOKS.get(peer, ()) if described["callables"][name] != recorded["callables"].get(name)]
-    return [f"{name} is not as it was recorded: {_shown(described['callables'][name]['parameters'])}" for name in changed]
+    changed = [
+        name
+        for name in HOOKS.get(peer, ())
+        if described["callables"][name] != recorded["callables"].get(name)
+    ]
+    return [
+        f"{name} is not as it was recorded: {_shown(described['callables'][name]['parameters'])}"
+        for name in changed
+    ]
 
 
-def drift(name: str, theirs: Parameters | None, ours: Parameters | None, extra: tuple[str, ...] = ()) -> list[str]:
+def drift(
+    name: str, theirs: Parameters | None, ours: Parameters | None, extra: tuple[str, ...] = ()
+) -> list[str]:
     """How our parameters differ from theirs; nothing if they do not."""
     if theirs is None or ours is None:
         return [f"{name}: only {'we have' if theirs is None else 'the framework has'} it"]
@@ -203,4 +238,10 @@ def drift(name: str, theirs: Parameters | None, ours: Parameters | None, extra: 
 
 
 def _shown(found: Parameters) -> str:
-    return "(" + ", ".join(name if default == REQUIRED else f"{name}={default}" for name, _, default in found) + ")"
+    return (
+        "("
+        + ", ".join(
+            name if default == REQUIRED else f"{name}={default}" for name, _, default in found
+        )
+        + ")"
+    )

@@ -24,7 +24,9 @@ from conformance import standins
 from conformance.environments import PEERS, ROOT, Peer, child_environment, ensure, interpreter
 
 PAGES = ("README.md", "docs/*.md")
-_FENCE = re.compile(r"^```(?P<language>python|sh) (?P<peer>\S+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^```(?P<language>python|sh) (?P<peer>\S+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 
 
 class Snippet(NamedTuple):
@@ -51,7 +53,9 @@ def snippets(root: Path = ROOT) -> list[Snippet]:
         for match in _FENCE.finditer(text):
             where = f"{page.relative_to(root)}:{text.count(chr(10), 0, match.start()) + 1}"
             if match["peer"] not in PEERS:
-                raise ValueError(f"{where}: a block for {match['peer']!r}; there are {', '.join(PEERS)}.")
+                raise ValueError(
+                    f"{where}: a block for {match['peer']!r}; there are {', '.join(PEERS)}."
+                )
             found.append(Snippet(where, match["peer"], match["language"], match["code"]))
     return found
 
@@ -77,7 +81,9 @@ def run(snippet: Snippet, peer: Peer) -> Result:
             timeout=600,
             check=False,
         )
-    return Result(snippet.where, None if child.returncode == 0 else (child.stdout + child.stderr)[-3000:])
+    return Result(
+        snippet.where, None if child.returncode == 0 else (child.stdout + child.stderr)[-3000:]
+    )
 
 
 def execute(snippet: Snippet) -> None:
@@ -101,18 +107,34 @@ def _names_for_trl() -> dict[str, Any]:
     path = Path("tiny").resolve()
     with run._tiny_model() as model:
         model.rename(path)
-    prompts = import_module("datasets").Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(8)]})
-    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+    prompts = import_module("datasets").Dataset.from_dict(
+        {"prompt": [f"w{i} w{i + 1}" for i in range(8)]}
+    )
+    sizes = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+    }
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
     args = import_module("trl").GRPOConfig(output_dir="out", **sizes, **quiet)
     tokenizer = import_module("transformers").PreTrainedTokenizerFast.from_pretrained(path)
-    return {"model": str(path), "tokenizer": tokenizer, "reward": run._reward, "dataset": prompts, "args": args}
+    return {
+        "model": str(path),
+        "tokenizer": tokenizer,
+        "reward": run._reward,
+        "dataset": prompts,
+        "args": args,
+    }
 
 
 def _names_for_colossalai() -> dict[str, Any]:
     """A `coati` to install into: its package is on no index, so one with the two classes' arguments stands in."""
     ours = import_module("policyloss.compat.colossalai")
-    for name, classes in (("distributed", [ours.PolicyLoss]), ("models", [ours.models.PolicyLoss, ours.models.ValueLoss])):
+    for name, classes in (
+        ("distributed", [ours.PolicyLoss]),
+        ("models", [ours.models.PolicyLoss, ours.models.ValueLoss]),
+    ):
         module = types.ModuleType(f"coati.{name}.loss")
         for one in classes:
             setattr(module, one.__name__, _like(one, module.__name__))
@@ -128,7 +150,9 @@ def _like(cls: Any, module: str) -> Any:
     for name in ("__init__", "forward"):
         parameters = inspect.signature(getattr(cls, name)).parameters.values()
         methods[name] = method = types.FunctionType(compile("None", module, "eval"), {})
-        method.__signature__ = inspect.Signature([p for p in parameters if p.kind is not p.KEYWORD_ONLY])  # type: ignore[attr-defined]
+        method.__signature__ = inspect.Signature(
+            [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        )  # type: ignore[attr-defined]
     return type(cls.__name__, (), {**methods, "__module__": module})
 
 
@@ -139,7 +163,9 @@ def _check_verl_command(command: str) -> None:
     settings = config.load(folder / "_generated_ppo_trainer.yaml")
     config.set_struct(settings, True)
     settings.merge_with_dotlist([word for word in shlex.split(command) if "=" in word])
-    import_module("verl.utils.import_utils").import_external_libs(settings.actor_rollout_ref.model.external_lib)
+    import_module("verl.utils.import_utils").import_external_libs(
+        settings.actor_rollout_ref.model.external_lib
+    )
     mode = settings.actor_rollout_ref.actor.policy_loss.loss_mode
     import_module("verl.trainer.ppo.core_algos").get_policy_loss_fn(mode)
 
@@ -147,7 +173,9 @@ def _check_verl_command(command: str) -> None:
 def _check_openrlhf_command(command: str) -> None:
     """The runtime environment is JSON, and the function it names runs."""
     words = shlex.split(command)
-    environment = json.loads(next(word for word in words if word.startswith("--runtime-env-json=")).partition("=")[2])
+    environment = json.loads(
+        next(word for word in words if word.startswith("--runtime-env-json=")).partition("=")[2]
+    )
     module, _, function = environment["worker_process_setup_hook"].rpartition(".")
     getattr(import_module(module), function)()
 
@@ -159,7 +187,9 @@ _CHECKS = {"verl": _check_verl_command, "openrlhf": _check_openrlhf_command}
 def main(words: list[str] | None = None) -> int:
     """Run the snippets of every framework, or of those given; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m conformance.snippets", description=__doc__)
-    parser.add_argument("--peer", action="append", choices=PEERS, help="only this framework (may be repeated)")
+    parser.add_argument(
+        "--peer", action="append", choices=PEERS, help="only this framework (may be repeated)"
+    )
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.run:

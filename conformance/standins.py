@@ -18,7 +18,9 @@ MODULES: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("trl", "1.14.0"): ("requests", "urllib3"),
 }
 # Names that newer dependencies dropped: verl up to 0.7.0 names this class of transformers 4 where it loads models.
-NAMES: dict[str, tuple[tuple[str, str], ...]] = {"verl": (("transformers", "AutoModelForVision2Seq"),)}
+NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "verl": (("transformers", "AutoModelForVision2Seq"),)
+}
 
 
 class StandIn:
@@ -56,7 +58,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = frozenset(packages)
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] not in self.packages:
             return None
         return importlib.util.spec_from_loader(fullname, self, is_package=True)

@@ -41,7 +41,12 @@ _BESIDE = {
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.04},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 0.03,
+        "epsilon_high": 0.04,
+    },
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.02},
     "sapo": {"loss_type": "sapo"},
     "dapo, entropy bonus and filter": _BESIDE,
@@ -65,7 +70,10 @@ class Run:
 
 def compare_runs() -> dict[str, dict[str, float]]:
     """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a weight, of what else is logged."""
-    ours, theirs = import_module("policyloss.compat.trl").GRPOTrainer, import_module("trl").GRPOTrainer
+    ours, theirs = (
+        import_module("policyloss.compat.trl").GRPOTrainer,
+        import_module("trl").GRPOTrainer,
+    )
     found = {}
     with _tiny_model() as model:
         for (name, options), seed in product(ALGORITHMS.items(), SEEDS):
@@ -73,7 +81,9 @@ def compare_runs() -> dict[str, dict[str, float]]:
             seeded = {**options, "seed": seed}
             mine, other = train(ours, model, seeded, **given), train(theirs, model, seeded)
             found[f"{name}, seed {seed}"] = {
-                "loss_difference": max(abs(a - b) for a, b in zip(mine.losses, other.losses, strict=True)),
+                "loss_difference": max(
+                    abs(a - b) for a, b in zip(mine.losses, other.losses, strict=True)
+                ),
                 "weight_difference": _furthest(mine.end, other.end),
                 "weight_change": _furthest(other.start, other.end),
                 "metric_difference": _metric_difference(mine, other),
@@ -87,14 +97,23 @@ def custom_run(steps: int = 4) -> dict[str, float]:
     """Our trainer with a preset in place of the config's loss, and an evaluation: the last step's metrics of this library."""
     ours = import_module("policyloss.compat.trl").GRPOTrainer
     with _tiny_model() as model:
-        run = train(ours, model, {"eval_strategy": "steps", "eval_steps": 2}, steps, policy_loss="gspo")
-    return {name: value for entry in run.logged for name, value in entry.items() if "policyloss/" in name}
+        run = train(
+            ours, model, {"eval_strategy": "steps", "eval_steps": 2}, steps, policy_loss="gspo"
+        )
+    return {
+        name: value
+        for entry in run.logged
+        for name, value in entry.items()
+        if "policyloss/" in name
+    }
 
 
-def train(trainer_class: Any, model: Path, options: dict[str, Any], steps: int = STEPS, **extra: Any) -> Run:
+def train(
+    trainer_class: Any, model: Path, options: dict[str, Any], steps: int = STEPS, **extra: Any
+) -> Run:
     """Train the model at this path from scratch."""
-    GRPOConfig = import_module("trl").GRPOConfig  # noqa: N806
-    Dataset = import_module("datasets").Dataset  # noqa: N806
+    GRPOConfig = import_module("trl").GRPOConfig
+    Dataset = import_module("datasets").Dataset
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         args = GRPOConfig(
             output_dir=scratch,
@@ -124,13 +143,19 @@ def train(trainer_class: Any, model: Path, options: dict[str, Any], steps: int =
             args=args,
             train_dataset=prompts,
             eval_dataset=prompts.select(range(2)),
-            processing_class=import_module("transformers").PreTrainedTokenizerFast.from_pretrained(model),
+            processing_class=import_module("transformers").PreTrainedTokenizerFast.from_pretrained(
+                model
+            ),
             **extra,
         )
         trainer.remove_callback(import_module("transformers").PrinterCallback)
         start = _weights(trainer.model)
         trainer.train()
-        return Run([entry for entry in trainer.state.log_history if "train_runtime" not in entry], start, _weights(trainer.model))
+        return Run(
+            [entry for entry in trainer.state.log_history if "train_runtime" not in entry],
+            start,
+            _weights(trainer.model),
+        )
 
 
 def _spec(options: dict[str, Any]) -> Any:
@@ -141,8 +166,13 @@ def _spec(options: dict[str, Any]) -> Any:
 
 def _reward(completions: list[str], **kwargs: Any) -> list[float]:
     """Even words are good; longer answers a little better, so that completions differ."""
-    numbers = [[int(word[1:]) for word in text.split() if word.startswith("w")] for text in completions]
-    return [sum(1.0 - n % 2 for n in found) / max(len(found), 1) + 0.05 * len(found) for found in numbers]
+    numbers = [
+        [int(word[1:]) for word in text.split() if word.startswith("w")] for text in completions
+    ]
+    return [
+        sum(1.0 - n % 2 for n in found) / max(len(found), 1) + 0.05 * len(found)
+        for found in numbers
+    ]
 
 
 @contextmanager
@@ -154,7 +184,11 @@ def _tiny_model() -> Iterator[Path]:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
     torch.manual_seed(5)
     config = transformers.Qwen2Config(
@@ -200,19 +234,32 @@ def _furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def _metric_difference(mine: Run, other: Run) -> float:
     """The largest difference in anything else that both log, but for times and speeds."""
-    pairs = [(name, a[name], b[name]) for a, b in zip(mine.logged, other.logged, strict=True) for name in a.keys() & b.keys()]
+    pairs = [
+        (name, a[name], b[name])
+        for a, b in zip(mine.logged, other.logged, strict=True)
+        for name in a.keys() & b.keys()
+    ]
     timed = ("time", "per_second")
-    return max(abs(x - y) for name, x, y in pairs if isinstance(y, (int, float)) and not any(word in name for word in timed))
+    return max(
+        abs(x - y)
+        for name, x, y in pairs
+        if isinstance(y, (int, float)) and not any(word in name for word in timed)
+    )
 
 
 def _ratio_spread(entry: dict[str, float]) -> float:
     """How far the ratios of this step left 1."""
-    return max(abs(entry.get("policyloss/ratio_max", 1.0) - 1), abs(entry.get("policyloss/ratio_min", 1.0) - 1))
+    return max(
+        abs(entry.get("policyloss/ratio_max", 1.0) - 1),
+        abs(entry.get("policyloss/ratio_min", 1.0) - 1),
+    )
 
 
 def agrees(row: dict[str, float]) -> bool:
     """Whether both trainers did the same, and did something: weights moved and ratios left 1."""
-    same = max(row["loss_difference"], row["weight_difference"], row["metric_difference"]) <= TOLERANCE
+    same = (
+        max(row["loss_difference"], row["weight_difference"], row["metric_difference"]) <= TOLERANCE
+    )
     return same and row["weight_change"] > 1e-3 and row["ratio_spread"] > 1e-2
 
 
@@ -221,14 +268,27 @@ def main() -> int:
     torch.set_num_threads(1)
     start = time.monotonic()
     found = compare_runs()
-    columns = ("loss_difference", "weight_difference", "metric_difference", "weight_change", "ratio_spread")
+    columns = (
+        "loss_difference",
+        "weight_difference",
+        "metric_difference",
+        "weight_change",
+        "ratio_spread",
+    )
     print(f"{'algorithm':<56} steps " + " ".join(f"{name:>17}" for name in columns))
     for name, row in found.items():
-        print(f"{name:<56} {row['steps']:>5.0f} " + " ".join(f"{row[column]:>17.1e}" for column in columns))
+        print(
+            f"{name:<56} {row['steps']:>5.0f} "
+            + " ".join(f"{row[column]:>17.1e}" for column in columns)
+        )
     wrong = [name for name, row in found.items() if not agrees(row)]
     custom = custom_run()
-    print(f"policy_loss='gspo' logs {len(custom)} metrics, such as {dict(list(custom.items())[:3])}")
-    verdict = f"FAILED: {', '.join(wrong)}" if wrong else f"every difference is within {TOLERANCE:g}"
+    print(
+        f"policy_loss='gspo' logs {len(custom)} metrics, such as {dict(list(custom.items())[:3])}"
+    )
+    verdict = (
+        f"FAILED: {', '.join(wrong)}" if wrong else f"every difference is within {TOLERANCE:g}"
+    )
     print(f"{time.monotonic() - start:.0f} s; {verdict}")
     return 1 if wrong or not custom else 0
 

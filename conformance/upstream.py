@@ -105,7 +105,11 @@ def drop_ins(peer: Peer) -> dict[str, Any]:
     """The functions and classes that stand in for the framework's own."""
     package = import_module(f"policyloss.compat.{peer.name}")
     found = {name: getattr(package, name) for name in package.__all__ if name not in NOT_DROP_INS}
-    return {name: x for name, x in found.items() if inspect.isfunction(x) or (inspect.isclass(x) and hasattr(x, "forward"))}
+    return {
+        name: x
+        for name, x in found.items()
+        if inspect.isfunction(x) or (inspect.isclass(x) and hasattr(x, "forward"))
+    }
 
 
 def watch_all(peer: Peer, reached: Reached) -> None:
@@ -124,7 +128,9 @@ def put_in_place(peer: Peer) -> Callable[[], None]:
     if peer.name != "openrlhf":
         return lambda: None
     modules = [import_module(f"openrlhf.models.{name}") for name in ("loss", "utils")]
-    placed = {name: getattr(m, name) for m in modules for name in drop_ins(peer) if hasattr(m, name)}
+    placed = {
+        name: getattr(m, name) for m in modules for name in drop_ins(peer) if hasattr(m, name)
+    }
 
     def place() -> None:
         for module in of_the_tests():
@@ -152,7 +158,17 @@ def run_tests(chosen: list[str], reached: Reached, place: Callable[[], None]) ->
     torch.manual_seed(0)
     root = tests_folder().parent
     # No configuration and no plugins of ours, no cache in the environment, and no warning turned into an error.
-    options = ["-q", "-c", os.devnull, "--rootdir", str(root), "-p", "no:cacheprovider", "-W", "ignore"]
+    options = [
+        "-q",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(root),
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+    ]
     options.append("--continue-on-collection-errors")
     here = Path.cwd()
     os.chdir(root)  # the ids of tests are paths from here
@@ -186,12 +202,20 @@ def report(peer: Peer) -> tuple[list[str], bool]:
     lines = [
         f"{peer.name} {metadata.version(peer.name)}, {where}: {count} tests; {len(theirs.passed)} pass with {peer.name}'s own "
         f"functions, {len(ours.passed)} with ours in their place.",
-        *(f"Left out, as it imports what is not installed here: {path}" for path in sorted(theirs.unimported)),
+        *(
+            f"Left out, as it imports what is not installed here: {path}"
+            for path in sorted(theirs.unimported)
+        ),
         *(f"FAILS WITH OURS: {test}" for test in broken),
     ]
-    rows = [(name, len(tests), noticed(reached, name, place)) for name, tests in sorted(reached.tests.items())]
+    rows = [
+        (name, len(tests), noticed(reached, name, place))
+        for name, tests in sorted(reached.tests.items())
+    ]
     of_all = set().union(*reached.tests.values())
-    lines.append(f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when what one of them returns is spoiled:")
+    lines.append(
+        f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when what one of them returns is spoiled:"
+    )
     width = max((len(name) for name, *_ in rows), default=0)
     lines += [f"  {name:<{width}}  {failing:>3} of {total}" for name, total, failing in rows]
     unreached = sorted(set(drop_ins(peer)) - set(reached.tests))
@@ -211,7 +235,9 @@ def noticed(reached: Reached, name: str, place: Callable[[], None]) -> int:
 def main() -> int:
     """Print the report; 1 if a test fails with ours in place, or none notices that they are spoiled."""
     parser = argparse.ArgumentParser(prog="python -m conformance.upstream", description=__doc__)
-    parser.add_argument("--peer", required=True, choices=[name for name, peer in PEERS.items() if peer.tests])
+    parser.add_argument(
+        "--peer", required=True, choices=[name for name, peer in PEERS.items() if peer.tests]
+    )
     peer = PEERS[parser.parse_args().peer]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

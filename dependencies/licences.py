@@ -22,7 +22,11 @@ def licence(package: Distribution) -> str:
     expressions = _stated(package, "License-Expression")
     if expressions:
         return expressions[0]
-    classifiers = [line.split(" :: ")[-1] for line in _stated(package, "Classifier") if line.startswith("License ::")]
+    classifiers = [
+        line.split(" :: ")[-1]
+        for line in _stated(package, "Classifier")
+        if line.startswith("License ::")
+    ]
     named = [line for line in classifiers if line != "OSI Approved"]
     if named:
         return ", ".join(named)
@@ -43,7 +47,13 @@ def rows() -> list[list[str]]:
             needed.setdefault(name, []).append(extra)
             packages[name] = package
     return [
-        [_marked(name), public_version(packages[name]), licence(packages[name]), _users(needed[name])] for name in sorted(packages)
+        [
+            _marked(name),
+            public_version(packages[name]),
+            licence(packages[name]),
+            _users(needed[name]),
+        ]
+        for name in sorted(packages)
     ]
 
 
@@ -53,7 +63,11 @@ def _marked(name: str) -> str:
 
 def _users(names: list[str]) -> str:
     """What needs a package; that `dev` holds all of the others goes without saying."""
-    return CORE if CORE in names else ", ".join(name for name in names if name != "dev" or names == ["dev"])
+    return (
+        CORE
+        if CORE in names
+        else ", ".join(name for name in names if name != "dev" or names == ["dev"])
+    )
 
 
 def page() -> str:

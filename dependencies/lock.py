@@ -41,7 +41,14 @@ def report(packages: dict[str, Distribution]) -> dict[str, Any]:
     wanted = [f"{name}=={package.version}" for name, package in packages.items()]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "report.json"
-        options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(answer)]
+        options = [
+            "--dry-run",
+            "--ignore-installed",
+            "--no-deps",
+            "--quiet",
+            "--report",
+            str(answer),
+        ]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *wanted], check=True)
         data: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return data
@@ -54,7 +61,9 @@ def lines(answer: dict[str, Any]) -> list[str]:
         name, version = canonicalize_name(item["metadata"]["name"]), item["metadata"]["version"]
         digest = item["download_info"]["archive_info"]["hashes"].get("sha256")
         if digest is None:
-            raise SystemExit(f"pip knows no SHA-256 digest of {name} {version}, so it cannot be locked.")
+            raise SystemExit(
+                f"pip knows no SHA-256 digest of {name} {version}, so it cannot be locked."
+            )
         found.append(f"{name}=={version} --hash=sha256:{digest}")
     return sorted(found)
 

@@ -103,7 +103,9 @@ def _places(rows: Rows, arrows: Sequence[tuple[str, str]]) -> dict[Item, Place]:
     for i, row in enumerate(rows):
         x = float(LABELS)
         for item in row:
-            places[item] = Place(x, TOP + (len(rows) - 1 - i) * ROW + (ROW - BOX_HEIGHT) / 2, _width(item))
+            places[item] = Place(
+                x, TOP + (len(rows) - 1 - i) * ROW + (ROW - BOX_HEIGHT) / 2, _width(item)
+            )
             x += _width(item) + GAP
     for sweep in range(SWEEPS):
         for row in rows if sweep % 2 else reversed(rows):
@@ -172,8 +174,15 @@ def drawing(found: Mapping[str, Box]) -> str:
             f'<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-            *(line for i, layer in enumerate(reversed(layers(found))) for line in _band(i, layer.title)),
-            *(_arrow([places[item] for item in _route(a, b, rows)], _boxes_of(places)) for a, b in arrows),
+            *(
+                line
+                for i, layer in enumerate(reversed(layers(found)))
+                for line in _band(i, layer.title)
+            ),
+            *(
+                _arrow([places[item] for item in _route(a, b, rows)], _boxes_of(places))
+                for a, b in arrows
+            ),
             *(line for name, box in found.items() for line in _drawn(box, places[name])),
             "</svg>\n",
         ]

@@ -66,7 +66,9 @@ LAYERS = (
 @cache
 def boxes(package: Path = PACKAGE) -> dict[str, Box]:
     """Every box by its name."""
-    files = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    files = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
     names = frozenset(files - LEFT_OUT)
     return {name: _box(package, name, names) for name in sorted(names)}
 
@@ -76,7 +78,12 @@ def _box(package: Path, name: str, names: frozenset[str]) -> Box:
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [package / f"{name}.py"]
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     trees = [ast.parse(text) for text in texts.values()]
-    imported = {box for tree in trees for module in _imported_modules(tree) if (box := _box_of(module, names))}
+    imported = {
+        box
+        for tree in trees
+        for module in _imported_modules(tree)
+        if (box := _box_of(module, names))
+    }
     main = folder / "__init__.py" if folder.is_dir() else files[0]
     about = first_sentence(ast.get_docstring(trees[files.index(main)]))
     lines = sum(len(text.splitlines()) for text in texts.values())
@@ -93,12 +100,24 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
     for node in _runtime_nodes(tree):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            yield from ([f"{module}.{alias.name}" for alias in node.names] if module == "policyloss" else [module])
+            yield from (
+                [f"{module}.{alias.name}" for alias in node.names]
+                if module == "policyloss"
+                else [module]
+            )
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pl":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "pl"
+        ):
             yield f"policyloss.{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and MODULE_NAME.fullmatch(node.value)
+        ):
             yield node.value
 
 
@@ -109,7 +128,9 @@ def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         node = stack.pop()
         yield node
         for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        stack.extend(node.orelse if for_types and isinstance(node, ast.If) else ast.iter_child_nodes(node))
+        stack.extend(
+            node.orelse if for_types and isinstance(node, ast.If) else ast.iter_child_nodes(node)
+        )
 
 
 def _box_of(module: str, names: frozenset[str]) -> str | None:
@@ -148,15 +169,25 @@ def layers(found: Mapping[str, Box]) -> list[Layer]:
     """
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
     if gone := sorted(set(height) - set(found)):
-        raise LookupError(f"there is no policyloss.{gone[0]}: take it out of LAYERS in docs/architecture_imports.py")
+        raise LookupError(
+            f"there is no policyloss.{gone[0]}: take it out of LAYERS in docs/architecture_imports.py"
+        )
     unnamed = [name for name in found if name not in height]
     height |= dict.fromkeys(unnamed, 0)
     for _ in unnamed:  # one that imports another has to wait for it
-        height |= {name: max((height[other] for other in found[name].imports), default=0) for name in unnamed}
+        height |= {
+            name: max((height[other] for other in found[name].imports), default=0)
+            for name in unnamed
+        }
     for name, box in found.items():
         if above := sorted(other for other in box.imports if height[other] > height[name]):
-            raise LookupError(f"{name} imports {above[0]}, which stands in a higher layer (docs/architecture_imports.py)")
-    return [Layer(layer.title, (*layer.names, *(n for n in unnamed if height[n] == i))) for i, layer in enumerate(LAYERS)]
+            raise LookupError(
+                f"{name} imports {above[0]}, which stands in a higher layer (docs/architecture_imports.py)"
+            )
+    return [
+        Layer(layer.title, (*layer.names, *(n for n in unnamed if height[n] == i)))
+        for i, layer in enumerate(LAYERS)
+    ]
 
 
 def direct_imports(found: Mapping[str, Box]) -> list[tuple[str, str]]:

@@ -155,7 +155,11 @@ def architecture_page() -> str:
         MAY_TOUCH,
         "## Three walks",
         ABOUT_WALKS,
-        *(block for walk, stops in walks() for block in (f"### {walk.title}", walk.about, _listed(stops))),
+        *(
+            block
+            for walk, stops in walks()
+            for block in (f"### {walk.title}", walk.about, _listed(stops))
+        ),
     )
 
 
@@ -182,7 +186,10 @@ def places_table() -> str:
     for path in (path for line in PLACES for path in (*line.files, line.test)):
         if not (ROOT / path).exists():
             raise LookupError(f"{path} does not exist: correct PLACES in docs/architecture_page.py")
-    rows = [[line.kind, ", ".join(_link(path) for path in line.files), line.how, _link(line.test)] for line in PLACES]
+    rows = [
+        [line.kind, ", ".join(_link(path) for path in line.files), line.how, _link(line.test)]
+        for line in PLACES
+    ]
     return table(["a new line", "goes to", "how", "what notices"], rows)
 
 
@@ -192,5 +199,6 @@ def _link(path: str) -> str:
 
 def _listed(stops: list[Stop]) -> str:
     return "\n".join(
-        f"{i}. `{stop.name}` in [`{stop.file}`](../src/policyloss/{stop.file}): {stop.about}" for i, stop in enumerate(stops, 1)
+        f"{i}. `{stop.name}` in [`{stop.file}`](../src/policyloss/{stop.file}): {stop.about}"
+        for i, stop in enumerate(stops, 1)
     )

@@ -109,7 +109,9 @@ def head_walk() -> Walk:
     def call() -> None:
         hidden, weight = (torch.ones(*shape, requires_grad=True) for shape in ((2, 3, 4), (5, 4)))
         ids, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
-        out = pl.linear_policy_loss("dapo", hidden, weight, ids, torch.full((2, 3), -1.0), torch.ones(2), mask)
+        out = pl.linear_policy_loss(
+            "dapo", hidden, weight, ids, torch.full((2, 3), -1.0), torch.ones(2), mask
+        )
         out.loss.backward()
 
     stops = (
@@ -153,7 +155,9 @@ def training_walk() -> Walk:
 
     def call() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            config = TrainConfig(steps=1, warmup_steps=0, device="cpu", out=Path(folder) / "run", **sizes)
+            config = TrainConfig(
+                steps=1, warmup_steps=0, device="cpu", out=Path(folder) / "run", **sizes
+            )
             loop.train(config, pl.preset("dapo"))
 
     stops = (
@@ -200,7 +204,9 @@ def walked(walk: Walk) -> list[Stop]:
             position = order.index(function.__code__, position + 1)
         except ValueError:
             before = stops[-1].name if stops else "the start"
-            raise LookupError(f"{walk.title}: after {before}, {name} is not reached there (docs/architecture_walks.py)") from None
+            raise LookupError(
+                f"{walk.title}: after {before}, {name} is not reached there (docs/architecture_walks.py)"
+            ) from None
         file = Path(function.__code__.co_filename).resolve().relative_to(PACKAGE).as_posix()
         stops.append(Stop(name, file, first_sentence(_docstring(function))))
     return stops

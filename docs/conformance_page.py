@@ -11,7 +11,16 @@ from docs.markdown import GENERATED, fenced, join, table
 
 Result = dict[str, Any]  # one framework at one release, as `conformance.one` writes it
 CALLED = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "colossalai": "ColossalChat"}
-HEADING = ["function", "cases", "both refuse", "float64", "its gradient", "float32", "its gradient", "defects"]
+HEADING = [
+    "function",
+    "cases",
+    "both refuse",
+    "float64",
+    "its gradient",
+    "float32",
+    "its gradient",
+    "defects",
+]
 
 
 def conformance_page(results: Path) -> str:
@@ -49,7 +58,15 @@ def conformance_page(results: Path) -> str:
 
 def summary(results: list[Result]) -> str:
     """One row for each framework and release."""
-    rows = [[CALLED.get(r["peer"], r["peer"]), r["release"], str(len(r["functions"])), *_row(r["functions"])] for r in results]
+    rows = [
+        [
+            CALLED.get(r["peer"], r["peer"]),
+            r["release"],
+            str(len(r["functions"])),
+            *_row(r["functions"]),
+        ]
+        for r in results
+    ]
     return table(["framework", "release", "functions", *HEADING[1:]], rows)
 
 
@@ -59,7 +76,12 @@ def section(result: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"].items())
     title = f"### {CALLED.get(result['peer'], result['peer'])} {result['release']}"
     failed = sum(f["failed"] for f in result["functions"]) + len(result.get("signatures", ()))
-    return join(title, f"With {versions}.", table(HEADING, rows), f"**{failed} failures.**" if failed else "")
+    return join(
+        title,
+        f"With {versions}.",
+        table(HEADING, rows),
+        f"**{failed} failures.**" if failed else "",
+    )
 
 
 def defects(results: Iterable[Result]) -> str:
@@ -68,15 +90,39 @@ def defects(results: Iterable[Result]) -> str:
     for result in results:
         for function in result["functions"]:
             for reason, tally in function["defects"].items():
-                entry = found.setdefault((result["peer"], reason, tally["instead"]), {"seen": 0, "functions": {}, "releases": {}})
+                entry = found.setdefault(
+                    (result["peer"], reason, tally["instead"]),
+                    {"seen": 0, "functions": {}, "releases": {}},
+                )
                 entry["seen"] += tally["seen"]
-                entry["functions"][f"`{function['name']}`"] = entry["releases"][result["release"]] = True
+                entry["functions"][f"`{function['name']}`"] = entry["releases"][
+                    result["release"]
+                ] = True
     rows = [
-        [CALLED.get(peer, peer), ", ".join(entry["releases"]), reason, instead, ", ".join(entry["functions"]), str(entry["seen"])]
+        [
+            CALLED.get(peer, peer),
+            ", ".join(entry["releases"]),
+            reason,
+            instead,
+            ", ".join(entry["functions"]),
+            str(entry["seen"]),
+        ]
         for (peer, reason, instead), entry in found.items()
     ]
     return (
-        table(["framework", "releases", "what is wrong", "the drop-in instead", "where", "cases seen"], rows) if rows else "None."
+        table(
+            [
+                "framework",
+                "releases",
+                "what is wrong",
+                "the drop-in instead",
+                "where",
+                "cases seen",
+            ],
+            rows,
+        )
+        if rows
+        else "None."
     )
 
 
@@ -102,12 +148,21 @@ def _row(functions: list[dict[str, Any]]) -> list[str]:
         return sum(f[key] for f in functions)
 
     declared = sum(tally["declared"] for f in functions for tally in f["defects"].values())
-    worst = [_worst(functions, dtype, gradient) for dtype in ("float64", "float32") for gradient in (False, True)]
+    worst = [
+        _worst(functions, dtype, gradient)
+        for dtype in ("float64", "float32")
+        for gradient in (False, True)
+    ]
     return [str(total("cases")), str(total("both_refuse") or ""), *worst, str(declared or "")]
 
 
 def _worst(functions: list[dict[str, Any]], dtype: str, gradient: bool) -> str:
-    numbers = [float(x) for f in functions for name, x in f["worst"][dtype].items() if name.startswith("gradient") is gradient]
+    numbers = [
+        float(x)
+        for f in functions
+        for name, x in f["worst"][dtype].items()
+        if name.startswith("gradient") is gradient
+    ]
     if not numbers:
         return ""
     return "0" if max(numbers) == 0 else f"{max(numbers):.1e}"

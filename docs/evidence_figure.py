@@ -22,7 +22,9 @@ PLAIN_INK, GOAL_INK = "#c2410c", "#5b8a3c"
 class Chart:
     """A box (x, y, width, height) whose corner at the bottom left is (step 0, low), and (last, high) the one across."""
 
-    def __init__(self, box: Box, last: float, low: float, high: float, *, logarithmic: bool) -> None:
+    def __init__(
+        self, box: Box, last: float, low: float, high: float, *, logarithmic: bool
+    ) -> None:
         self.x, self.y, self.width, self.height = box
         self.last, self.logarithmic = max(last, 1), logarithmic
         self.low, self.high = self._scaled(low), self._scaled(high)
@@ -32,8 +34,14 @@ class Chart:
 
     def at(self, step: float, value: float) -> Point:
         """Pixels; what lies outside is drawn at the edge."""
-        share = (self._scaled(value) - self.low) / (self.high - self.low) if not self.logarithmic or value > 0 else 0.0
-        return self.x + self.width * step / self.last, self.y + self.height * (1 - min(max(share, 0.0), 1.0))
+        share = (
+            (self._scaled(value) - self.low) / (self.high - self.low)
+            if not self.logarithmic or value > 0
+            else 0.0
+        )
+        return self.x + self.width * step / self.last, self.y + self.height * (
+            1 - min(max(share, 0.0), 1.0)
+        )
 
     def line(self, points: Sequence[Point], colour: str, width: float = 1.4) -> str:
         """A curve through (step, value) pairs."""
@@ -60,14 +68,25 @@ def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
             _text(x, y - 6, name, weight=600, size=12),
             *(chart.level(value, RULE) for value in (0.0, 0.5, 1.0)),
             chart.level(goal, GOAL_INK, dashed=True),
-            *(chart.line([(int(step), x) for step, x in run["accuracy"].items()], OURS) for run in runs),
+            *(
+                chart.line([(int(step), x) for step, x in run["accuracy"].items()], OURS)
+                for run in runs
+            ),
         ]
     total = TOP + math.ceil(len(presets) / COLUMNS) * row + 8
     heading = [
         _text(20, 28, "Held-out accuracy over training steps", size=17, weight=600),
-        _text(20, 46, f"0 to 1 over {last} steps; one line per seed; the dashed line is {goal:g}", size=12, fill=SOFT),
+        _text(
+            20,
+            46,
+            f"0 to 1 over {last} steps; one line per seed; the dashed line is {goal:g}",
+            size=12,
+            fill=SOFT,
+        ),
     ]
-    return _svg(total, f"Held-out accuracy over {last} steps of {len(presets)} presets", [*heading, *drawn])
+    return _svg(
+        total, f"Held-out accuracy over {last} steps of {len(presets)} presets", [*heading, *drawn]
+    )
 
 
 def clip_figure(studies: dict[str, dict[str, list[Run]]], losses: tuple[str, str]) -> str:
@@ -76,28 +95,50 @@ def clip_figure(studies: dict[str, dict[str, list[Run]]], losses: tuple[str, str
     row = height + TITLE + GAP + 14
     drawn = []
     for i, (study, presets) in enumerate(sorted(studies.items())):
-        for j, (curve, title) in enumerate((("grad_norm", "gradient norm"), ("ratio_max", "largest ratio"))):
+        for j, (curve, title) in enumerate(
+            (("grad_norm", "gradient norm"), ("ratio_max", "largest ratio"))
+        ):
             x, y = 50 + j * (width + 60), TOP + i * row + TITLE
-            lines = [(loss, _points(run, curve)) for loss in losses for run in presets.get(loss, [])]
-            drawn += [_text(x, y - 6, f"{title}, learning rate {study.rpartition(' ')[2]}", weight=600, size=12)]
-            drawn += _log_chart((x, y, width - 30, height), lines, dict(zip(losses, (PLAIN_INK, OURS), strict=True)))
+            lines = [
+                (loss, _points(run, curve)) for loss in losses for run in presets.get(loss, [])
+            ]
+            drawn += [
+                _text(
+                    x,
+                    y - 6,
+                    f"{title}, learning rate {study.rpartition(' ')[2]}",
+                    weight=600,
+                    size=12,
+                )
+            ]
+            drawn += _log_chart(
+                (x, y, width - 30, height), lines, dict(zip(losses, (PLAIN_INK, OURS), strict=True))
+            )
     heading = [
         _text(20, 28, "Stale completions: plain PPO and dual clip", size=17, weight=600),
         _text(20, 46, losses[0], size=12, fill=PLAIN_INK, weight=600),
         _text(60, 46, losses[1], size=12, fill=OURS, weight=600),
         _text(170, 46, "over training steps; one line per seed, logarithmic", size=12, fill=SOFT),
     ]
-    return _svg(TOP + len(studies) * row + 8, "Gradient norm and largest ratio of plain PPO and dual clip", [*heading, *drawn])
+    return _svg(
+        TOP + len(studies) * row + 8,
+        "Gradient norm and largest ratio of plain PPO and dual clip",
+        [*heading, *drawn],
+    )
 
 
 def _points(run: Run, curve: str) -> list[Point]:
-    return [(step, value) for step, value in enumerate(run["curves"][curve], 1) if value is not None]
+    return [
+        (step, value) for step, value in enumerate(run["curves"][curve], 1) if value is not None
+    ]
 
 
 def _log_chart(box: Box, lines: list[tuple[str, list[Point]]], ink: dict[str, str]) -> list[str]:
     """Curves on a logarithmic axis of whole decades, with the decades named. A value of 0 lies at the bottom."""
     positive = [value for _, points in lines for _, value in points if value > 0] or [1.0]
-    low = max(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5)  # five decades are enough to see
+    low = max(
+        math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5
+    )  # five decades are enough to see
     high = max(math.ceil(math.log10(max(positive))), low + 1)
     last = max((step for _, points in lines for step, _ in points), default=1)
     chart = Chart(box, last, 10.0**low, 10.0**high, logarithmic=True)
@@ -105,13 +146,27 @@ def _log_chart(box: Box, lines: list[tuple[str, list[Point]]], ink: dict[str, st
     decades = range(low, high + 1)
     return [
         *(chart.level(10.0**k, RULE) for k in decades),
-        *(_text(x - 6, chart.at(0, 10.0**k)[1] + 4, f"{10.0**k:g}", anchor="end", fill=SOFT, size=11) for k in decades),
+        *(
+            _text(
+                x - 6, chart.at(0, 10.0**k)[1] + 4, f"{10.0**k:g}", anchor="end", fill=SOFT, size=11
+            )
+            for k in decades
+        ),
         _text(x + width, y + height + 14, f"step {last:g}", anchor="end", fill=SOFT, size=11),
         *(chart.line(points, ink[loss]) for loss, points in lines),
     ]
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", fill: str = INK, size: int = 13, weight: int = 400) -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    fill: str = INK,
+    size: int = 13,
+    weight: int = 400,
+) -> str:
     style = f'text-anchor="{anchor}" fill="{fill}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 

@@ -12,7 +12,10 @@ from docs.evidence_figure import accuracy_figure, clip_figure
 from docs.markdown import GENERATED, fenced, join, table
 
 Run = dict[str, Any]
-ACCURACY_FIGURE, CLIP_FIGURE = "docs/figures/evidence_accuracy.svg", "docs/figures/evidence_dual_clip.svg"
+ACCURACY_FIGURE, CLIP_FIGURE = (
+    "docs/figures/evidence_accuracy.svg",
+    "docs/figures/evidence_dual_clip.svg",
+)
 PRESETS, DUAL_CLIP = "presets", "dual_clip"
 PLAIN, DUAL = "ppo", "ppo_dual_clip"
 RUNAWAY = 10.0  # a norm that is ten times as large in the last quarter of a run as in the first has run away
@@ -25,7 +28,11 @@ def evidence_pages(results: Path) -> dict[str, str]:
         return {}
     data = json.loads(path.read_text(encoding="utf-8"))
     runs = good(data)
-    pages = {"docs/evidence.md": evidence_page(data, json.loads(large.read_text(encoding="utf-8")) if large.is_file() else None)}
+    pages = {
+        "docs/evidence.md": evidence_page(
+            data, json.loads(large.read_text(encoding="utf-8")) if large.is_file() else None
+        )
+    }
     if by_preset(runs[PRESETS]):
         pages[ACCURACY_FIGURE] = accuracy_figure(by_preset(runs[PRESETS]), data["goal"])
     if studies := {name: by_preset(found) for name, found in runs.items() if name != PRESETS}:
@@ -94,8 +101,20 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         "shared a machine, so seconds say less than steps. "
         f"{machines(data)}"
     )
-    rows = [[f"[`{name}`](presets/{name}.md)", *_preset_cells(runs)] for name, runs in presets.items()]
-    heading = ["preset", "run with", "start", "end", f"steps to {goal}", f"seconds to {goal}", "KL", "clipped", "gradient norm"]
+    rows = [
+        [f"[`{name}`](presets/{name}.md)", *_preset_cells(runs)] for name, runs in presets.items()
+    ]
+    heading = [
+        "preset",
+        "run with",
+        "start",
+        "end",
+        f"steps to {goal}",
+        f"seconds to {goal}",
+        "KL",
+        "clipped",
+        "gradient norm",
+    ]
     note = (
         "KL (k3, to the policy that sampled or was frozen before the step), share of clipped tokens and gradient norm are those of "
         "the last step."
@@ -106,10 +125,16 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
 
 def reached(presets: dict[str, list[Run]], goal: float) -> str:
     """How many reach the goal, and who does not."""
-    counts = {name: sum(run["to_goal"] is not None for run in runs) for name, runs in presets.items()}
+    counts = {
+        name: sum(run["to_goal"] is not None for run in runs) for name, runs in presets.items()
+    }
     always = [name for name, count in counts.items() if count == len(presets[name])]
     said = f"**{len(always)} of {len(presets)} presets reach a held-out accuracy of {goal} with every seed that was run.**"
-    parts = [f"`{name}` ({count} of {len(presets[name])} seeds)" for name, count in counts.items() if name not in always]
+    parts = [
+        f"`{name}` ({count} of {len(presets[name])} seeds)"
+        for name, count in counts.items()
+        if name not in always
+    ]
     return said + (f" The others: {', '.join(parts)}." if parts else "")
 
 
@@ -127,7 +152,9 @@ def same_start(runs: list[Run]) -> str:
 def _preset_cells(runs: list[Run]) -> list[str]:
     steps = [run["to_goal"]["steps"] if run["to_goal"] else None for run in runs]
     seconds = [run["to_goal"]["seconds"] if run["to_goal"] else None for run in runs]
-    finals = [[run["final"][name] for run in runs] for name in ("kl_old", "clip_fraction", "grad_norm")]
+    finals = [
+        [run["final"][name] for run in runs] for name in ("kl_old", "clip_fraction", "grad_norm")
+    ]
     return [
         f"{options(runs[0])}: {runs[0]['why']}",
         spread([run["start"] for run in runs], ".2f", only_median=True),
@@ -141,7 +168,10 @@ def _preset_cells(runs: list[Run]) -> list[str]:
 def options(run: Run) -> str:
     """What was set for this loss, as on the command line."""
     own = run["settings"]["own"].items()
-    parts = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in own]
+    parts = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in own
+    ]
     return f"`{' '.join(parts)}`"
 
 
@@ -171,7 +201,9 @@ def machines(data: Run) -> str:
 def failures_section(data: Run) -> str:
     """Runs that ended with an error."""
     failed = [run for run in data["runs"] if "error" in run]
-    lines = [f"- `{run['preset']}`, {run['study']}, seed {run['seed']}: {run['error']}" for run in failed]
+    lines = [
+        f"- `{run['preset']}`, {run['study']}, seed {run['seed']}: {run['error']}" for run in failed
+    ]
     return join("## Runs that failed", "\n".join(lines)) if lines else ""
 
 
@@ -187,11 +219,24 @@ def clip_section(studies: dict[str, dict[str, list[Run]]]) -> str:
         "gradient's norm is not limited. `ppo`, `ppo_dual_clip` (c = 3) and `two_sided` (ratio ≤ 4) differ in the clip alone. "
         f"A norm has run away if it is {RUNAWAY:.0f} times as large in the last quarter of the run as in the first, or not finite."
     )
-    heading = ["loss", "largest norm", "median norm", "late / early", "largest loss", "largest ratio", "best", "end"]
+    heading = [
+        "loss",
+        "largest norm",
+        "median norm",
+        "late / early",
+        "largest loss",
+        "largest ratio",
+        "best",
+        "end",
+    ]
     parts = []
     for name, presets in sorted(studies.items()):
         rows = [[f"`{preset}`", *_clip_cells(runs)] for preset, runs in presets.items()]
-        parts += [f"### Learning rate {name.rpartition(' ')[2]}", verdict(presets), table(heading, rows)]
+        parts += [
+            f"### Learning rate {name.rpartition(' ')[2]}",
+            verdict(presets),
+            table(heading, rows),
+        ]
     note = (
         "Median over the seeds, with the range; gradient norms are means over the updates of a step. Late / early: median norm "
         "of the last quarter of the steps over that of the first. AdamW divides by the size of past gradients, so a large gradient "
@@ -268,10 +313,18 @@ def large_section(run: Run) -> str:
         "of the whole run."
     )
     rows = [
-        [f"`--head {head}`", f"{r['learn_tokens_per_s']:,.0f}", f"{r['peak_bytes'] / 2**30:.2f}", f"{r['grad_norm'][0]:.4f}"]
+        [
+            f"`--head {head}`",
+            f"{r['learn_tokens_per_s']:,.0f}",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+            f"{r['grad_norm'][0]:.4f}",
+        ]
         for head, r in run["runs"].items()
     ]
-    speed, memory = fused["learn_tokens_per_s"] / logits["learn_tokens_per_s"], fused["peak_bytes"] / logits["peak_bytes"]
+    speed, memory = (
+        fused["learn_tokens_per_s"] / logits["learn_tokens_per_s"],
+        fused["peak_bytes"] / logits["peak_bytes"],
+    )
     said = (
         f"The one-pass head runs at {speed:.2f} times the speed with {memory:.2f} times the peak memory. In the first step, from "
         f"the same weights and completions, the losses are {gaps['loss']:.1e} apart and the gradient norms {gaps['grad_norm']:.2%}."

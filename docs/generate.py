@@ -56,7 +56,9 @@ def pages() -> dict[str, str]:
 
 def preset_table(folder: str) -> str:
     """All presets, one row each, linked to their pages in `folder`."""
-    rows = [[f"[`{p.name}`]({folder}{p.name}.md)", p.title, linked(p.paper)] for p in PRESETS.values()]
+    rows = [
+        [f"[`{p.name}`]({folder}{p.name}.md)", p.title, linked(p.paper)] for p in PRESETS.values()
+    ]
     return table(["preset", "what it is", "paper or source"], rows)
 
 
@@ -87,7 +89,14 @@ def metrics_page() -> str:
     )
     heading = ["metric", "formula"]
     return join(
-        "# Metrics", GENERATED, about, "## policy_loss", legend, table(heading, policy), "## value_loss", table(heading, value)
+        "# Metrics",
+        GENERATED,
+        about,
+        "## policy_loss",
+        legend,
+        table(heading, policy),
+        "## value_loss",
+        table(heading, value),
     )
 
 
@@ -100,7 +109,9 @@ def preset_page(e: Explanation) -> str:
     reads = f"It reads {', '.join(f'`{name}`' for name in e.reads)}."
     advantages = f"Advantages: {linked(e.advantages)}"
     rows = zip(e.numbers, shortened(e.numbers), strict=True)
-    numbers = [[f"`{n.where}`", f"`{shown(n.value, n.where)}`", linked(source)] for n, source in rows]
+    numbers = [
+        [f"`{n.where}`", f"`{shown(n.value, n.where)}`", linked(source)] for n, source in rows
+    ]
     return join(
         f"# {e.title}",
         GENERATED,
@@ -146,20 +157,32 @@ def zero_section(e: Explanation) -> str:
 
 
 def _conditions(conditions: tuple[tuple[str, str], ...]) -> str:
-    return table(["where", "because"], [[f"`{expression}`", meaning] for expression, meaning in conditions])
+    return table(
+        ["where", "because"], [[f"`{expression}`", meaning] for expression, meaning in conditions]
+    )
 
 
 def elsewhere_section(e: Explanation) -> str:
     """What frameworks call it."""
-    rows = [[entry.part, framework, name] for entry in e.elsewhere for framework, name in entry.names.items()]
+    rows = [
+        [entry.part, framework, name]
+        for entry in e.elsewhere
+        for framework, name in entry.names.items()
+    ]
     return table(["part", "framework", "there it is"], rows)
 
 
 def usage(e: Explanation) -> str:
     """Six lines that call it."""
     old = "old_logp" if "old_logp" in e.reads else "None"
-    horizon = ".with_horizon(4096)  # your generation budget, in tokens" if e.spec.needs_horizon else ""
-    others = [f"{name}={name}" for name in e.reads if name not in ("logp", "old_logp", "advantages", "mask")]
+    horizon = (
+        ".with_horizon(4096)  # your generation budget, in tokens" if e.spec.needs_horizon else ""
+    )
+    others = [
+        f"{name}={name}"
+        for name in e.reads
+        if name not in ("logp", "old_logp", "advantages", "mask")
+    ]
     call = ", ".join(["spec", "logp", old, "advantages", "mask", *others])
     return "\n".join(
         [
@@ -212,16 +235,27 @@ def write() -> list[str]:
 
 
 def _leftovers(made: dict[str, str]) -> list[Path]:
-    return [p for p in sorted((ROOT / "docs/presets").glob("*.md")) if str(p.relative_to(ROOT)) not in made]
+    return [
+        p
+        for p in sorted((ROOT / "docs/presets").glob("*.md"))
+        if str(p.relative_to(ROOT)) not in made
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m docs.generate", description="Write the generated pages.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.generate", description="Write the generated pages."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a page is out of date"
+    )
     if parser.parse_args(argv).check:
         wrong = stale()
-        print("\n".join(f"out of date: {path}" for path in wrong) or "all generated pages are up to date")
+        print(
+            "\n".join(f"out of date: {path}" for path in wrong)
+            or "all generated pages are up to date"
+        )
         return 1 if wrong else 0
     print("\n".join(f"wrote {path}" for path in write()) or "nothing to do")
     return 0

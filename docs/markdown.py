@@ -16,7 +16,9 @@ def linked(text: str) -> str:
 def table(heading: list[str], rows: list[list[str]]) -> str:
     """A GitHub table; pipes inside cells are escaped."""
     lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def fenced(text: str, language: str) -> str:

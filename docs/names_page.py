@@ -55,18 +55,26 @@ def options_section() -> str:
     heading = ["what", "policyloss", *FRAMEWORKS]
     tables = []
     for group, rows in OPTIONS.items():
-        cells = [[row.what, *(_cell(row.cell(who)) for who in ("policyloss", *FRAMEWORKS))] for row in rows]
+        cells = [
+            [row.what, *(_cell(row.cell(who)) for who in ("policyloss", *FRAMEWORKS))]
+            for row in rows
+        ]
         tables += [f"### {group}", table(heading, cells)]
     return join("## Options", about, *tables)
 
 
 def _cell(cell: Cell) -> str:
     lines: list[str] = []
-    for function, said in groupby(cell, key=lambda one: one.function if isinstance(one, Argument) else ""):
+    for function, said in groupby(
+        cell, key=lambda one: one.function if isinstance(one, Argument) else ""
+    ):
         if function:
             lines.append(f"`{function}({', '.join(_argument(one) for one in said)})`")
         else:
-            lines += [f"`{one.name}={one.default!r}`" if isinstance(one, Option) else str(one) for one in said]
+            lines += [
+                f"`{one.name}={one.default!r}`" if isinstance(one, Option) else str(one)
+                for one in said
+            ]
     return "<br>".join(lines)
 
 
@@ -138,8 +146,15 @@ def measured(meaning: Meaning) -> Measured | None:
         return Measured(*loss_and_gradient(meaning.spec, batch(), meaning.counted), None)
     if not meaning.expression:
         return None
-    names = {"pl": pl, "batch": batch(), "metric": metric, **{name: _tensor(x) for name, x in REWARDS.items()}}
-    return Measured(None, None, torch.as_tensor(eval(meaning.expression, names), dtype=torch.float64))
+    names = {
+        "pl": pl,
+        "batch": batch(),
+        "metric": metric,
+        **{name: _tensor(x) for name, x in REWARDS.items()},
+    }
+    return Measured(
+        None, None, torch.as_tensor(eval(meaning.expression, names), dtype=torch.float64)
+    )
 
 
 def metric(trust: Any, name: str) -> float:
@@ -148,15 +163,21 @@ def metric(trust: Any, name: str) -> float:
     return pl.policy_loss(pl.LossSpec(trust=trust), **given).metrics.compute()[name]
 
 
-def loss_and_gradient(spec: pl.LossSpec, given: dict[str, Tensor], counted: str) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(
+    spec: pl.LossSpec, given: dict[str, Tensor], counted: str
+) -> tuple[Tensor, Tensor]:
     """The loss of a batch and its gradient in logp, counted as `Meaning.counted` says."""
     logp = given["logp"].clone().requires_grad_()
     tensors: dict[str, Any] = {**given, "logp": logp}
     if counted == "micro":
-        first, second = (pl.policy_loss(spec, **half, totals="local").loss for half in halves(tensors))
+        first, second = (
+            pl.policy_loss(spec, **half, totals="local").loss for half in halves(tensors)
+        )
         loss = (first + second) / 2
     elif counted == "rows":
-        loss = pl.policy_loss(spec, **tensors, totals=pl.Totals(int(given["mask"].sum()), len(logp))).loss
+        loss = pl.policy_loss(
+            spec, **tensors, totals=pl.Totals(int(given["mask"].sum()), len(logp))
+        ).loss
     else:
         loss = pl.policy_loss(spec, **tensors).loss
     (gradient,) = torch.autograd.grad(loss, logp)
@@ -176,7 +197,9 @@ def homonyms_section() -> str:
         "are those of `pl.explain`, without the lines that all meanings share."
     )
     same = [f"- {one.says} (`{_changed(one.a)}` and `{_changed(one.b)}`)" for one in SAME]
-    same.append("- SAPO's temperature where the advantage is 0 (EasyR1 takes the positive one): the loss is 0 with either.")
+    same.append(
+        "- SAPO's temperature where the advantage is 0 (EasyR1 takes the positive one): the loss is 0 with either."
+    )
     return join(
         "## One name, several meanings",
         about,
@@ -185,7 +208,10 @@ def homonyms_section() -> str:
         "### Different words for the same thing",
         "\n".join(same),
         "### Words of the formulas",
-        "\n".join(f"- `{meaning.partition(': ')[0]}`: {meaning.partition(': ')[2]}" for meaning in _vocabulary()),
+        "\n".join(
+            f"- `{meaning.partition(': ')[0]}`: {meaning.partition(': ')[2]}"
+            for meaning in _vocabulary()
+        ),
     )
 
 
@@ -253,7 +279,11 @@ def differing_lines(homonym: Homonym) -> str:
     if len(formulas) < 2:
         return ""
     shared = set.intersection(*map(set, formulas.values()))
-    blocks = [line for who, lines in formulas.items() for line in (who, *(f"  {one}" for one in lines if one not in shared))]
+    blocks = [
+        line
+        for who, lines in formulas.items()
+        for line in (who, *(f"  {one}" for one in lines if one not in shared))
+    ]
     return fenced("\n".join(blocks), "text")
 
 
@@ -279,7 +309,11 @@ def code_block(homonym: Homonym) -> str:
     return fenced("\n".join(lines), "python")
 
 
-_COUNTED = {"step": "", "rows": "; totals=pl.Totals(9, 4)", "micro": "; each half of the batch, then their mean"}
+_COUNTED = {
+    "step": "",
+    "rows": "; totals=pl.Totals(9, 4)",
+    "micro": "; each half of the batch, then their mean",
+}
 _WIDTH = 132
 
 
@@ -313,7 +347,13 @@ def _changed(spec: pl.LossSpec) -> str:
 
 
 def _vocabulary() -> list[str]:
-    lines = [line for h in HOMONYMS for m in h.meanings if m.spec is not None for line in printed_lines(m)]
+    lines = [
+        line
+        for h in HOMONYMS
+        for m in h.meanings
+        if m.spec is not None
+        for line in printed_lines(m)
+    ]
     used = {name for line in lines for name in names_in(line.partition(" = ")[2])}
     words = VOCABULARY | {"rows": "rows: sequences of the whole step, also those without a token"}
     return [meaning for word, meaning in words.items() if word in used]

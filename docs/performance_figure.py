@@ -12,7 +12,14 @@ from xml.sax.saxutils import escape
 
 WIDTH, TOP, ROW, BAR, BOTTOM = 880, 104, 27, 15, 52
 LABEL_END, TIME_START, TIME_END, MEMORY_START, MEMORY_END, ERROR_END = 216, 226, 520, 596, 740, 864
-OURS, THEIRS, FLOOR, INK, SOFT, RULE = "#1b6ca8", "#b4bcc4", "#c2410c", "#1f2933", "#5f6b76", "#e3e7eb"
+OURS, THEIRS, FLOOR, INK, SOFT, RULE = (
+    "#1b6ca8",
+    "#b4bcc4",
+    "#c2410c",
+    "#1f2933",
+    "#5f6b76",
+    "#e3e7eb",
+)
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 FLOOR_NAME = "three bare matmuls"
 
@@ -48,7 +55,11 @@ def head_figure(run: dict[str, Any]) -> str:
     time_scale = Scale(TIME_START, TIME_END, [bar.time for bar in rows])
     memory_scale = Scale(MEMORY_START, MEMORY_END, [bar.memory for bar in rows])
     unit = Unit([bar.memory for bar in rows])
-    drawn = [line for i, bar in enumerate(rows) for line in _row(bar, TOP + ROW * i, time_scale, memory_scale, unit)]
+    drawn = [
+        line
+        for i, bar in enumerate(rows)
+        for line in _row(bar, TOP + ROW * i, time_scale, memory_scale, unit)
+    ]
     end = TOP + ROW * len(rows)
     label = f"Bars of time and memory of {len(rows)} implementations of the head, with the time of three bare matmuls"
     return "\n".join(
@@ -59,7 +70,11 @@ def head_figure(run: dict[str, Any]) -> str:
             *_heading(run, unit),
             *drawn,
             *(_floor_line(time_scale.at(floor), floor, end) if floor else []),
-            *_footnotes(rows, any(time_scale.cuts(bar.time) or memory_scale.cuts(bar.memory) for bar in rows), end),
+            *_footnotes(
+                rows,
+                any(time_scale.cuts(bar.time) or memory_scale.cuts(bar.memory) for bar in rows),
+                end,
+            ),
             "</svg>\n",
         ]
     )
@@ -97,13 +112,25 @@ class Unit:
         return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", fill: str = INK, size: int = 13, weight: int = 400) -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    fill: str = INK,
+    size: int = 13,
+    weight: int = 400,
+) -> str:
     style = f'text-anchor="{anchor}" fill="{fill}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'
 
 
 def _heading(run: dict[str, Any], unit: Unit) -> list[str]:
-    shape, where = run["shape"], run["environment"]["gpu"] or f"{run['environment']['threads']} CPU threads"
+    shape, where = (
+        run["shape"],
+        run["environment"]["gpu"] or f"{run['environment']['threads']} CPU threads",
+    )
     tokens = shape["sequences"] * shape["length"]
     sizes = f"{tokens:,} tokens, vocabulary {shape['vocabulary']:,}, hidden size {shape['hidden']:,}, {run['dtype']}, {where}"
     return [
@@ -120,25 +147,48 @@ def _row(bar: Bar, y: int, time: Scale, memory: Scale, unit: Unit) -> list[str]:
     error = "–" if bar.error is None else f"{bar.error:.1e}".replace("e-0", "e-")
     return [
         _text(LABEL_END, middle, bar.name, anchor="end", weight=weight),
-        *_drawn(time, bar.time, y, colour, f"{bar.time:.0f}" if bar.time >= 100 else f"{bar.time:.1f}", weight),
+        *_drawn(
+            time,
+            bar.time,
+            y,
+            colour,
+            f"{bar.time:.0f}" if bar.time >= 100 else f"{bar.time:.1f}",
+            weight,
+        ),
         *_drawn(memory, bar.memory, y, colour, unit.shown(bar.memory), weight),
-        _text(ERROR_END, middle, error, anchor="end", fill=INK if bar.ours else SOFT, weight=weight),
+        _text(
+            ERROR_END, middle, error, anchor="end", fill=INK if bar.ours else SOFT, weight=weight
+        ),
     ]
 
 
 def _drawn(scale: Scale, value: float, y: int, colour: str, number: str, weight: int) -> list[str]:
     end = scale.at(value)
-    lines = [f'<rect x="{scale.start}" y="{y}" width="{max(end - scale.start, 1.5):.1f}" height="{BAR}" rx="2" fill="{colour}"/>']
+    lines = [
+        f'<rect x="{scale.start}" y="{y}" width="{max(end - scale.start, 1.5):.1f}" height="{BAR}" rx="2" fill="{colour}"/>'
+    ]
     if scale.cuts(value):
         x = end - 16
-        lines.append(f'<path d="M{x:.1f} {y + BAR + 1} l6 -{BAR + 2} h5 l-6 {BAR + 2} z" fill="#ffffff"/>')
+        lines.append(
+            f'<path d="M{x:.1f} {y + BAR + 1} l6 -{BAR + 2} h5 l-6 {BAR + 2} z" fill="#ffffff"/>'
+        )
     return [*lines, _text(round(end + 6, 1), y + BAR - 3, number, weight=weight)]
 
 
 def _floor_line(x: float, floor: float, end: int) -> list[str]:
     stroke = f'stroke="{FLOOR}" stroke-width="1.5" stroke-dasharray="4 3"'
     line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{end + 2}" {stroke}/>'
-    return [line, _text(round(x, 1), TOP - 12, f"{FLOOR_NAME}: {floor:.1f}", anchor="middle", fill=FLOOR, size=11)]
+    return [
+        line,
+        _text(
+            round(x, 1),
+            TOP - 12,
+            f"{FLOOR_NAME}: {floor:.1f}",
+            anchor="middle",
+            fill=FLOOR,
+            size=11,
+        ),
+    ]
 
 
 def _footnotes(rows: list[Bar], cut: bool, end: int) -> list[str]:

@@ -16,7 +16,10 @@ WHERE = {"cuda": "on a GPU", "cpu": "on a CPU"}
 
 def performance_pages(results: Path) -> dict[str, str]:
     """The page, and the figure if there is a run of the head on a GPU to draw."""
-    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    runs = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(results.glob("*.json"))
+    }
     pages = {"docs/performance.md": performance_page(runs)}
     if "head_cuda" in runs:
         pages[FIGURE] = head_figure(runs["head_cuda"])
@@ -35,19 +38,38 @@ def performance_page(runs: dict[str, Run]) -> str:
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
     sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
-    return join("# Performance", GENERATED, about, targets_section(runs), *(sections or ["No run has been written down yet."]))
+    return join(
+        "# Performance",
+        GENERATED,
+        about,
+        targets_section(runs),
+        *(sections or ["No run has been written down yet."]),
+    )
 
 
 def machine(run: Run) -> str:
     """Where it was measured."""
     e = run["environment"]
-    gpu = f"{e['gpu']}, CUDA {e.get('cuda')}, driver {e.get('driver')}, Triton {e.get('triton')}" if e["gpu"] else ""
-    return f"{gpu}, torch {e['torch']}" if gpu else f"{e['threads']} threads of a CPU, torch {e['torch']}"
+    gpu = (
+        f"{e['gpu']}, CUDA {e.get('cuda')}, driver {e.get('driver')}, Triton {e.get('triton')}"
+        if e["gpu"]
+        else ""
+    )
+    return (
+        f"{gpu}, torch {e['torch']}"
+        if gpu
+        else f"{e['threads']} threads of a CPU, torch {e['torch']}"
+    )
 
 
 def targets_section(runs: dict[str, Run]) -> str:
     """What was to be reached, and what was: one table over all runs, after the names of those that were missed."""
-    found = [(_of(f"{what}_{d}"), t) for what in PARTS for d in WHERE for t in runs.get(f"{what}_{d}", {}).get("targets", [])]
+    found = [
+        (_of(f"{what}_{d}"), t)
+        for what in PARTS
+        for d in WHERE
+        for t in runs.get(f"{what}_{d}", {}).get("targets", [])
+    ]
     if not found:
         return ""
     missed = [t for _, t in found if t["met"] is False]
@@ -76,7 +98,13 @@ def _of(run: str) -> str:
 def _target(t: Run) -> list[str]:
     stretch = "" if t.get("stretch") is None else f"{_sign(t)} {t['stretch']:g}"
     met = {True: "yes", False: "**no**", None: "not measured"}[t["met"]]
-    measured = "" if t["measured"] is None else f"{t['measured']:.0f}" if t["measured"] >= 1000 else f"{t['measured']:.3g}"
+    measured = (
+        ""
+        if t["measured"] is None
+        else f"{t['measured']:.0f}"
+        if t["measured"] >= 1000
+        else f"{t['measured']:.3g}"
+    )
     return [t["id"], t["what"], f"{_sign(t)} {t['reach']:g}", stretch, measured, met]
 
 
@@ -105,9 +133,21 @@ def head_section(run: Run, device: str) -> str:
         f"## The head {WHERE[device]}",
         about,
         figure,
-        _group(groups, "dense", "three bare matmuls", "### PPO with dual clip, every token trained on", DENSE_NOTE),
+        _group(
+            groups,
+            "dense",
+            "three bare matmuls",
+            "### PPO with dual clip, every token trained on",
+            DENSE_NOTE,
+        ),
         _group(groups, "masked", "three bare matmuls", "### Masked tokens", MASKED_NOTE),
-        _group(groups, "forward only", "one bare matmul", "### Forward only: log-probs and entropy", FORWARD_NOTE),
+        _group(
+            groups,
+            "forward only",
+            "one bare matmul",
+            "### Forward only: log-probs and entropy",
+            FORWARD_NOTE,
+        ),
         _logits_group(groups),
         _not_timed(run),
         _plans(groups) if device == "cuda" else "",
@@ -131,12 +171,23 @@ def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
         return ""
     base = providers.get(floor, {}).get("median_ms")
     rows = [_row(provider, p, base) for provider, p in providers.items()]
-    columns = ["", f"time / {floor}", "ms (p20 to p80)", "extra memory", "log-prob error", "d hidden", "d weight"]
+    columns = [
+        "",
+        f"time / {floor}",
+        "ms (p20 to p80)",
+        "extra memory",
+        "log-prob error",
+        "d hidden",
+        "d weight",
+    ]
     return join(heading, table(columns, rows), note)
 
 
 def _row(name: str, p: Run, base: float | None) -> list[str]:
-    errors = [f"{p['errors'][k]:.1e}" if k in p["errors"] else "" for k in ("logp", "d_hidden", "d_weight")]
+    errors = [
+        f"{p['errors'][k]:.1e}" if k in p["errors"] else ""
+        for k in ("logp", "d_hidden", "d_weight")
+    ]
     ratio = f"{p['median_ms'] / base:.2f}" if base else ""
     memory = _bytes(p["extra_bytes"]) if "extra_bytes" in p and p["kind"] != "floor" else ""
     shown = f"**{name}**" if p["kind"] == "ours" else name
@@ -162,9 +213,21 @@ def _logits_group(groups: Run) -> str:
     rows = []
     for name, p in providers.items():
         share = f"{p['share_of_copy_bandwidth']:.0%}" if "share_of_copy_bandwidth" in p else ""
-        errors = [f"{p['errors'][k]:.1e}" if k in p["errors"] else "" for k in ("logp", "entropy", "d_logits")]
-        rows.append([f"**{name}**" if p["kind"] == "ours" else name, _milliseconds(p), share, *errors])
-    columns = ["", "ms (p20 to p80)", "share of the copy's bandwidth", "log-prob error", "entropy", "d logits"]
+        errors = [
+            f"{p['errors'][k]:.1e}" if k in p["errors"] else ""
+            for k in ("logp", "entropy", "d_logits")
+        ]
+        rows.append(
+            [f"**{name}**" if p["kind"] == "ours" else name, _milliseconds(p), share, *errors]
+        )
+    columns = [
+        "",
+        "ms (p20 to p80)",
+        "share of the copy's bandwidth",
+        "log-prob error",
+        "entropy",
+        "d logits",
+    ]
     note = (
         "A forward reads the logits once; a copy and a backward in place read and write them. TRL's pair is "
         "`selective_log_softmax` and `entropy_from_logits`: on a GPU each takes a Triton kernel of TRL's where there is Triton, "
@@ -180,8 +243,12 @@ def _not_timed(run: Run) -> str:
 
 def _plans(groups: Run) -> str:
     """What `explain_plan` says of each run of ours."""
-    told = {name: p["plan"] for group in groups.values() for name, p in group.items() if p.get("plan")}
-    text = "\n\n".join(f"{name}\n  {plan.replace(chr(10), chr(10) + '  ')}" for name, plan in told.items())
+    told = {
+        name: p["plan"] for group in groups.values() for name, p in group.items() if p.get("plan")
+    }
+    text = "\n\n".join(
+        f"{name}\n  {plan.replace(chr(10), chr(10) + '  ')}" for name, plan in told.items()
+    )
     return join("### The plans, as `explain_plan` tells them", fenced(text, "text")) if told else ""
 
 
@@ -194,7 +261,12 @@ def loss_section(run: Run, device: str) -> str:
     base = times.get("verl", times["policyloss"])["median_ms"]
     against = "verl" if "verl" in times else "policyloss"
     rows = [
-        [name, f"{base / t['median_ms']:.2f}x", _milliseconds(t), f"{memory[name] / 1e6:.1f} MB" if name in memory else ""]
+        [
+            name,
+            f"{base / t['median_ms']:.2f}x",
+            _milliseconds(t),
+            f"{memory[name] / 1e6:.1f} MB" if name in memory else "",
+        ]
         for name, t in times.items()
     ]
     height, width = run["shape"]
@@ -206,7 +278,14 @@ def loss_section(run: Run, device: str) -> str:
     )
     heading = ["provider", f"speed against {against} eager", "ms (p20 to p80)", "peak extra"]
     title = f"## The loss {WHERE[device]}, forward and backward"
-    return join(title, about, _loss_notes(times), table(heading, rows), _standing(times), _scaling(run.get("scaling"), device))
+    return join(
+        title,
+        about,
+        _loss_notes(times),
+        table(heading, rows),
+        _standing(times),
+        _scaling(run.get("scaling"), device),
+    )
 
 
 def _loss_notes(times: Run) -> str:
@@ -239,7 +318,10 @@ def _scaling(found: list[Run] | None, device: str) -> str:
     rows = [[f"{r['tokens']:.0e}", *(f"{r[name]:.3g}" for name in names)] for r in found]
     note = "In small batches the fixed cost of some hundred operations shows; in large ones the tensors no longer fit any cache."
     if device == "cuda":
-        first, last = (f"{r['policyloss'] * r['tokens'] / 1e6:.1f} ms for {r['tokens']:.0e} tokens" for r in (found[0], found[-1]))
+        first, last = (
+            f"{r['policyloss'] * r['tokens'] / 1e6:.1f} ms for {r['tokens']:.0e} tokens"
+            for r in (found[0], found[-1])
+        )
         note = f"A call of ours took {first} and {last}: here it is the number of operations that counts, not that of tokens."
     return join("Cost per token, eager, nanoseconds:", table(["tokens", *names], rows), note)
 
@@ -259,6 +341,13 @@ def gae_section(run: Run, device: str) -> str:
     rows = []
     for case, found in run["cases"].items():
         for name, t in found["times"].items():
-            rows.append([case, name, _milliseconds(t), f"{found['ratio']:.0f}x" if name == "policyloss" else ""])
+            rows.append(
+                [
+                    case,
+                    name,
+                    _milliseconds(t),
+                    f"{found['ratio']:.0f}x" if name == "policyloss" else "",
+                ]
+            )
     title = f"## GAE {WHERE[device]}, no loop over time"
     return join(title, about, table(["case", "provider", "ms (p20 to p80)", "times faster"], rows))

@@ -45,7 +45,9 @@ def make_prompts() -> tuple[Tensor, Tensor]:
 
 def right_answers(prompts: Tensor) -> Tensor:
     """[B, L] → the sorted digits and END, [B, T]."""
-    return torch.cat([prompts[:, :DIGITS].sort(dim=1).values, torch.full((len(prompts), 1), END)], dim=1)
+    return torch.cat(
+        [prompts[:, :DIGITS].sort(dim=1).values, torch.full((len(prompts), 1), END)], dim=1
+    )
 
 
 def reward(prompts: Tensor, completions: Tensor) -> Tensor:
@@ -69,13 +71,20 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.before_attention, self.before_layers = nn.LayerNorm(features), nn.LayerNorm(features)
-        self.into_attention, self.from_attention = nn.Linear(features, 3 * features), nn.Linear(features, features)
-        self.layers = nn.Sequential(nn.Linear(features, 4 * features), nn.GELU(), nn.Linear(4 * features, features))
+        self.into_attention, self.from_attention = (
+            nn.Linear(features, 3 * features),
+            nn.Linear(features, features),
+        )
+        self.layers = nn.Sequential(
+            nn.Linear(features, 4 * features), nn.GELU(), nn.Linear(4 * features, features)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] → [B, S, D]"""
         qkv = self.into_attention(self.before_attention(x))
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, H, S, D/H]
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2)
+        )  # [B, H, S, D/H]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_attention(mixed.transpose(1, 2).flatten(2))
         return x + self.layers(self.before_layers(x))  # type: ignore[no-any-return]
@@ -98,7 +107,9 @@ class Policy(nn.Module):
 
 def logp_of(policy: Policy, prompts: Tensor, completions: Tensor) -> Tensor:
     """log p of each token of a completion, given all before it, [B, T]. The logits at a place are of the token after it."""
-    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[:, L - 1 :]  # [B, T, V]
+    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[
+        :, L - 1 :
+    ]  # [B, T, V]
     return logits.log_softmax(dim=2).gather(2, completions.unsqueeze(2)).squeeze(2)
 
 
@@ -112,7 +123,11 @@ def sample(policy: Policy, prompts: Tensor, *, greedy: bool = False) -> Tensor:
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for _ in range(T):
         logits = policy(ids)[:, -1]  # [B, V]
-        token = logits.argmax(dim=1) if greedy else torch.multinomial(logits.softmax(dim=1), 1).squeeze(1)
+        token = (
+            logits.argmax(dim=1)
+            if greedy
+            else torch.multinomial(logits.softmax(dim=1), 1).squeeze(1)
+        )
         token = torch.where(ended, END, token)
         ended = ended | (token == END)
         ids = torch.cat([ids, token.unsqueeze(1)], dim=1)
@@ -158,14 +173,18 @@ def collect(policy: Policy, train: Tensor, settings: Settings) -> Batch:
     prompts = chosen.repeat_interleave(settings.samples, dim=0)  # [B, L]
     completions = sample(policy, prompts)
     rewards = reward(prompts, completions)
-    group_ids = torch.arange(settings.prompts).repeat_interleave(settings.samples)  # [B]: which prompt
+    group_ids = torch.arange(settings.prompts).repeat_interleave(
+        settings.samples
+    )  # [B]: which prompt
     advantages = pl.advantage.grpo(rewards, group_ids)
     with torch.no_grad():
         old_logp = logp_of(policy, prompts, completions)
     return Batch(prompts, completions, written(completions), old_logp, rewards, advantages)
 
 
-def update(policy: Policy, optimizer: torch.optim.Optimizer, spec: pl.LossSpec, batch: Batch) -> dict[str, float]:
+def update(
+    policy: Policy, optimizer: torch.optim.Optimizer, spec: pl.LossSpec, batch: Batch
+) -> dict[str, float]:
     """One step of the optimizer. → the metrics of the loss, before it."""
     logp = logp_of(policy, batch.prompts, batch.completions)
     out = pl.policy_loss(spec, logp, batch.old_logp, batch.advantages, batch.mask)
@@ -184,7 +203,9 @@ def train(settings: Settings, say: Callable[[str], object] = print) -> tuple[Pol
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, weight_decay=0.0)
     before = accuracy(policy, held_out)
-    say(f"before: held-out accuracy {before:.3f}, {sum(p.numel() for p in policy.parameters()):,} weights, loss {settings.loss}")
+    say(
+        f"before: held-out accuracy {before:.3f}, {sum(p.numel() for p in policy.parameters()):,} weights, loss {settings.loss}"
+    )
     began = time.perf_counter()
     for step in range(1, settings.steps + 1):
         for group in optimizer.param_groups:
@@ -200,7 +221,10 @@ def train(settings: Settings, say: Callable[[str], object] = print) -> tuple[Pol
                 "clip_fraction": metrics.get("clip_fraction", 0.0),
                 "seconds": time.perf_counter() - began,
             }
-            say(f"step {step:4d}  " + "  ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+            say(
+                f"step {step:4d}  "
+                + "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+            )
     after = accuracy(policy, held_out)
     say(f"after: held-out accuracy {after:.3f} in {time.perf_counter() - began:.0f} s")
     return policy, before, after
@@ -214,9 +238,13 @@ def show(policy: Policy, prompts: Tensor) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in vars(Settings()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help="default: %(default)s")
+        parser.add_argument(
+            f"--{name}", type=type(value), default=value, help="default: %(default)s"
+        )
     policy, _, _ = train(Settings(**vars(parser.parse_args())))
     print(show(policy, make_prompts()[1][:5]))
 

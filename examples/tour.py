@@ -30,7 +30,9 @@ def per_token(spec: pl.LossSpec, ratio: Tensor, advantage: float) -> tuple[Tenso
     mask = torch.ones_like(old, dtype=torch.bool)
     spec = spec.replace(aggregate=pl.TokenSum())
     losses = [
-        pl.policy_loss(spec, logp[i : i + 1, None], old[i : i + 1], torch.tensor([advantage]), mask[i : i + 1]).loss
+        pl.policy_loss(
+            spec, logp[i : i + 1, None], old[i : i + 1], torch.tensor([advantage]), mask[i : i + 1]
+        ).loss
         for i in range(len(ratio))
     ]
     total = torch.stack(losses)
@@ -45,9 +47,14 @@ def draw(names: tuple[str, ...]) -> bytes:
     plt.switch_backend("Agg")
 
     ratio = torch.linspace(0.05, 6.0, 239)
-    figure, axes = plt.subplots(len(names), 2, figsize=(9, 2.6 * len(names)), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        len(names), 2, figsize=(9, 2.6 * len(names)), sharex=True, layout="constrained"
+    )
     for row, name in zip(axes, names, strict=True):
-        for advantage, colour, label in ((1.0, "#1b7f5c", "advantage +1"), (-1.0, "#b3432b", "advantage −1")):
+        for advantage, colour, label in (
+            (1.0, "#1b7f5c", "advantage +1"),
+            (-1.0, "#b3432b", "advantage −1"),
+        ):
             loss, gradient = per_token(pl.preset(name), ratio, advantage)
             row[0].plot(ratio, loss, color=colour, label=label)
             row[1].plot(ratio, gradient, color=colour, label=label)
@@ -76,12 +83,27 @@ def batch() -> dict[str, Any]:
     mask = torch.arange(24) < torch.tensor([24, 17, 9, 20])[:, None]
     rewards, group_ids = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
     advantages = pl.advantage.grpo(rewards, group_ids)
-    return {"logp": logp, "old_logp": old, "rollout_logp": rollout, "mask": mask, "advantages": advantages}
+    return {
+        "logp": logp,
+        "old_logp": old,
+        "rollout_logp": rollout,
+        "mask": mask,
+        "advantages": advantages,
+    }
 
 
 def numbers(names: tuple[str, ...]) -> str:
     """A table of what each loss says about the same batch."""
-    shown = ("loss", "clip_fraction", "ratio_mean", "ratio_max", "ratio_min", "kl_old_k3", "kl_rollout_k3", "nonfinite_tokens")
+    shown = (
+        "loss",
+        "clip_fraction",
+        "ratio_mean",
+        "ratio_max",
+        "ratio_min",
+        "kl_old_k3",
+        "kl_rollout_k3",
+        "nonfinite_tokens",
+    )
     columns = []
     for name in names:
         data = batch()
@@ -96,9 +118,13 @@ def numbers(names: tuple[str, ...]) -> str:
 def page(png: bytes, table: str, names: tuple[str, ...]) -> str:
     """One self-contained HTML file."""
     picture = base64.b64encode(png).decode()
-    cards = "".join(f"<h2>{html.escape(n)}</h2><pre>{html.escape(str(pl.explain(n)))}</pre>" for n in names)
+    cards = "".join(
+        f"<h2>{html.escape(n)}</h2><pre>{html.escape(str(pl.explain(n)))}</pre>" for n in names
+    )
     style = "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    style += "pre{background:#f6f6f4;padding:1rem;overflow-x:auto;font-size:13px}img{max-width:100%}"
+    style += (
+        "pre{background:#f6f6f4;padding:1rem;overflow-x:auto;font-size:13px}img{max-width:100%}"
+    )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>policyloss: a tour</title><style>{style}</style>"
         "<h1>Three losses, one token</h1><p>The same token under three trust regions: what it costs, and how hard it is pushed, as "
@@ -110,8 +136,12 @@ def page(png: bytes, table: str, names: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for tour.png and tour.html")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for tour.png and tour.html"
+    )
     args = parser.parse_args()
     print(f"policyloss {pl.__version__}: {len(pl.presets())} presets\n")
     print(pl.explain(NAMES[0]))
@@ -122,7 +152,9 @@ def main() -> None:
     png = draw(NAMES)
     write_output(args.out / "tour.png", png)
     write_output(args.out / "tour.html", page(png, table, NAMES).encode())
-    print(f"Wrote {args.out / 'tour.png'} and {args.out / 'tour.html'}: open the page in a browser.")
+    print(
+        f"Wrote {args.out / 'tour.png'} and {args.out / 'tour.html'}: open the page in a browser."
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # decided when triton is imported, which some libraries do by themselves
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # decided when triton is imported, which some libraries do by themselves
+    )
 
 torch.set_num_threads(1)
 

@@ -10,4 +10,8 @@ from conformance.suite import Function
 
 def functions(peer: Peer) -> list[Function]:
     """Everything that is compared with this framework, at any release."""
-    return [function for module in peer.modules for function in importlib.import_module(f"conformance.peers.{module}").FUNCTIONS]
+    return [
+        function
+        for module in peer.modules
+        for function in importlib.import_module(f"conformance.peers.{module}").FUNCTIONS
+    ]

@@ -31,7 +31,10 @@ def _cases() -> list[dict[str, Any]]:
 def _inputs(batch: Batch, options: Options) -> Inputs:
     """What was recorded, in the precision under test; nothing of the drawn batch."""
     recorded: Inputs = _cases()[options["case"]]["inputs"]
-    return {name: torch.tensor(x, dtype=batch.dtype) if isinstance(x, list) else x for name, x in recorded.items()}
+    return {
+        name: torch.tensor(x, dtype=batch.dtype) if isinstance(x, list) else x
+        for name, x in recorded.items()
+    }
 
 
 def _leaf(inputs: Inputs) -> str:
@@ -42,7 +45,10 @@ def _theirs(inputs: Inputs, options: Options) -> Outputs:
     """The numbers that were recorded; the loss has the gradient that was recorded with it."""
     leaf = inputs[_leaf(inputs)]
     recorded: Outputs = _cases()[options["case"]]["outputs"]
-    found: Outputs = {name: x if isinstance(x, bool) else torch.tensor(x, dtype=leaf.dtype) for name, x in recorded.items()}
+    found: Outputs = {
+        name: x if isinstance(x, bool) else torch.tensor(x, dtype=leaf.dtype)
+        for name, x in recorded.items()
+    }
     gradient = found.pop(f"grad_{_leaf(inputs)}")
     return {**found, "loss": with_known_gradient(leaf, found["loss"], gradient)}
 

@@ -15,8 +15,25 @@ from policyloss.compat import openrlhf as ours
 from policyloss.compat.releases import at_least
 
 CURRENT = ("0.11.2",)
-WITH_COUNTS = ("0.10.3", "0.10.4", "0.11.0", "0.11.1")  # the older correction arguments, the counts of the step in forward()
-WITHOUT_COUNTS = ("0.9.3", "0.9.4", "0.9.5", "0.9.6", "0.9.7", "0.9.8", "0.9.9", "0.9.10", "0.10.0", "0.10.1", "0.10.2")
+WITH_COUNTS = (
+    "0.10.3",
+    "0.10.4",
+    "0.11.0",
+    "0.11.1",
+)  # the older correction arguments, the counts of the step in forward()
+WITHOUT_COUNTS = (
+    "0.9.3",
+    "0.9.4",
+    "0.9.5",
+    "0.9.6",
+    "0.9.7",
+    "0.9.8",
+    "0.9.9",
+    "0.9.10",
+    "0.10.0",
+    "0.10.1",
+    "0.10.2",
+)
 SCALAR = ("0.9.0",)  # the threshold is one number, and there is one type of correction
 UNBIASED = ("0.11.1", "0.11.2")
 NAMES = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
@@ -24,7 +41,12 @@ COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 # The correction arguments: 0.11.2's, and those of earlier releases.
 GATES: list[Options] = [{}] + [
-    {"is_correction_level": level, "is_correction_mode": mode, "is_correction_gating": gating, "is_correction_threshold": threshold}
+    {
+        "is_correction_level": level,
+        "is_correction_mode": mode,
+        "is_correction_gating": gating,
+        "is_correction_threshold": threshold,
+    }
     for level, mode, gating, threshold in (
         ("token", "mask", "ratio", [0.5, 5.0]),
         ("token", "mask", "ratio", [0.9, 1.1]),
@@ -42,18 +64,29 @@ GATES: list[Options] = [{}] + [
     )
 ]
 VLLM: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
-    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": threshold, "vllm_is_correction_type": kind}
-    for kind, threshold in product(("tis", "icepop", "seq-mask-tis"), ([0.5, 5.0], [0.9, 1.1], [0.99, 1.01]))
+    {
+        "enable_vllm_is_correction": True,
+        "vllm_is_truncated_threshold": threshold,
+        "vllm_is_correction_type": kind,
+    }
+    for kind, threshold in product(
+        ("tis", "icepop", "seq-mask-tis"), ([0.5, 5.0], [0.9, 1.1], [0.99, 1.01])
+    )
 ]
 SCALARS: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
-    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": cap} for cap in (0.9, 1.0, 2.0)
+    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": cap}
+    for cap in (0.9, 1.0, 2.0)
 ]
 # What OpenRLHF refuses, and we do too.
 WRONG: list[Options] = [
     {"is_correction_level": "sequence"},
     {"is_correction_level": "seq", "is_correction_mode": "clip"},
     {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_gating": "tv"},
-    {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": [0.5, 5.0]},
+    {
+        "is_correction_level": "token",
+        "is_correction_gating": "tv",
+        "is_correction_threshold": [0.5, 5.0],
+    },
     {"policy_loss_type": "grpo"},
     {"dual_clip": 1.0},
 ]
@@ -69,9 +102,23 @@ def _options(corrections: list[Options], counts: tuple[bool, ...]) -> list[Optio
         if kind == "gspo" and words not in corrections[:3]:
             continue  # GSPO asks only whether there is a correction
         sizing = {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": dual}
-        found.append({"init": {**sizing, "token_level_loss": token_level, "policy_loss_type": kind, **words}, "counts": counted})
-    for token_level, counted, mask, words in product((True, False), counts, ("bool", "int64", None), corrections):
-        found.append({"init": {"token_level_loss": token_level, **words}, "counts": counted, "mask": mask})
+        found.append(
+            {
+                "init": {
+                    **sizing,
+                    "token_level_loss": token_level,
+                    "policy_loss_type": kind,
+                    **words,
+                },
+                "counts": counted,
+            }
+        )
+    for token_level, counted, mask, words in product(
+        (True, False), counts, ("bool", "int64", None), corrections
+    ):
+        found.append(
+            {"init": {"token_level_loss": token_level, **words}, "counts": counted, "mask": mask}
+        )
     return found
 
 
@@ -86,7 +133,11 @@ def _counts(batch: Batch, options: Options) -> Inputs:
     """Counts of a step that this batch is a part of."""
     if not options.get("counts"):
         return {}
-    return {"dp_size": 3, "batch_num_tokens": 2.5 * float(batch.mask.sum()) + 7, "global_batch_size": 2 * batch.mask.shape[0] + 1}
+    return {
+        "dp_size": 3,
+        "batch_num_tokens": 2.5 * float(batch.mask.sum()) + 7,
+        "global_batch_size": 2 * batch.mask.shape[0] + 1,
+    }
 
 
 def _policy_inputs(batch: Batch, options: Options) -> Inputs:
@@ -128,7 +179,9 @@ def _installed_policy_loss(inputs: Inputs, options: Options) -> Outputs:
     """What OpenRLHF itself makes after `install()`."""
     ours.install(current())
     try:
-        loss = importlib.import_module("openrlhf.models").PolicyLoss(**_their_words(options["init"]))
+        loss = importlib.import_module("openrlhf.models").PolicyLoss(
+            **_their_words(options["init"])
+        )
         assert isinstance(loss, ours.PolicyLoss), "openrlhf.models.PolicyLoss is ours now"
         return _named(loss(**inputs))
     finally:
@@ -146,11 +199,25 @@ def _policy_defects(options: Options, inputs: Inputs) -> list[Defect]:
     by_sample = not init.get("token_level_loss", True) or init.get("policy_loss_type") == "gspo"
     found = []
     if not mask.any():
-        shares = [name for name in NAMES[1:] if not (name == "is_filter_ratio" and init.get("is_correction_level") == "seq")]
+        shares = [
+            name
+            for name in NAMES[1:]
+            if not (name == "is_filter_ratio" and init.get("is_correction_level") == "seq")
+        ]
         outputs = shares if options.get("counts") else ["loss", GRADIENT, *shares]
-        found.append(Defect(NOTHING, "a loss of 0 with a zero gradient; means of nothing are 0", tuple(outputs)))
+        found.append(
+            Defect(
+                NOTHING, "a loss of 0 with a zero gradient; means of nothing are 0", tuple(outputs)
+            )
+        )
     elif by_sample and not at_least(current(), "0.10.3") and not mask.any(-1).all():
-        found.append(Defect(EMPTY_ROW, "such a sample is left out of the mean, as OpenRLHF does from 0.10.3", ("loss", GRADIENT)))
+        found.append(
+            Defect(
+                EMPTY_ROW,
+                "such a sample is left out of the mean, as OpenRLHF does from 0.10.3",
+                ("loss", GRADIENT),
+            )
+        )
     return found
 
 
@@ -171,12 +238,18 @@ def _loss_defects(options: Options, inputs: Inputs) -> list[Defect]:
     """For what gives the loss alone."""
     named = {"action_mask": inputs.get("action_mask", inputs.get("loss_mask"))}
     whole = {"init": options.get("init", options), "counts": options.get("counts")}
-    return [d for d in _policy_defects(whole, named) if d.outputs is not None and "loss" in d.outputs]
+    return [
+        d for d in _policy_defects(whole, named) if d.outputs is not None and "loss" in d.outputs
+    ]
 
 
 def _value_options(counts: tuple[bool, ...]) -> list[Options]:
     return [
-        {"init": {"clip_eps": clip, "token_level_loss": token_level}, "counts": counted, "mask": mask}
+        {
+            "init": {"clip_eps": clip, "token_level_loss": token_level},
+            "counts": counted,
+            "mask": mask,
+        }
         for clip, token_level, counted, mask in product(
             (None, 0.1, 0.5), (True, False), counts, ("as the rest", "bool", "int64", None)
         )
@@ -188,7 +261,9 @@ def _aggregate_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def _their_aggregate(inputs: Inputs, options: Options) -> Outputs:
-    return {"loss": _theirs("aggregate_loss")(**inputs, token_level_loss=options["token_level_loss"])}
+    return {
+        "loss": _theirs("aggregate_loss")(**inputs, token_level_loss=options["token_level_loss"])
+    }
 
 
 def _our_aggregate(inputs: Inputs, options: Options) -> Outputs:
@@ -222,27 +297,43 @@ def _kl_defects(options: Options, inputs: Inputs) -> list[Defect]:
         return []
     if options.get("unbiased_gradient"):
         d = inputs["log_probs"] - inputs["log_probs_base"]
-        w = (inputs["log_probs"] - inputs["log_probs_old"]).exp().clamp(max=10) if options.get("old") else torch.ones(())
+        w = (
+            (inputs["log_probs"] - inputs["log_probs_old"]).exp().clamp(max=10)
+            if options.get("old")
+            else torch.ones(())
+        )
         if wide or (w * d**2 / 2).max() > 8:
             return [Defect(ROUNDED, "the estimator's value as it is", ("loss",))]
     return []
 
 
-def _policy(name: str, options: list[Options], releases: tuple[str, ...], **changes: Any) -> Function:
-    fields: dict[str, Any] = {"ours": _our_policy_loss, "theirs": _their_policy_loss, "differentiate": ("log_probs",)}
+def _policy(
+    name: str, options: list[Options], releases: tuple[str, ...], **changes: Any
+) -> Function:
+    fields: dict[str, Any] = {
+        "ours": _our_policy_loss,
+        "theirs": _their_policy_loss,
+        "differentiate": ("log_probs",),
+    }
     fields |= {"defect": _policy_defects, "releases": releases, **changes}
     return Function(name, options, _policy_inputs, **fields)
 
 
 def _few(corrections: list[Options]) -> list[Options]:
     return [
-        {"init": {"policy_loss_type": kind, "token_level_loss": token_level, **words}, "counts": False}
+        {
+            "init": {"policy_loss_type": kind, "token_level_loss": token_level, **words},
+            "counts": False,
+        }
         for kind, token_level, words in product(("ppo", "gspo"), (True, False), corrections)
     ]
 
 
 _WRONG: list[Options] = [{"init": init, "counts": False} for init in WRONG]
-_INSTALLED: dict[str, Any] = {"ours": _installed_policy_loss, "kinds": ("ragged", "empty_rows", "extreme")}
+_INSTALLED: dict[str, Any] = {
+    "ours": _installed_policy_loss,
+    "kinds": ("ragged", "empty_rows", "extreme"),
+}
 ESTIMATORS: list[Options] = [{"kl_estimator": name} for name in ("k1", "k2", "k3", "k4")]
 
 FUNCTIONS = [
@@ -252,7 +343,12 @@ FUNCTIONS = [
     _policy("PolicyLoss", _options(SCALARS, (False,)), SCALAR),
     _policy("install(): openrlhf.models.PolicyLoss", _few(SCALARS), SCALAR, **_INSTALLED),
     _policy("install(): openrlhf.models.PolicyLoss", _few(GATES), CURRENT, **_INSTALLED),
-    _policy("install(): openrlhf.models.PolicyLoss", _few(VLLM), (*WITHOUT_COUNTS, *WITH_COUNTS), **_INSTALLED),
+    _policy(
+        "install(): openrlhf.models.PolicyLoss",
+        _few(VLLM),
+        (*WITHOUT_COUNTS, *WITH_COUNTS),
+        **_INSTALLED,
+    ),
     *(
         Function(
             "ValueLoss",
@@ -264,13 +360,18 @@ FUNCTIONS = [
             releases=releases,
             defect=_loss_defects,
         )
-        for counts, releases in (((False, True), (*WITH_COUNTS, *CURRENT)), ((False,), (*SCALAR, *WITHOUT_COUNTS)))
+        for counts, releases in (
+            ((False, True), (*WITH_COUNTS, *CURRENT)),
+            ((False,), (*SCALAR, *WITHOUT_COUNTS)),
+        )
     ),
     Function(
         "aggregate_loss",
         [
             {"token_level_loss": token_level, "counts": counted, "mask": mask}
-            for token_level, counted, mask in product((True, False), (False, True), ("as the rest", "bool", "int64", None))
+            for token_level, counted, mask in product(
+                (True, False), (False, True), ("as the rest", "bool", "int64", None)
+            )
         ],
         _aggregate_inputs,
         _our_aggregate,
@@ -291,7 +392,10 @@ FUNCTIONS = [
     ),
     Function(
         "compute_approx_kl(unbiased_gradient=True)",
-        [{**words, "unbiased_gradient": True, "old": old} for words, old in product(ESTIMATORS, (False, True))],
+        [
+            {**words, "unbiased_gradient": True, "old": old}
+            for words, old in product(ESTIMATORS, (False, True))
+        ],
         _kl_inputs,
         _our_kl,
         _their_kl,

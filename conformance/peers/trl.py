@@ -58,11 +58,20 @@ def _options(loss_type: str) -> list[Options]:
     kls = ((0.0, True), (0.04, False), (0.04, True))
     modes = (None, *(mode for mode in MODES if loss_type != "vespo" or mode.startswith("token")))
     combinations = product(("token", "sequence"), deltas, kls, (None, 0.1), modes)
-    return [_option(loss_type, *chosen, Random(f"{loss_type} {i}")) for i, chosen in enumerate(combinations)]
+    return [
+        _option(loss_type, *chosen, Random(f"{loss_type} {i}"))
+        for i, chosen in enumerate(combinations)
+    ]
 
 
 def _option(
-    loss_type: str, level: str, delta: float | None, kl: tuple[float, bool], drift: float | None, mode: str | None, draw: Random
+    loss_type: str,
+    level: str,
+    delta: float | None,
+    kl: tuple[float, bool],
+    drift: float | None,
+    mode: str | None,
+    draw: Random,
 ) -> Options:
     low, high = draw.choice(BANDS)
     calls, generated, processes = draw.choice(STEPS)
@@ -85,7 +94,9 @@ def _option(
     }
     if mode is not None:
         chosen["use_vllm"], chosen["vllm_importance_sampling_mode"] = True, mode
-        chosen["vllm_importance_sampling_clip_min"], chosen["vllm_importance_sampling_clip_max"] = draw.choice(BOUNDS)
+        chosen["vllm_importance_sampling_clip_min"], chosen["vllm_importance_sampling_clip_max"] = (
+            draw.choice(BOUNDS)
+        )
     if loss_type == "sapo":
         chosen["sapo_temperature_pos"], chosen["sapo_temperature_neg"] = draw.choice(TEMPERATURES)
     if loss_type == "vespo":
@@ -105,7 +116,9 @@ def _inputs(batch: Batch, options: Options) -> Inputs:
         "ref_logp": batch.logp + near * (batch.ref_logp - batch.logp),
         "entropy": batch.entropy,
         # One advantage per sequence, as TRL's own, where the batch has that; else one per token, as its subclasses may give.
-        "advantages": batch.advantages[:, 0].clone() if batch.kind == "sequence_advantages" else batch.advantages,
+        "advantages": batch.advantages[:, 0].clone()
+        if batch.kind == "sequence_advantages"
+        else batch.advantages,
         "mask": batch.mask,
         "unscored": (torch.rand(batch.mask.shape, generator=g) < 0.15).to(batch.dtype),
         "num_items": int(batch.mask.sum()) + elsewhere,
@@ -120,12 +133,21 @@ def _nearness(batch: Batch, options: Options) -> float:
     add in the same order, which they do where the ratio is per token and alone carries the surrogate's gradient.
     """
     weighted = options["beta"] != 0.0 and options["use_bias_correction_kl"]
-    other_order = options["loss_type"] in ("cispo", "vespo") or options["importance_sampling_level"] == "sequence"
-    return 1 / 6 if batch.kind == "extreme" and batch.dtype == torch.float32 and weighted and other_order else 1.0
+    other_order = (
+        options["loss_type"] in ("cispo", "vespo")
+        or options["importance_sampling_level"] == "sequence"
+    )
+    return (
+        1 / 6
+        if batch.kind == "extreme" and batch.dtype == torch.float32 and weighted and other_order
+        else 1.0
+    )
 
 
 def _config(options: Options, defaults: dict[str, Any]) -> SimpleNamespace:
-    return SimpleNamespace(**{**defaults, **{name: x for name, x in options.items() if name not in OURS_ALONE}})
+    return SimpleNamespace(
+        **{**defaults, **{name: x for name, x in options.items() if name not in OURS_ALONE}}
+    )
 
 
 def _trainer_inputs(inputs: Inputs, options: Options, config: Any) -> dict[str, Any]:
@@ -148,7 +170,9 @@ def _trainer_inputs(inputs: Inputs, options: Options, config: Any) -> dict[str, 
         made["old_per_token_logps"] = inputs["old_logp"]
     if config.use_vllm:
         unscored = options["unscored"] and inputs["unscored"].bool()
-        made["sampling_per_token_logps"] = torch.where(torch.as_tensor(unscored), torch.nan, inputs["rollout_logp"])
+        made["sampling_per_token_logps"] = torch.where(
+            torch.as_tensor(unscored), torch.nan, inputs["rollout_logp"]
+        )
     return made
 
 
@@ -173,7 +197,13 @@ def _ours_with_bonus(inputs: Inputs, options: Options) -> Outputs:
     """The spec and the totals given to `policy_loss` itself, the entropies with their gradient."""
     config, current = _config(options, DEFAULTS), release.current()
     made = _trainer_inputs(inputs, options, config)
-    totals = totals_for(config, inputs["mask"], made["num_items_in_batch"], num_processes=options["processes"], release=current)
+    totals = totals_for(
+        config,
+        inputs["mask"],
+        made["num_items_in_batch"],
+        num_processes=options["processes"],
+        release=current,
+    )
     out = policy_loss(
         spec_from_config(config, release=current),
         inputs["logp"],
@@ -183,7 +213,10 @@ def _ours_with_bonus(inputs: Inputs, options: Options) -> Outputs:
         entropy=inputs["entropy"],
         totals=totals,
     )
-    return {"loss": out.loss, **{name: _mean(name, out.metrics[METRICS[name]]) for name in _comparable(config)}}
+    return {
+        "loss": out.loss,
+        **{name: _mean(name, out.metrics[METRICS[name]]) for name in _comparable(config)},
+    }
 
 
 def _mean(name: str, record: Any) -> float:
@@ -199,14 +232,21 @@ def _comparable(config: Any) -> list[str]:
     if config.beta != 0.0:
         names.append("kl")
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    if config.loss_type in CLIPPED and config.importance_sampling_level == "token" and (config.delta or math.inf) > 1 + high:
+    if (
+        config.loss_type in CLIPPED
+        and config.importance_sampling_level == "token"
+        and (config.delta or math.inf) > 1 + high
+    ):
         names += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
     return names
 
 
 def _theirs(inputs: Inputs, options: Options) -> Outputs:
-    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer  # noqa: N806
-    config = _config(options, {f.name: f.default for f in fields(import_module("trl.trainer.grpo_config").GRPOConfig)})
+    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    config = _config(
+        options,
+        {f.name: f.default for f in fields(import_module("trl.trainer.grpo_config").GRPOConfig)},
+    )
     made = _trainer_inputs(inputs, options, config)
     trainer = _stand_in(GRPOTrainer, config, inputs, options)
     if trainer.use_vllm:
@@ -218,9 +258,24 @@ def _theirs(inputs: Inputs, options: Options) -> Outputs:
 
 def _stand_in(trainer_class: Any, config: Any, inputs: Inputs, options: Options) -> SimpleNamespace:
     """What `_compute_loss` asks of the trainer: what it takes from the config, a model's answer, and one process's accelerator."""
-    forward = (inputs["logp"], inputs["entropy"], *((None,) if _returns_router_loss(trainer_class) else ()))
-    same = ("use_vllm", "loss_type", "importance_sampling_level", "beta", "off_policy_mask_threshold", "max_completion_length")
-    vllm = {name: value for name, value in vars(config).items() if name.startswith("vllm_importance_sampling_")}
+    forward = (
+        inputs["logp"],
+        inputs["entropy"],
+        *((None,) if _returns_router_loss(trainer_class) else ()),
+    )
+    same = (
+        "use_vllm",
+        "loss_type",
+        "importance_sampling_level",
+        "beta",
+        "off_policy_mask_threshold",
+        "max_completion_length",
+    )
+    vllm = {
+        name: value
+        for name, value in vars(config).items()
+        if name.startswith("vllm_importance_sampling_")
+    }
     return SimpleNamespace(
         **{name: getattr(config, name) for name in same},
         **vllm,
@@ -235,7 +290,10 @@ def _stand_in(trainer_class: Any, config: Any, inputs: Inputs, options: Options)
         _entropy_bonus_enabled=config.entropy_coef != 0.0,
         model=SimpleNamespace(training=options["training"]),
         accelerator=SimpleNamespace(
-            num_processes=options["processes"], gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+            num_processes=options["processes"],
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            sync_gradients=True,
         ),
         get_off_policy_mask=trainer_class.get_off_policy_mask,
         get_gamma_weights=trainer_class.get_gamma_weights,
@@ -253,9 +311,13 @@ def _returns_router_loss(trainer_class: Any) -> bool:
 @cache
 def _importance_code(trainer_class: Any) -> CodeType:
     """TRL's lines that make the weights: the `if` of `_generate_and_score_completions` in which their ratio is assigned."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(trainer_class._generate_and_score_completions)))
+    tree = ast.parse(
+        textwrap.dedent(inspect.getsource(trainer_class._generate_and_score_completions))
+    )
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "vllm_importance_sampling_correction" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "vllm_importance_sampling_correction" in ast.unparse(
+            node.test
+        ):
             body = "\n".join(ast.unparse(line) for line in node.body)
             if "vllm_importance_sampling_ratio = torch.exp" in body:
                 return compile(body, "trl: importance weights", "exec")
@@ -287,30 +349,55 @@ LOST_GRADIENT = Defect(
 
 def _defect(options: Options, inputs: Inputs) -> Defect | None:
     """Far from the reference, with no clamp, the KL's two terms are huge and cancel; what is added to one before that is lost."""
-    if options["loss_type"] != "vespo" or options["beta"] == 0.0 or not options["use_bias_correction_kl"]:
+    if (
+        options["loss_type"] != "vespo"
+        or options["beta"] == 0.0
+        or not options["use_bias_correction_kl"]
+    ):
         return None
     logp, mask, dtype = inputs["logp"].double(), inputs["mask"].double(), inputs["logp"].dtype
-    old = logp if options["on_policy"] and not options.get("use_vllm") else inputs["old_logp"].double()
+    old = (
+        logp
+        if options["on_policy"] and not options.get("use_vllm")
+        else inputs["old_logp"].double()
+    )
     log_ratio = (logp - old) * mask
     if options["importance_sampling_level"] == "sequence":
         log_ratio = (log_ratio.sum(-1) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
-    term = options["beta"] * (log_ratio + inputs["ref_logp"].double() - logp).exp() / mask.sum().clamp(min=1)
+    term = (
+        options["beta"]
+        * (log_ratio + inputs["ref_logp"].double() - logp).exp()
+        / mask.sum().clamp(min=1)
+    )
     if (term * mask).max() * torch.finfo(dtype).eps < TOLERANCE[dtype]:
         return None
     return LOST_GRADIENT
 
 
 def _function(name: str, options: list[Options], **others: Any) -> Function:
-    return Function(name, options, _inputs, _ours, _theirs, differentiate=("logp",), defect=_defect, **others)
+    return Function(
+        name, options, _inputs, _ours, _theirs, differentiate=("logp",), defect=_defect, **others
+    )
 
 
 def _far_function() -> Function:
     """CISPO at a log-ratio of 80 to the old policy, the reference being the policy itself, as at the start of a run."""
-    near = [o for o in _options("cispo") if o["beta"] and o["use_bias_correction_kl"] and not o.get("use_vllm")]
-    options = [{**o, "on_policy": False, "off_policy_mask_threshold": None, "epsilon_high": 5.0} for o in near]
+    near = [
+        o
+        for o in _options("cispo")
+        if o["beta"] and o["use_bias_correction_kl"] and not o.get("use_vllm")
+    ]
+    options = [
+        {**o, "on_policy": False, "off_policy_mask_threshold": None, "epsilon_high": 5.0}
+        for o in near
+    ]
 
     def inputs(batch: Batch, options: Options) -> Inputs:
-        return {**_inputs(batch, options), "old_logp": batch.logp - 80.0, "ref_logp": batch.logp.clone()}
+        return {
+            **_inputs(batch, options),
+            "old_logp": batch.logp - 80.0,
+            "ref_logp": batch.logp.clone(),
+        }
 
     return Function(
         "GRPOTrainer cispo, log-ratio 80",
@@ -325,13 +412,17 @@ def _far_function() -> Function:
 
 def _bonus_function() -> Function:
     name, differentiated = "GRPOTrainer bnpo, entropy bonus", ("logp", "entropy")
-    return Function(name, _with_bonus(), _inputs, _ours_with_bonus, _theirs, differentiate=differentiated)
+    return Function(
+        name, _with_bonus(), _inputs, _ours_with_bonus, _theirs, differentiate=differentiated
+    )
 
 
 def _some(loss_type: str) -> list[Options]:
     """A quarter of the options, or half where there are few."""
     options = [option for option in _options(loss_type) if not _may_overflow(option)]
-    return Random(f"some {loss_type}").sample(options, len(options) // (4 if loss_type in CLIPPED else 2))
+    return Random(f"some {loss_type}").sample(
+        options, len(options) // (4 if loss_type in CLIPPED else 2)
+    )
 
 
 def _may_overflow(options: Options) -> bool:
@@ -342,7 +433,11 @@ def _may_overflow(options: Options) -> bool:
 
 def _with_bonus() -> list[Options]:
     """A policy loss that is averaged as TRL averages its entropy bonus, so that one spec holds both."""
-    plain = [o for o in _options("bnpo") if o["beta"] == 0.0 and not o.get("use_vllm") and o["training"] and not o["on_policy"]]
+    plain = [
+        o
+        for o in _options("bnpo")
+        if o["beta"] == 0.0 and not o.get("use_vllm") and o["training"] and not o["on_policy"]
+    ]
     return [{**option, "entropy_coef": coef} for option in plain for coef in (0.01, -0.3)]
 
 
@@ -352,7 +447,12 @@ FUNCTIONS = [
     _bonus_function(),
     _far_function(),
     *(
-        _function(f"GRPOTrainer {name}, all options", _options(name), kinds=("ragged",), releases=("1.16.0",))
+        _function(
+            f"GRPOTrainer {name}, all options",
+            _options(name),
+            kinds=("ragged",),
+            releases=("1.16.0",),
+        )
         for name in LOSS_TYPES
     ),
 ]

@@ -51,7 +51,9 @@ def more_rows(batch: Batch, groups: str) -> Batch:
     """The batch, or for "large" groups four times its rows: new rewards, the masks again."""
     if groups != "large":
         return batch
-    rewards = torch.randn(4 * len(batch.mask), batch.mask.shape[1], generator=batch.generator(1), dtype=torch.float64)
+    rewards = torch.randn(
+        4 * len(batch.mask), batch.mask.shape[1], generator=batch.generator(1), dtype=torch.float64
+    )
     again = {name: getattr(batch, name).repeat(4, 1) for name in ("mask", "old_logp", "values")}
     return replace(batch, rewards=rewards.to(batch.dtype), **again)
 
@@ -59,7 +61,12 @@ def more_rows(batch: Batch, groups: str) -> Batch:
 def labels(batch: Batch, groups: str) -> list[str]:
     """One label per row, in no order; equal labels are a group."""
     rows = len(batch.rewards)
-    sizes = {"pairs": [2] * (rows // 2 - 1) + [2 + rows % 2], "one": [rows], "large": [rows - 2, 2], "mixed": [1, rows - 1]}[groups]
+    sizes = {
+        "pairs": [2] * (rows // 2 - 1) + [2 + rows % 2],
+        "one": [rows],
+        "large": [rows - 2, 2],
+        "mixed": [1, rows - 1],
+    }[groups]
     names = [f"uid-{7 * i % 5}-{i}" for i, size in enumerate(sizes) for _ in range(size)]
     return [names[i] for i in torch.randperm(rows, generator=batch.generator(2)).tolist()]
 
@@ -91,7 +98,10 @@ def mask_of(batch: Batch, options: Options) -> Tensor:
 
 def ungrouped(batch: Batch, options: Options) -> Inputs:
     """Rewards and mask."""
-    return {"token_level_rewards": token_rewards(batch, options["rewards"]), "response_mask": mask_of(batch, options)}
+    return {
+        "token_level_rewards": token_rewards(batch, options["rewards"]),
+        "response_mask": mask_of(batch, options),
+    }
 
 
 def gae_inputs(batch: Batch, options: Options) -> Inputs:
@@ -110,9 +120,13 @@ def otb_inputs(batch: Batch, options: Options) -> Inputs:
     batch = more_rows(batch, options["groups"])
     g, pi = batch.generator(3), batch.old_logp.double().exp()
     inputs["old_log_probs"] = batch.old_logp
-    inputs["sum_pi_squared"] = (pi**2 + (1 - pi) ** 2 * torch.rand(pi.shape, generator=g, dtype=torch.float64)).to(batch.dtype)
+    inputs["sum_pi_squared"] = (
+        pi**2 + (1 - pi) ** 2 * torch.rand(pi.shape, generator=g, dtype=torch.float64)
+    ).to(batch.dtype)
     if options["weights"]:
-        inputs["rollout_is_weights"] = (2 * torch.rand(pi.shape, generator=g, dtype=torch.float64)).to(batch.dtype)
+        inputs["rollout_is_weights"] = (
+            2 * torch.rand(pi.shape, generator=g, dtype=torch.float64)
+        ).to(batch.dtype)
     return inputs
 
 
@@ -121,20 +135,36 @@ def gdpo_inputs(batch: Batch, options: Options) -> Inputs:
     inputs = grouped(batch, options)
     rows = len(inputs["index"])
     for i in range(options["components"]):
-        inputs[f"reward_{i}"] = torch.randn(rows, generator=batch.generator(10 + i), dtype=torch.float64).tolist()
+        inputs[f"reward_{i}"] = torch.randn(
+            rows, generator=batch.generator(10 + i), dtype=torch.float64
+        ).tolist()
     return inputs
 
 
-def call(name: str, function: Callable[..., Any], inputs: Inputs, options: Options, as_index: Callable[[Any], Any]) -> Outputs:
+def call(
+    name: str,
+    function: Callable[..., Any],
+    inputs: Inputs,
+    options: Options,
+    as_index: Callable[[Any], Any],
+) -> Outputs:
     """The same call on either side: `as_index` makes of the labels what that side is given."""
-    given: dict[str, Any] = {key: x for key, x in inputs.items() if not key.startswith("reward_") or key == "reward_baselines"}
+    given: dict[str, Any] = {
+        key: x
+        for key, x in inputs.items()
+        if not key.startswith("reward_") or key == "reward_baselines"
+    }
     if "index" in given:
         given["index"] = as_index(given["index"])
     given |= options.get("arguments", {})
     if "config" in options:
         given["config"] = Bag(**options["config"])
-    if components := [key for key in inputs if key.startswith("reward_") and key != "reward_baselines"]:
-        given["config"] = Bag(gdpo_reward_keys=components, gdpo_reward_weights=options["reward_weights"])
+    if components := [
+        key for key in inputs if key.startswith("reward_") and key != "reward_baselines"
+    ]:
+        given["config"] = Bag(
+            gdpo_reward_keys=components, gdpo_reward_weights=options["reward_weights"]
+        )
         given["non_tensor_batch"] = {key: as_index(inputs[key]) for key in components}
         # A prompt of three tokens before the response; verl puts a reward on the last token of the response.
         attention = torch.nn.functional.pad(given["response_mask"].long(), (3, 0), value=1)
@@ -155,7 +185,10 @@ def no_length(options: Options, inputs: Inputs) -> Defect | None:
     """OPO divides by the group's number of tokens, which may be 0."""
     lengths = inputs["response_mask"].sum(-1).tolist()
     index: list[str] = inputs["index"]
-    tokens = {label: sum(n for n, other in zip(lengths, index, strict=True) if other == label) for label in index}
+    tokens = {
+        label: sum(n for n, other in zip(lengths, index, strict=True) if other == label)
+        for label in index
+    }
     if not any(tokens[label] == 0 and index.count(label) > 1 for label in index):
         return None
     return Defect(
@@ -164,7 +197,9 @@ def no_length(options: Options, inputs: Inputs) -> Defect | None:
     )
 
 
-def entry(name: str, options: list[Options], inputs: Callable[[Batch, Options], Inputs], **others: Any) -> Function:
+def entry(
+    name: str, options: list[Options], inputs: Callable[[Batch, Options], Inputs], **others: Any
+) -> Function:
     """One function of the registry. There are no gradients: advantages are constants of a step."""
 
     def theirs(given: Inputs, chosen: Options) -> Outputs:
@@ -176,32 +211,44 @@ def entry(name: str, options: list[Options], inputs: Callable[[Batch, Options], 
     def ours(given: Inputs, chosen: Options) -> Outputs:
         return call(name, ADVANTAGE_ESTIMATORS[name], given, chosen, list)
 
-    return Function(name=f"advantage {name}", options=options, inputs=inputs, ours=ours, theirs=theirs, **others)
+    return Function(
+        name=f"advantage {name}", options=options, inputs=inputs, ours=ours, theirs=theirs, **others
+    )
 
 
 EPSILONS: tuple[Options, ...] = ({}, {"epsilon": 1e-3})
 NORMS: tuple[Options, ...] = (*EPSILONS, {"norm_adv_by_std_in_grpo": False})
 TAILS: tuple[Options, ...] = ({}, {"handle_zero_tail": False, "epsilon": 1e-4})
 DISCOUNTS: tuple[Options, ...] = tuple(
-    {"gamma": gamma, "lam": lam} for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.95), (0.9, 0.0), (0.0, 0.5))
+    {"gamma": gamma, "lam": lam}
+    for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.95), (0.9, 0.0), (0.0, 0.5))
 )
 MASKED = grid(groups=GROUPS, rewards=("outcome",), mask=(INTEGER, "bool"))
 PLAIN = grid(groups=GROUPS, rewards=REWARDS) + MASKED
 NORMED = grid(groups=GROUPS, rewards=("tokens", "binary"), arguments=NORMS) + PLAIN
 COMPONENTS = grid(
-    groups=GROUPS, rewards=("outcome",), components=(3,), reward_weights=(None, [0.7, 0.1, 2.3]), mask=(None, INTEGER, "bool")
+    groups=GROUPS,
+    rewards=("outcome",),
+    components=(3,),
+    reward_weights=(None, [0.7, 0.1, 2.3]),
+    mask=(None, INTEGER, "bool"),
 )
-BASELINES = grid(groups=GROUPS, rewards=("tokens", "outcome"), weights=(False, True), arguments=TAILS) + grid(
-    groups=GROUPS, rewards=("tokens",), weights=(True,), mask=(INTEGER,)
-)
+BASELINES = grid(
+    groups=GROUPS, rewards=("tokens", "outcome"), weights=(False, True), arguments=TAILS
+) + grid(groups=GROUPS, rewards=("tokens",), weights=(True,), mask=(INTEGER,))
 
 FUNCTIONS: list[Function] = [
-    entry("gae", grid(rewards=("tokens", "close"), mask=(None, INTEGER), arguments=DISCOUNTS), gae_inputs),
+    entry(
+        "gae",
+        grid(rewards=("tokens", "close"), mask=(None, INTEGER), arguments=DISCOUNTS),
+        gae_inputs,
+    ),
     entry("grpo", NORMED, grouped),
     entry("grpo_vectorized", NORMED, grouped, releases=since("0.6.1")),
     entry(
         "gdpo",
-        grid(groups=GROUPS, rewards=("tokens", "binary"), components=(0,), arguments=NORMS) + COMPONENTS,
+        grid(groups=GROUPS, rewards=("tokens", "binary"), components=(0,), arguments=NORMS)
+        + COMPONENTS,
         gdpo_inputs,
         releases=since("0.7.1"),
     ),
@@ -217,7 +264,11 @@ FUNCTIONS: list[Function] = [
     entry("opo", PLAIN, grouped, defect=no_length),
     entry(
         "reinforce_plus_plus",
-        grid(rewards=REWARDS, mask=(None, INTEGER), config=tuple({"gamma": gamma} for gamma in (1.0, 0.99, 0.5, 0.0))),
+        grid(
+            rewards=REWARDS,
+            mask=(None, INTEGER),
+            config=tuple({"gamma": gamma} for gamma in (1.0, 0.99, 0.5, 0.0)),
+        ),
         ungrouped,
     ),
     entry("remax", grid(rewards=REWARDS, mask=(None, INTEGER, "bool")), remax_inputs, seeds=2),

@@ -16,16 +16,40 @@ from conformance.suite import Defect, Function, Inputs, Options, Outputs
 from policyloss.compat import verl as ours
 from policyloss.compat.releases import at_least
 
-AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 # What a step of four ranks might count; {} leaves the counting to the call.
-WHOLE_STEP = {"dp_size": 4, "batch_num_tokens": 217, "global_batch_size": 24, "loss_scale_factor": 9}
+WHOLE_STEP = {
+    "dp_size": 4,
+    "batch_num_tokens": 217,
+    "global_batch_size": 24,
+    "loss_scale_factor": 9,
+}
 BATCH_INFO: tuple[dict[str, Any], ...] = ({}, WHOLE_STEP)
 CLIPS: tuple[dict[str, Any], ...] = (
     {"clip_ratio": 0.2},
     {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.28, "clip_ratio_c": 1.4},
 )
-DEFAULTS = {"clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
-POLICY = {"clip_cov_ratio": 0.2, "clip_cov_lb": -1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7, "dro_beta": 0.3}
+DEFAULTS = {
+    "clip_ratio_low": None,
+    "clip_ratio_high": None,
+    "clip_ratio_c": 3.0,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}
+POLICY = {
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": -1.0,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 0.7,
+    "dro_beta": 0.3,
+}
 # When a loss joined the registry; "vanilla" and the others since 0.6.1 (0.5.0 has no config to read).
 SINCE = {"dppo_tv": "0.7.1", "dppo_kl": "0.7.1", "dro": "0.9.0", "bypass_mode": "0.7.1"}
 SINCE |= dict.fromkeys(("sapo", "cispo", "reinforce"), "0.7.0")
@@ -51,11 +75,18 @@ def config_of(options: Options) -> Any:
         kind = core().ActorConfig
     except ModuleNotFoundError:
         kind = Bag
-    config = kind.__new__(kind)  # the fields alone: to build one is to check settings of the trainer that no loss reads
+    config = kind.__new__(
+        kind
+    )  # the fields alone: to build one is to check settings of the trainer that no loss reads
     policy = {**POLICY, **options.get("policy", {})}
     if policy.get("rollout_correction") is not None:
         policy["rollout_correction"] = Bag(**policy["rollout_correction"])
-    fields = {**DEFAULTS, **options["clip"], "policy_loss": Bag(**policy), "global_batch_info": dict(options["info"])}
+    fields = {
+        **DEFAULTS,
+        **options["clip"],
+        "policy_loss": Bag(**policy),
+        "global_batch_info": dict(options["info"]),
+    }
     for name, value in fields.items():
         object.__setattr__(config, name, value)
     return config
@@ -84,32 +115,53 @@ def policy_inputs(batch: Batch, options: Options) -> Inputs:
 def registered(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
     """One call of a registry loss: its loss and its metrics. Seeded, because Clip-Cov draws."""
     torch.manual_seed(7)
-    loss, metrics = function(loss_agg_mode=options["loss_agg_mode"], config=config_of(options), **inputs, **extra)
+    loss, metrics = function(
+        loss_agg_mode=options["loss_agg_mode"], config=config_of(options), **inputs, **extra
+    )
     return {"loss": loss, **metrics}
 
 
 def ours_registered(inputs: Inputs, options: Options) -> Outputs:
     """Our function of that name, in the meaning of the release under test."""
-    function = ours.compute_policy_loss_reinforce if options["name"] == "reinforce" else ours.POLICY_LOSSES[options["name"]]
+    function = (
+        ours.compute_policy_loss_reinforce
+        if options["name"] == "reinforce"
+        else ours.POLICY_LOSSES[options["name"]]
+    )
     return registered(function, inputs, options, release=current())
 
 
 def their_registered(inputs: Inputs, options: Options) -> Outputs:
     """verl's function of that name."""
     name = options["name"]
-    function = core().compute_policy_loss_reinforce if name == "reinforce" else core().POLICY_LOSS_REGISTRY[name]
+    function = (
+        core().compute_policy_loss_reinforce
+        if name == "reinforce"
+        else core().POLICY_LOSS_REGISTRY[name]
+    )
     return registered(function, inputs, options)
 
 
 def nothing_valid(mask: torch.Tensor, mode: str, info: Options) -> Defect | None:
     """Whether verl divides by a count of 0."""
-    if not at_least(current(), "0.6.0") and mode == "seq-mean-token-mean" and not mask.any(-1).all():
-        return Defect("a row without valid tokens is 0/0 and makes the loss NaN up to 0.5.0", "the row counts, with mean 0")
+    if (
+        not at_least(current(), "0.6.0")
+        and mode == "seq-mean-token-mean"
+        and not mask.any(-1).all()
+    ):
+        return Defect(
+            "a row without valid tokens is 0/0 and makes the loss NaN up to 0.5.0",
+            "the row counts, with mean 0",
+        )
     if mask.any() or info or mode == "token-sum" or not at_least(current(), "0.7.0"):
         return None
     if mode == "seq-mean-token-sum-norm" and not at_least(current(), "0.7.1"):
         return None
-    return Defect("no valid token: verl divides 0 by 0 and returns NaN", "loss 0 with zero gradient", ("loss",))
+    return Defect(
+        "no valid token: verl divides 0 by 0 and returns NaN",
+        "loss 0 with zero gradient",
+        ("loss",),
+    )
 
 
 def info_defect(info: Options) -> Defect | None:
@@ -122,7 +174,9 @@ def info_defect(info: Options) -> Defect | None:
 def mode_defect(mode: str) -> Defect | None:
     """Whether the release under test lacks an aggregation."""
     if mode == "token-sum" and not at_least(current(), "0.9.0"):
-        return Defect("token-sum does not exist before 0.9.0", "the sum over tokens, as from 0.9.0 on")
+        return Defect(
+            "token-sum does not exist before 0.9.0", "the sum over tokens, as from 0.9.0 on"
+        )
     return None
 
 
@@ -133,14 +187,22 @@ def registry_defect(options: Options, inputs: Inputs) -> Defect | None:
         return None
     if name == "sapo" or (name == "gspo" and not at_least(current(), "0.9.1")):
         mode = "seq-mean-token-mean"
-    if name == "bypass_mode" and mask.any() and options["policy"]["rollout_correction"]["rollout_rs"]:
+    if (
+        name == "bypass_mode"
+        and mask.any()
+        and options["policy"]["rollout_correction"]["rollout_rs"]
+    ):
         correction = options["policy"]["rollout_correction"]
         log_ratio = inputs["log_prob"].detach() - inputs["old_log_prob"]
         bounds = correction["rollout_rs"], correction["rollout_rs_threshold"]
         mask, _ = ours.compute_rollout_rejection_mask(log_ratio, mask, *bounds, release=current())
     if name == "bypass_mode" and not inputs["response_mask"].any():
         return None  # both refuse
-    return info_defect(options["info"]) or mode_defect(mode) or nothing_valid(mask, mode, options["info"])
+    return (
+        info_defect(options["info"])
+        or mode_defect(mode)
+        or nothing_valid(mask, mode, options["info"])
+    )
 
 
 def registry_options(name: str) -> list[Options]:
@@ -151,7 +213,9 @@ def registry_options(name: str) -> list[Options]:
         for mode, info, clip, weights in combinations
     ]
     if name != "bypass_mode":
-        masks = [{**base[i], "mask": kind} for i, kind in product((0, 3, 13, 29), ("bool", "int64"))]
+        masks = [
+            {**base[i], "mask": kind} for i, kind in product((0, 3, 13, 29), ("bool", "int64"))
+        ]
         return [*base, *masks]
     rejections: tuple[Options, ...] = (
         {"rollout_rs": None, "rollout_rs_threshold": None},
@@ -159,7 +223,13 @@ def registry_options(name: str) -> list[Options]:
         {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1},
     )
     corrections = [
-        {"loss_type": kind, "rollout_is": level, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": normalise, **reject}
+        {
+            "loss_type": kind,
+            "rollout_is": level,
+            "rollout_is_threshold": 2.0,
+            "rollout_is_batch_normalize": normalise,
+            **reject,
+        }
         for kind, (level, normalise), reject in product(
             ("ppo_clip", "reinforce"),
             ((None, False), ("token", False), ("sequence", True)),
@@ -167,7 +237,10 @@ def registry_options(name: str) -> list[Options]:
         )
     ]
     plain = [o for o in base if not o["weights"] and o["clip"] is CLIPS[0]]
-    return [{**plain[i % len(plain)], "policy": {"rollout_correction": c}} for i, c in enumerate(corrections * 2)]
+    return [
+        {**plain[i % len(plain)], "policy": {"rollout_correction": c}}
+        for i, c in enumerate(corrections * 2)
+    ]
 
 
 def registry_function(name: str) -> Function:
@@ -196,7 +269,11 @@ def _agg_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def _agg(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
-    return {"loss": function(**inputs, loss_agg_mode=options["loss_agg_mode"], **options["info"], **extra)}
+    return {
+        "loss": function(
+            **inputs, loss_agg_mode=options["loss_agg_mode"], **options["info"], **extra
+        )
+    }
 
 
 def _agg_defect(options: Options, inputs: Inputs) -> Defect | None:
@@ -207,19 +284,37 @@ def _agg_defect(options: Options, inputs: Inputs) -> Defect | None:
 
 def _value_inputs(batch: Batch, options: Options) -> Inputs:
     if options.get("grid"):  # values that often lie exactly at the ends of the clip
-        values, old, returns = ((8 * x).round() / 8 for x in (batch.values, batch.old_values, batch.returns))
-        return {"vpreds": values, "returns": returns, "values": old, "response_mask": mask_of(batch, options)}
-    return {"vpreds": batch.values, "returns": batch.returns, "values": batch.old_values, "response_mask": mask_of(batch, options)}
+        values, old, returns = (
+            (8 * x).round() / 8 for x in (batch.values, batch.old_values, batch.returns)
+        )
+        return {
+            "vpreds": values,
+            "returns": returns,
+            "values": old,
+            "response_mask": mask_of(batch, options),
+        }
+    return {
+        "vpreds": batch.values,
+        "returns": batch.returns,
+        "values": batch.old_values,
+        "response_mask": mask_of(batch, options),
+    }
 
 
 def _value(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
-    settings = {"cliprange_value": options["cliprange_value"], "loss_agg_mode": options["loss_agg_mode"], **options["info"]}
+    settings = {
+        "cliprange_value": options["cliprange_value"],
+        "loss_agg_mode": options["loss_agg_mode"],
+        **options["info"],
+    }
     return dict(zip(("loss", "vf_clipfrac"), function(**inputs, **settings, **extra), strict=True))
 
 
 def _value_defect(options: Options, inputs: Inputs) -> Defect | None:
     if options["info"] and not at_least(current(), "0.9.0"):
-        return Defect("compute_value_loss takes no global counts before 0.9.0", "the counts are honoured")
+        return Defect(
+            "compute_value_loss takes no global counts before 0.9.0", "the counts are honoured"
+        )
     return _agg_defect(options, inputs)
 
 
@@ -233,7 +328,10 @@ def _kl(function: Any, inputs: Inputs, options: Options) -> Outputs:
 
 def _kl_defect(options: Options, inputs: Inputs) -> Defect | None:
     if options["kl_penalty"].endswith("+") and not at_least(current(), "0.8.0"):
-        return Defect('the "+" forms raise NotImplementedError before 0.8.0', "the value of the estimator, the gradient of k2")
+        return Defect(
+            'the "+" forms raise NotImplementedError before 0.8.0',
+            "the value of the estimator, the gradient of k2",
+        )
     return None
 
 
@@ -244,10 +342,19 @@ FUNCTIONS: list[Function] = [
     Function(
         name="compute_policy_loss",
         options=[
-            {"cliprange": c, "cliprange_low": low, "cliprange_high": high, "clip_ratio_c": dual, "loss_agg_mode": mode}
+            {
+                "cliprange": c,
+                "cliprange_low": low,
+                "cliprange_high": high,
+                "clip_ratio_c": dual,
+                "loss_agg_mode": mode,
+            }
             for (c, low, high), dual, mode in product(_CLIPS, (3.0, 1.3), AGG_MODES)
         ]
-        + [{"cliprange": 0.2, "loss_agg_mode": mode, "mask": kind} for mode, kind in product(AGG_MODES, ("bool", "int64"))],
+        + [
+            {"cliprange": 0.2, "loss_agg_mode": mode, "mask": kind}
+            for mode, kind in product(AGG_MODES, ("bool", "int64"))
+        ],
         inputs=policy_inputs,
         ours=lambda i, o: _policy_loss(ours.compute_policy_loss, i, o, release=current()),
         theirs=lambda i, o: _policy_loss(core().compute_policy_loss, i, o),
@@ -274,7 +381,10 @@ FUNCTIONS: list[Function] = [
             {"cliprange_value": clip, "loss_agg_mode": mode, "info": info, "mask": kind}
             for clip, mode, info, kind in product((0.2, 0.5), AGG_MODES, BATCH_INFO, (None, "bool"))
         ]
-        + [{"cliprange_value": 0.5, "loss_agg_mode": mode, "info": {}, "grid": True} for mode in AGG_MODES],
+        + [
+            {"cliprange_value": 0.5, "loss_agg_mode": mode, "info": {}, "grid": True}
+            for mode in AGG_MODES
+        ],
         inputs=_value_inputs,
         ours=lambda i, o: _value(ours.compute_value_loss, i, o, release=current()),
         theirs=lambda i, o: _value(core().compute_value_loss, i, o),

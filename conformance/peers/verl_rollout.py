@@ -49,7 +49,10 @@ RULES = (
 # What verl refuses.
 BAD_WEIGHT_THRESHOLDS = ("", "abc", "0.5_", "_2", -1.0, 0, "0_2", "2_0.5", True, [2.0])
 BAD_RULES: tuple[tuple[str, Any], ...] = (
-    *(("token_k1", threshold) for threshold in (None, "", ",", "x", "0.5_x", "-1", "0_2", "1,2", True, [2.0], 0, "inf")),
+    *(
+        ("token_k1", threshold)
+        for threshold in (None, "", ",", "x", "0.5_x", "-1", "0_2", "1,2", True, [2.0], 0, "inf")
+    ),
     *(("seq_max_k3", threshold) for threshold in ("0.5_2.0", "x", 0, "-2")),
     *((words, 2.0) for words in ("", " , ", "seq_max_k1", "token", "k3", "token_k1;token_k2")),
     ("token_k1,token_k2,token_k3", "2.0,1.0"),
@@ -80,7 +83,10 @@ def logp_inputs(batch: Batch, options: Options) -> Inputs:
 
 def ratio_inputs(batch: Batch, options: Options) -> Inputs:
     """The log-ratio and the mask."""
-    return {"log_ratio": batch.old_logp - batch.rollout_logp, "response_mask": mask_of(batch, options)}
+    return {
+        "log_ratio": batch.old_logp - batch.rollout_logp,
+        "response_mask": mask_of(batch, options),
+    }
 
 
 def settings(options: Options) -> Options:
@@ -97,14 +103,23 @@ def weighted(found: tuple[Tensor, dict[str, float]]) -> Outputs:
 def corrected(found: tuple[Any, Tensor, dict[str, float]]) -> Outputs:
     """Weights out of their DataProto, mask and metrics."""
     proto, mask, metrics = found
-    return {"weights": None if proto is None else proto.batch["rollout_is_weights"], "mask": mask, **metrics}
+    return {
+        "weights": None if proto is None else proto.batch["rollout_is_weights"],
+        "mask": mask,
+        **metrics,
+    }
 
 
 def all_zero(options: Options, inputs: Inputs) -> Defect | None:
     """Whether IcePop leaves no weight at all."""
     chosen = settings(options)
     threshold, level = chosen.get("rollout_is_threshold"), chosen.get("rollout_is")
-    if level is None or not isinstance(threshold, str) or "_" not in threshold or not at_least(current(), "0.8.0"):
+    if (
+        level is None
+        or not isinstance(threshold, str)
+        or "_" not in threshold
+        or not at_least(current(), "0.8.0")
+    ):
         return None
     mask = inputs.get("response_mask", inputs.get("mask"))
     assert isinstance(mask, Tensor)
@@ -123,9 +138,14 @@ def weights_function() -> Function:
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
     return Function(
         "compute_rollout_correction_weights",
-        [{"now": dict(zip(names, words, strict=True)), "mask": mask} for *words, mask in (*every, *others)],
+        [
+            {"now": dict(zip(names, words, strict=True)), "mask": mask}
+            for *words, mask in (*every, *others)
+        ],
         ratio_inputs,
-        lambda x, o: weighted(ours.compute_rollout_correction_weights(**x, **settings(o), release=current())),
+        lambda x, o: weighted(
+            ours.compute_rollout_correction_weights(**x, **settings(o), release=current())
+        ),
         lambda x, o: weighted(helper().compute_rollout_correction_weights(**x, **settings(o))),
         defect=all_zero,
     )
@@ -134,19 +154,27 @@ def weights_function() -> Function:
 def rules(chosen: tuple[Any, ...]) -> Options:
     """A rejection in today's words and in those of releases before 0.7.1."""
     rs, threshold, old_rs, old_high, old_low = chosen
-    old = {"rollout_rs": old_rs, "rollout_rs_threshold": old_high, "rollout_rs_threshold_lower": old_low}
+    old = {
+        "rollout_rs": old_rs,
+        "rollout_rs_threshold": old_high,
+        "rollout_rs_threshold_lower": old_low,
+    }
     return {"now": {"rollout_rs": rs, "rollout_rs_threshold": threshold}, "before_071": old}
 
 
 def rejection_function() -> Function:
     """Rejection masks."""
     options = [rules(chosen) for chosen in RULES]
-    options += [{**rules(chosen), "mask": mask} for mask in ("int", "bool") for chosen in RULES[::6]]
+    options += [
+        {**rules(chosen), "mask": mask} for mask in ("int", "bool") for chosen in RULES[::6]
+    ]
     return Function(
         "compute_rollout_rejection_mask",
         options,
         ratio_inputs,
-        lambda x, o: weighted(ours.compute_rollout_rejection_mask(**x, **settings(o), release=current())),
+        lambda x, o: weighted(
+            ours.compute_rollout_rejection_mask(**x, **settings(o), release=current())
+        ),
         lambda x, o: weighted(helper().compute_rollout_rejection_mask(**x, **settings(o))),
     )
 
@@ -158,7 +186,11 @@ def pipelines() -> list[Options]:
         {"rollout_is": "token", "rollout_is_threshold": 1.5, "rollout_is_batch_normalize": True},
         {"rollout_is": "token", "rollout_is_threshold": "0.4_1.8"},
         {"rollout_is": "sequence"},
-        {"rollout_is": "sequence", "rollout_is_threshold": "0.2_5", "rollout_is_batch_normalize": True},
+        {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": "0.2_5",
+            "rollout_is_batch_normalize": True,
+        },
         {"rollout_is": "token", "rollout_is_threshold": None},
     ]
     made: list[Options] = []
@@ -168,7 +200,13 @@ def pipelines() -> list[Options]:
             words = rules(chosen)
             veto = {"rollout_token_veto_threshold": (None, 1e-4, 0.5)[j % 3]}
             mask = ("float", "float", "int")[(i + j) % 3]
-            made.append({"now": weight | words["now"], "before_071": weight | words["before_071"] | veto, "mask": mask})
+            made.append(
+                {
+                    "now": weight | words["now"],
+                    "before_071": weight | words["before_071"] | veto,
+                    "mask": mask,
+                }
+            )
     return made
 
 
@@ -180,8 +218,14 @@ def pipeline(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
 
 def add_to_batch(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
     """`compute_rollout_correction_and_add_to_batch`, on verl's own DataProto where there is one."""
-    tensors = {"old_log_probs": x["old"], "rollout_log_probs": x["rollout"], "response_mask": x["mask"]}
-    batch, metrics = module.compute_rollout_correction_and_add_to_batch(ours._data_proto(tensors), settings(o), **extra)
+    tensors = {
+        "old_log_probs": x["old"],
+        "rollout_log_probs": x["rollout"],
+        "response_mask": x["mask"],
+    }
+    batch, metrics = module.compute_rollout_correction_and_add_to_batch(
+        ours._data_proto(tensors), settings(o), **extra
+    )
     return {**{name: batch.batch[name] for name in sorted(batch.batch.keys())}, **metrics}
 
 
@@ -207,12 +251,18 @@ def gap_function() -> Function:
     """Diagnostics of two policies; without the rollout's, of one."""
 
     def call(module: Any, x: Inputs, o: Options) -> Outputs:
-        found: Outputs = module.compute_offpolicy_metrics(x["old"], x["rollout"] if o["rollout"] else None, x["mask"])
+        found: Outputs = module.compute_offpolicy_metrics(
+            x["old"], x["rollout"] if o["rollout"] else None, x["mask"]
+        )
         return found
 
     return Function(
         "compute_offpolicy_metrics",
-        [{"rollout": rollout, "mask": mask} for rollout in (True, False) for mask in ("float", "int", "bool")],
+        [
+            {"rollout": rollout, "mask": mask}
+            for rollout in (True, False)
+            for mask in ("float", "int", "bool")
+        ],
         logp_inputs,
         lambda x, o: call(ours, x, o),
         lambda x, o: call(helper(), x, o),
@@ -222,7 +272,9 @@ def gap_function() -> Function:
 
 def gap_with_prefix(module: Any, x: Inputs, o: Options) -> Outputs:
     """`compute_rollout_corr_metrics_from_logprobs`."""
-    found: Outputs = module.compute_rollout_corr_metrics_from_logprobs(x["old"], x["rollout"], x["mask"])
+    found: Outputs = module.compute_rollout_corr_metrics_from_logprobs(
+        x["old"], x["rollout"], x["mask"]
+    )
     return found
 
 
@@ -230,15 +282,24 @@ def weight_inputs(batch: Batch, options: Options) -> Inputs:
     """Weights as nobody's correction makes them: applied, raw, and the log-ratio at its level."""
     d = batch.old_logp - batch.rollout_logp
     level = d.sum(-1, keepdim=True) if options["rollout_is"] == "sequence" else d
-    return {"applied": (0.9 * d).exp().clamp(max=1.7), "raw": d.exp(), "log_ratio": level, "mask": mask_of(batch, options)}
+    return {
+        "applied": (0.9 * d).exp().clamp(max=1.7),
+        "raw": d.exp(),
+        "log_ratio": level,
+        "mask": mask_of(batch, options),
+    }
 
 
 def is_metrics(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
     """`compute_is_metrics`; before 0.8.0 verl's took the raw weights alone."""
     arguments, bounds = [x["applied"], x["raw"]], [o["threshold"], o["lower"]]
     if not at_least(current(), "0.8.0"):
-        arguments, bounds = ([x["raw"]] * 2, bounds[:1]) if module is ours else ([x["raw"]], bounds[:1])
-    found: Outputs = module.compute_is_metrics(*arguments, x["log_ratio"], x["mask"], o["rollout_is"], *bounds, **extra)
+        arguments, bounds = (
+            ([x["raw"]] * 2, bounds[:1]) if module is ours else ([x["raw"]], bounds[:1])
+        )
+    found: Outputs = module.compute_is_metrics(
+        *arguments, x["log_ratio"], x["mask"], o["rollout_is"], *bounds, **extra
+    )
     return found
 
 
@@ -299,7 +360,11 @@ FUNCTIONS = [
     ),
     Function(
         "compute_is_metrics",
-        [{"rollout_is": r, "threshold": t, "lower": w} for r in ("token", "sequence") for t, w in ((1.3, None), (2, 0.7))],
+        [
+            {"rollout_is": r, "threshold": t, "lower": w}
+            for r in ("token", "sequence")
+            for t, w in ((1.3, None), (2, 0.7))
+        ],
         weight_inputs,
         lambda x, o: is_metrics(ours, x, o, release=current()),
         lambda x, o: is_metrics(helper(), x, o),
@@ -320,7 +385,11 @@ FUNCTIONS = [
     ),
     Function(
         "apply_bypass_mode",
-        [{"tensors": ["old_log_probs", "rollout_log_probs"]}, {"tensors": ["rollout_log_probs"]}, {"tensors": ["old_log_probs"]}],
+        [
+            {"tensors": ["old_log_probs", "rollout_log_probs"]},
+            {"tensors": ["rollout_log_probs"]},
+            {"tensors": ["old_log_probs"]},
+        ],
         logp_inputs,
         lambda x, o: bypass(ours, x, o),
         lambda x, o: bypass(helper(), x, o),
@@ -329,7 +398,10 @@ FUNCTIONS = [
     ),
     Function(
         "rollout_is_threshold, malformed",
-        [{"now": {"rollout_is": "token", "rollout_is_threshold": threshold}} for threshold in BAD_WEIGHT_THRESHOLDS]
+        [
+            {"now": {"rollout_is": "token", "rollout_is_threshold": threshold}}
+            for threshold in BAD_WEIGHT_THRESHOLDS
+        ]
         + [{"now": {"rollout_is": level}} for level in ("geometric", "")],
         logp_inputs,
         lambda x, o: refusal(ours, x, o, release=current()),
@@ -339,7 +411,10 @@ FUNCTIONS = [
     ),
     Function(
         "rollout_rs_threshold, malformed",
-        [{"now": {"rollout_rs": words, "rollout_rs_threshold": threshold}} for words, threshold in BAD_RULES],
+        [
+            {"now": {"rollout_rs": words, "rollout_rs_threshold": threshold}}
+            for words, threshold in BAD_RULES
+        ],
         logp_inputs,
         lambda x, o: refusal(ours, x, o, release=current()),
         lambda x, o: refusal(helper(), x, o),

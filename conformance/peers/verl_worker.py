@@ -38,28 +38,53 @@ SPECS = {
     "dro": (_TOKEN, pl.LossSpec(ratio=pl.TokenRatio(log_clamp=None), trust=pl.Quadratic(0.3))),
     "cispo": (_TOKEN, pl.LossSpec(trust=pl.DetachedClip(0.8, 1.28))),
 }
-OTHERS = ("clip_cov", "kl_cov", "geo_mean")  # micro-batch statistics, or an average of its own: through install() only
+OTHERS = (
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+)  # micro-batch statistics, or an average of its own: through install() only
 
 
 def _inputs(batch: Batch, options: Options) -> Inputs:
-    named = {"log_prob": batch.logp, "old_log_probs": batch.old_logp, "advantages": batch.advantages}
-    return {**named, "ref_log_prob": batch.ref_logp, "entropy": batch.entropy, "response_mask": batch.mask.bool()}
+    named = {
+        "log_prob": batch.logp,
+        "old_log_probs": batch.old_logp,
+        "advantages": batch.advantages,
+    }
+    return {
+        **named,
+        "ref_log_prob": batch.ref_logp,
+        "entropy": batch.entropy,
+        "response_mask": batch.mask.bool(),
+    }
 
 
 def step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
     """One call of verl's `ppo_loss` on these tensors: the loss, and what verl would log of it."""
     torch.manual_seed(7)
-    workers, tools = import_module("verl.workers.utils.losses"), import_module("verl.utils.tensordict_utils")
+    workers, tools = (
+        import_module("verl.workers.utils.losses"),
+        import_module("verl.utils.tensordict_utils"),
+    )
     rows, width = inputs["log_prob"].shape
     tensors = {name: x for name, x in inputs.items() if name not in ("log_prob", "entropy")}
-    ids = {"prompts": torch.zeros(rows, 1), "responses": torch.zeros(rows, width), "attention_mask": torch.ones(rows, width + 1)}
-    data = tools.get_tensordict({**tensors, **{name: x.long() for name, x in ids.items()}}, options["info"])
+    ids = {
+        "prompts": torch.zeros(rows, 1),
+        "responses": torch.zeros(rows, width),
+        "attention_mask": torch.ones(rows, width + 1),
+    }
+    data = tools.get_tensordict(
+        {**tensors, **{name: x.long() for name, x in ids.items()}}, options["info"]
+    )
 
     def unpadded(x: torch.Tensor) -> torch.Tensor:
         """One prompt token before each response, whose output is the response's first; the last output is of no token."""
         return torch.cat([x, torch.zeros_like(x[:, :1])], dim=1).reshape(-1)
 
-    output = {name: unpadded(inputs[given]) for name, given in (("log_probs", "log_prob"), ("entropy", "entropy"))}
+    output = {
+        name: unpadded(inputs[given])
+        for name, given in (("log_probs", "log_prob"), ("entropy", "entropy"))
+    }
     loss, metrics = workers.ppo_loss(actor_config(options, loss_mode), output, data)
     kept = ("actor/pg_loss", "actor/entropy_loss", "kl_loss")
     logged = {name: metrics[name].values[0] for name in kept if name in metrics}
@@ -82,7 +107,11 @@ def actor_config(options: Options, loss_mode: str) -> Any:
         kl_loss_type="low_var_kl",
         kl_loss_coef=0.04,
         policy_loss=actor.PolicyLossConfig(
-            loss_mode=loss_mode, dro_beta=0.3, clip_cov_ratio=0.2, clip_cov_lb=-1.0, kl_cov_ratio=0.2
+            loss_mode=loss_mode,
+            dro_beta=0.3,
+            clip_cov_ratio=0.2,
+            clip_cov_lb=-1.0,
+            kl_cov_ratio=0.2,
         ),
     )
 
@@ -121,7 +150,9 @@ FUNCTIONS = [
         installed,
         [
             {"name": name, "loss_agg_mode": mode, "info": info}
-            for name, mode, info in product([*SPECS, *OTHERS], (_TOKEN, _SEQUENCE), (ONE_CALL, WHOLE_STEP))
+            for name, mode, info in product(
+                [*SPECS, *OTHERS], (_TOKEN, _SEQUENCE), (ONE_CALL, WHOLE_STEP)
+            )
         ],
     ),
     _function(

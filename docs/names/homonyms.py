@@ -18,7 +18,14 @@ from policyloss.parts.aggregate import (
 )
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
-from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, ProbabilityBand, Quadratic, TwoSidedClip
+from policyloss.parts.trust import (
+    Clip,
+    DetachedClip,
+    GeometricClip,
+    ProbabilityBand,
+    Quadratic,
+    TwoSidedClip,
+)
 from policyloss.spec import LossSpec
 
 _RATIO = "(batch['logp'] - batch['old_logp']).exp()"
@@ -42,8 +49,16 @@ HOMONYMS = (
                 "at most epsilon_high itself, no lower bound; unset, every weight is capped at epsilon = 0.2",
                 LossSpec(_UNCLAMPED, DetachedClip(0.0, 0.2)),
             ),
-            Meaning("SkyRL", "the band 1 - 0 … 1 + 5: no weight below 1", LossSpec(trust=DetachedClip(1.0, 6.0))),
-            Meaning("preset `cispo`", "MiniMax-M1: at most 5, no lower bound", LossSpec(trust=DetachedClip(0.0, 5.0))),
+            Meaning(
+                "SkyRL",
+                "the band 1 - 0 … 1 + 5: no weight below 1",
+                LossSpec(trust=DetachedClip(1.0, 6.0)),
+            ),
+            Meaning(
+                "preset `cispo`",
+                "MiniMax-M1: at most 5, no lower bound",
+                LossSpec(trust=DetachedClip(0.0, 5.0)),
+            ),
             Meaning(
                 "TorchRL's `CISPOLoss`",
                 "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token has none",
@@ -69,7 +84,9 @@ HOMONYMS = (
             Meaning(
                 "verl up to 0.9.0, SkyRL",
                 "each token its own gradient; always the mean over sequences in verl",
-                LossSpec(SequenceRatio("token", log_clamp=(None, 10.0)), _CLIP, aggregate=_MEAN_OF_MEANS),
+                LossSpec(
+                    SequenceRatio("token", log_clamp=(None, 10.0)), _CLIP, aggregate=_MEAN_OF_MEANS
+                ),
             ),
             Meaning(
                 "verl from 0.9.1",
@@ -106,7 +123,9 @@ HOMONYMS = (
             Meaning(
                 "ColossalChat",
                 "k3 at 0.01, unclamped, in the loss; empty rows count",
-                LossSpec(_UNCLAMPED, _CLIP, kl=KL("k3", 0.01, clamp=None), aggregate=_MEAN_OF_MEANS),
+                LossSpec(
+                    _UNCLAMPED, _CLIP, kl=KL("k3", 0.01, clamp=None), aggregate=_MEAN_OF_MEANS
+                ),
                 counted="rows",
             ),
         ),
@@ -116,9 +135,15 @@ HOMONYMS = (
         "The paper's loss is two changes to GRPO: a higher upper clip and a token mean.",
         (
             Meaning(
-                "preset `dapo`, ColossalChat, open-instruct", "both: 0.2 and 0.28; token mean", LossSpec(trust=Clip(0.2, 0.28))
+                "preset `dapo`, ColossalChat, open-instruct",
+                "both: 0.2 and 0.28; token mean",
+                LossSpec(trust=Clip(0.2, 0.28)),
             ),
-            Meaning("TRL", "the token mean only; the clip stays 0.2 unless epsilon_high is set", LossSpec(_UNCLAMPED, _CLIP)),
+            Meaning(
+                "TRL",
+                "the token mean only; the clip stays 0.2 unless epsilon_high is set",
+                LossSpec(_UNCLAMPED, _CLIP),
+            ),
             Meaning("torchtitan, Fireworks", "the clip only"),
         ),
     ),
@@ -126,7 +151,9 @@ HOMONYMS = (
         "token mean, bnpo",
         "The sum over tokens over their number — in the step, or in each micro-batch, which makes the gradient depend on the cut.",
         (
-            Meaning("verl, OpenRLHF, preset `bnpo`, TRL's `dapo`", "of the step", LossSpec(trust=_CLIP)),
+            Meaning(
+                "verl, OpenRLHF, preset `bnpo`, TRL's `dapo`", "of the step", LossSpec(trust=_CLIP)
+            ),
             Meaning(
                 "TRL's `bnpo`, SkyRL's `token_mean_legacy`, torchtune",
                 "of each micro-batch, then their mean",
@@ -140,7 +167,11 @@ HOMONYMS = (
         "The mean over sequences of their token means. Does a row without a valid token count? verl, OpenRLHF and ColossalChat "
         "also add 1e-8 to every length, which acts on float64 masks only.",
         (
-            Meaning("verl from 0.6.0, OpenRLHF from 0.10.3", "no", LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS)),
+            Meaning(
+                "verl from 0.6.0, OpenRLHF from 0.10.3",
+                "no",
+                LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS),
+            ),
             Meaning(
                 "verl up to 0.5.0, TRL, ColossalChat, SkyRL",
                 "yes",
@@ -160,7 +191,9 @@ HOMONYMS = (
                 LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(4)),
             ),
             Meaning(
-                "verl up to 0.7.0, ROLL, Trinity-RFT", "over the constant only", LossSpec(trust=_CLIP, aggregate=TokenSumNorm(4))
+                "verl up to 0.7.0, ROLL, Trinity-RFT",
+                "over the constant only",
+                LossSpec(trust=_CLIP, aggregate=TokenSumNorm(4)),
             ),
             Meaning(
                 "TRL's `dr_grpo`, SkyRL",
@@ -168,15 +201,27 @@ HOMONYMS = (
                 LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(4)),
                 counted="rows",
             ),
-            Meaning("tunix", "over sequences only, unless told a constant", LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSum())),
+            Meaning(
+                "tunix",
+                "over sequences only, unless told a constant",
+                LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSum()),
+            ),
         ),
     ),
     Homonym(
         "prompt_mean",
         "Which mean comes first.",
         (
-            Meaning("SkyRL", "token mean of each prompt's group, then over prompts", LossSpec(trust=_CLIP, aggregate=PromptMean())),
-            Meaning("TorchRL", "token mean of each sample, then over samples", LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS)),
+            Meaning(
+                "SkyRL",
+                "token mean of each prompt's group, then over prompts",
+                LossSpec(trust=_CLIP, aggregate=PromptMean()),
+            ),
+            Meaning(
+                "TorchRL",
+                "token mean of each sample, then over samples",
+                LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS),
+            ),
         ),
     ),
     Homonym(
@@ -185,7 +230,9 @@ HOMONYMS = (
         (
             Meaning("verl", "c = 3, always on", LossSpec(trust=Clip(0.2, 0.2, dual=3.0))),
             Meaning("OpenRLHF, NeMo-RL, AReaL, slime", "off unless set", LossSpec(trust=_CLIP)),
-            Meaning("ROLL", "c = 1 + 2·pg_clip, 1.4 at 0.2", LossSpec(trust=Clip(0.2, 0.2, dual=1.4))),
+            Meaning(
+                "ROLL", "c = 1 + 2·pg_clip, 1.4 at 0.2", LossSpec(trust=Clip(0.2, 0.2, dual=1.4))
+            ),
         ),
     ),
     Homonym(
@@ -217,7 +264,11 @@ HOMONYMS = (
                 LossSpec(_UNCLAMPED, GeometricClip(0.2, 0.2), aggregate=_MEAN_OF_MEANS),
                 counted="rows",
             ),
-            Meaning("preset `gmpo`, TRL", "0.4", LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=_MEAN_OF_MEANS)),
+            Meaning(
+                "preset `gmpo`, TRL",
+                "0.4",
+                LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=_MEAN_OF_MEANS),
+            ),
         ),
     ),
     Homonym(
@@ -240,9 +291,20 @@ HOMONYMS = (
         "dro",
         "Direct reward optimisation; Fireworks' page spells it distributionally robust.",
         (
-            Meaning("verl (beta 0.1), ROLL's kimi15", "with one half before the square", LossSpec(_UNCLAMPED, Quadratic(0.1))),
-            Meaning("Trinity-RFT's rec with k2", "without the half", LossSpec(_UNCLAMPED, Quadratic(0.2))),
-            Meaning("Fireworks", "the pull only where the advantage is not 0; a rollout weight does not touch it"),
+            Meaning(
+                "verl (beta 0.1), ROLL's kimi15",
+                "with one half before the square",
+                LossSpec(_UNCLAMPED, Quadratic(0.1)),
+            ),
+            Meaning(
+                "Trinity-RFT's rec with k2",
+                "without the half",
+                LossSpec(_UNCLAMPED, Quadratic(0.2)),
+            ),
+            Meaning(
+                "Fireworks",
+                "the pull only where the advantage is not 0; a rollout weight does not touch it",
+            ),
         ),
     ),
     Homonym(
@@ -259,7 +321,11 @@ HOMONYMS = (
                 "the estimate at most 10, with the score term, which its clamp of d at ±20 takes away where it acts",
                 LossSpec(trust=_CLIP, kl=KL("k3", 0.1, grad="score", value_clamp=10.0)),
             ),
-            Meaning("ColossalChat, slime's `k3`", "no clamp", LossSpec(trust=_CLIP, kl=KL("k3", 0.1, clamp=None))),
+            Meaning(
+                "ColossalChat, slime's `k3`",
+                "no clamp",
+                LossSpec(trust=_CLIP, kl=KL("k3", 0.1, clamp=None)),
+            ),
             Meaning(
                 "TRL",
                 "no clamp, and multiplied by the ratio with its gradient (use_bias_correction_kl)",

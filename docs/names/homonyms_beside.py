@@ -29,8 +29,16 @@ BESIDE = (
                 "between 0.5 and 5: a token the trainer finds unlikely is weighted up",
                 LossSpec(trust=_CLIP, correction=Truncate(5.0, low=0.5, log_clamp=None)),
             ),
-            Meaning("TRL's `token_truncate`", "at most 3", LossSpec(trust=_CLIP, correction=Truncate(3.0, log_clamp=None))),
-            Meaning("ROLL's pg_variant", "another thing: -sg[min(r, 1)]·A·logp", LossSpec(trust=DetachedClip(0.0, 1.0))),
+            Meaning(
+                "TRL's `token_truncate`",
+                "at most 3",
+                LossSpec(trust=_CLIP, correction=Truncate(3.0, log_clamp=None)),
+            ),
+            Meaning(
+                "ROLL's pg_variant",
+                "another thing: -sg[min(r, 1)]·A·logp",
+                LossSpec(trust=DetachedClip(0.0, 1.0)),
+            ),
         ),
     ),
     Homonym(
@@ -61,7 +69,10 @@ BESIDE = (
             Meaning(
                 "TRL's `sequence_mask`",
                 "by the product, at most 3; the others keep the product",
-                LossSpec(trust=_CLIP, correction=SequenceMask(0.0, 3.0, "product", "sequence", log_clamp=None)),
+                LossSpec(
+                    trust=_CLIP,
+                    correction=SequenceMask(0.0, 3.0, "product", "sequence", log_clamp=None),
+                ),
             ),
             Meaning(
                 "OpenRLHF, NeMo-RL",
@@ -94,12 +105,20 @@ BESIDE = (
             Meaning(
                 "verl",
                 "π_rollout / π_train",
-                LossSpec(trust=_CLIP, correction=Reject("k1", low=math.log(0.6), high=math.log(1.4)), rejected="renormalise"),
+                LossSpec(
+                    trust=_CLIP,
+                    correction=Reject("k1", low=math.log(0.6), high=math.log(1.4)),
+                    rejected="renormalise",
+                ),
             ),
             Meaning(
                 "AReaL",
                 "π_train / π_rollout",
-                LossSpec(trust=_CLIP, correction=Reject("k1", low=-math.log(1.4), high=-math.log(0.6)), rejected="renormalise"),
+                LossSpec(
+                    trust=_CLIP,
+                    correction=Reject("k1", low=-math.log(1.4), high=-math.log(0.6)),
+                    rejected="renormalise",
+                ),
             ),
         ),
     ),
@@ -107,7 +126,11 @@ BESIDE = (
         "off-policy sequence masking",
         "Sequences that drifted lose their tokens with a negative advantage: drifted from whom? (Here with a bound of 1e-4.)",
         (
-            Meaning("slime, TRL without vLLM", "from the old policy", LossSpec(trust=_CLIP, correction=OPSM(1e-4))),
+            Meaning(
+                "slime, TRL without vLLM",
+                "from the old policy",
+                LossSpec(trust=_CLIP, correction=OPSM(1e-4)),
+            ),
             Meaning(
                 "TRL with vLLM, ms-swift, cosmos-rl",
                 "from the rollout policy",
@@ -132,7 +155,8 @@ BESIDE = (
             Meaning(
                 "TorchRL",
                 "anywhere outside the band, over padding too",
-                expression=_metric("pl.DetachedClip(0.8, 1.2)", "clip_fraction") + ' * batch["mask"].double().mean()',
+                expression=_metric("pl.DetachedClip(0.8, 1.2)", "clip_fraction")
+                + ' * batch["mask"].double().mean()',
             ),
         ),
     ),
@@ -150,7 +174,11 @@ BESIDE = (
                 "the mean of |logp - old_logp|",
                 expression='(batch["logp"] - batch["old_logp"]).abs()[batch["mask"]].mean()',
             ),
-            Meaning("TRL's asynchronous trainer", "k3", expression=_metric("pl.Clip(0.2, 0.2)", "kl_old_k3")),
+            Meaning(
+                "TRL's asynchronous trainer",
+                "k3",
+                expression=_metric("pl.Clip(0.2, 0.2)", "kl_old_k3"),
+            ),
         ),
     ),
     Homonym(
@@ -183,14 +211,26 @@ BESIDE = (
                 "1e-6 beside the sample deviation; a sample without company keeps its reward",
                 expression='pl.advantage.grpo(rewards, prompt, single="raw")',
             ),
-            Meaning("TRL, ColossalChat", "1e-4 beside it", expression="pl.advantage.grpo(rewards, prompt, eps=1e-4)"),
+            Meaning(
+                "TRL, ColossalChat",
+                "1e-4 beside it",
+                expression="pl.advantage.grpo(rewards, prompt, eps=1e-4)",
+            ),
             Meaning(
                 "open-instruct",
                 "1e-8 beside the population deviation",
                 expression="pl.advantage.grpo(rewards, prompt, eps=1e-8, ddof=0)",
             ),
-            Meaning("NeMo-RL", "mean and deviation of the others", expression="pl.advantage.grpo_loo(rewards, prompt)"),
-            Meaning("prime-rl, Tinker, Dr. GRPO", "no deviation", expression="pl.advantage.dr_grpo(rewards, prompt)"),
+            Meaning(
+                "NeMo-RL",
+                "mean and deviation of the others",
+                expression="pl.advantage.grpo_loo(rewards, prompt)",
+            ),
+            Meaning(
+                "prime-rl, Tinker, Dr. GRPO",
+                "no deviation",
+                expression="pl.advantage.dr_grpo(rewards, prompt)",
+            ),
         ),
     ),
     Homonym(

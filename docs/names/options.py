@@ -50,7 +50,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             (Argument("compute_policy_loss", "response_mask"),),
             (Argument("PolicyLoss.forward", "action_mask", None),),
             ("`completion_mask` and `tool_mask`",),
-            (Argument("PolicyLoss.forward", "action_mask", None), Argument("PolicyLoss.forward", "loss_mask", None)),
+            (
+                Argument("PolicyLoss.forward", "action_mask", None),
+                Argument("PolicyLoss.forward", "loss_mask", None),
+            ),
         ),
     ),
     "Ratio and trust region": (
@@ -58,7 +61,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             "which loss",
             ("`preset(name)`, or what fills `LossSpec(trust=…)`",),
             (Option("actor.policy_loss.loss_mode", "vanilla"),),
-            (Option("--actor.policy_loss_type", "ppo"), Argument("PolicyLoss", "policy_loss_type", "ppo")),
+            (
+                Option("--actor.policy_loss_type", "ppo"),
+                Argument("PolicyLoss", "policy_loss_type", "ppo"),
+            ),
             trl("also chooses the average", loss_type="dapo"),
             ("one surrogate",),
         ),
@@ -72,19 +78,31 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "lower clip, a distance from 1",
             (Argument("Clip", "eps_low"),),
-            (Option("actor.clip_ratio_low", 0.2), Argument("compute_policy_loss", "cliprange_low", None)),
+            (
+                Option("actor.clip_ratio_low", 0.2),
+                Argument("compute_policy_loss", "cliprange_low", None),
+            ),
             (
                 Option("--actor.eps_clip_low_high", None),
                 Argument("PolicyLoss", "clip_eps_low", 0.2),
             ),
             trl(epsilon=0.2),
-            (Argument("PolicyLoss", "clip_eps_low", 0.2), Argument("models.PolicyLoss", "clip_eps", 0.2)),
+            (
+                Argument("PolicyLoss", "clip_eps_low", 0.2),
+                Argument("models.PolicyLoss", "clip_eps", 0.2),
+            ),
         ),
         Row(
             "upper clip, a distance from 1",
             (Argument("Clip", "eps_high", None),),
-            (Option("actor.clip_ratio_high", 0.2), Argument("compute_policy_loss", "cliprange_high", None)),
-            (Option("--actor.eps_clip_low_high", None), Argument("PolicyLoss", "clip_eps_high", 0.2)),
+            (
+                Option("actor.clip_ratio_high", 0.2),
+                Argument("compute_policy_loss", "cliprange_high", None),
+            ),
+            (
+                Option("--actor.eps_clip_low_high", None),
+                Argument("PolicyLoss", "clip_eps_high", 0.2),
+            ),
             trl("None: `epsilon`; with `cispo` a ratio, not a distance", epsilon_high=None),
             (Argument("PolicyLoss", "clip_eps_high", 0.2),),
         ),
@@ -97,7 +115,11 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "dual clip: the largest ratio where A < 0",
             (Argument("Clip", "dual", None),),
-            (Option("actor.clip_ratio_c", 3.0), Argument("compute_policy_loss", "clip_ratio_c", 3.0), "cannot be turned off"),
+            (
+                Option("actor.clip_ratio_c", 3.0),
+                Argument("compute_policy_loss", "clip_ratio_c", 3.0),
+                "cannot be turned off",
+            ),
             (Option("--actor.dual_clip", None), Argument("PolicyLoss", "dual_clip", None)),
         ),
         Row(
@@ -108,7 +130,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "clamp of the log-ratio",
-            (Argument("TokenRatio", "log_clamp", 20.0), Argument("SequenceRatio", "log_clamp", 20.0)),
+            (
+                Argument("TokenRatio", "log_clamp", 20.0),
+                Argument("SequenceRatio", "log_clamp", 20.0),
+            ),
             ("±20; GSPO at most 10; none in `clip_cov`, `kl_cov`, `geo_mean`, `dro`",),
             ("±20 from 0.10.3 on; none with `gspo`",),
             ("none; ±20 a token with `vespo`",),
@@ -124,13 +149,22 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             "VESPO's weight",
             tuple(
                 Argument("GammaWeight", name, default)
-                for name, default in (("k_positive", 2.0), ("lambda_positive", 3.0), ("k_negative", 3.0), ("lambda_negative", 2.0))
+                for name, default in (
+                    ("k_positive", 2.0),
+                    ("lambda_positive", 3.0),
+                    ("k_negative", 3.0),
+                    ("lambda_negative", 2.0),
+                )
             ),
             trl=trl(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
         ),
         Row(
             "Clip-Cov's share of tokens and its window",
-            (Argument("CovClip", "fraction", 2e-4), Argument("CovClip", "cov_low", 1.0), Argument("CovClip", "cov_high", 5.0)),
+            (
+                Argument("CovClip", "fraction", 2e-4),
+                Argument("CovClip", "cov_low", 1.0),
+                Argument("CovClip", "cov_high", 5.0),
+            ),
             (
                 Option("actor.policy_loss.clip_cov_ratio", 2e-4),
                 Option("actor.policy_loss.clip_cov_lb", 1.0),
@@ -140,7 +174,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "KL-Cov's share of tokens and its coefficient",
             (Argument("CovKL", "fraction", 2e-4), Argument("CovKL", "coef", 1.0)),
-            (Option("actor.policy_loss.kl_cov_ratio", 2e-4), Option("actor.policy_loss.ppo_kl_coef", 0.1)),
+            (
+                Option("actor.policy_loss.kl_cov_ratio", 2e-4),
+                Option("actor.policy_loss.ppo_kl_coef", 0.1),
+            ),
         ),
         Row(
             "DRO's pull to the old policy",
@@ -152,20 +189,37 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "which average",
             ("what fills `LossSpec(aggregate=…)`: `TokenMean()`",),
-            (Option("actor.loss_agg_mode", "token-mean"), Argument("compute_policy_loss", "loss_agg_mode", "token-mean")),
-            (Option("--actor.loss_agg_mode", "token-mean"), Argument("PolicyLoss", "token_level_loss", True)),
+            (
+                Option("actor.loss_agg_mode", "token-mean"),
+                Argument("compute_policy_loss", "loss_agg_mode", "token-mean"),
+            ),
+            (
+                Option("--actor.loss_agg_mode", "token-mean"),
+                Argument("PolicyLoss", "token_level_loss", True),
+            ),
             ("by `loss_type`",),
             (Argument("PolicyLoss", "loss_variation", "sample_level"),),
         ),
         Row(
             "Dr. GRPO's constant length",
-            (Argument("SeqMeanTokenSumNorm", "horizon", None), "must be set: `spec.with_horizon(tokens)`"),
-            (Option("actor.loss_scale_factor", None), Argument("agg_loss", "loss_scale_factor", None), "None: the padded width"),
+            (
+                Argument("SeqMeanTokenSumNorm", "horizon", None),
+                "must be set: `spec.with_horizon(tokens)`",
+            ),
+            (
+                Option("actor.loss_scale_factor", None),
+                Argument("agg_loss", "loss_scale_factor", None),
+                "None: the padded width",
+            ),
             trl=trl(max_completion_length=512),
         ),
         Row(
             "counts of the whole step",
-            (Argument("Totals", "tokens"), Argument("Totals", "sequences"), Argument("Totals", "dp_size", 1)),
+            (
+                Argument("Totals", "tokens"),
+                Argument("Totals", "sequences"),
+                Argument("Totals", "dp_size", 1),
+            ),
             tuple(Argument("agg_loss", name, default) for name, default in _BATCH_COUNTS),
             tuple(Argument("PolicyLoss.forward", name, default) for name, default in _BATCH_COUNTS),
             ("`num_items_in_batch`, made by the trainer",),
@@ -193,7 +247,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             "its estimator",
             (Argument("KL", "estimator"),),
             (Option("actor.kl_loss_type", "low_var_kl"), Argument("kl_penalty", "kl_penalty")),
-            (Option("--algo.kl.estimator", "k1"), Argument("compute_approx_kl", "kl_estimator", "k1")),
+            (
+                Option("--algo.kl.estimator", "k1"),
+                Argument("compute_approx_kl", "kl_estimator", "k1"),
+            ),
             ("k3",),
             ("k3, made by the trainer",),
         ),
@@ -201,7 +258,10 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             "its gradient, where not the estimator's own",
             (Argument("KL", "grad", "value"),),
             ('a "+" behind the estimator: k2\'s',),
-            (Option("--algo.kl.unbiased_gradient", False), Argument("compute_approx_kl", "unbiased_gradient", False)),
+            (
+                Option("--algo.kl.unbiased_gradient", False),
+                Argument("compute_approx_kl", "unbiased_gradient", False),
+            ),
         ),
         Row(
             "its weight by the ratio",
@@ -232,7 +292,11 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             (Argument("LossSpec", "entropy_coef", 0.0),),
             (Option("actor.entropy_coeff", 0),),
             (Option("--actor.entropy_coef", None),),
-            trl("always a mean over the micro-batch's tokens", entropy_coef=0.0, use_adaptive_entropy=False),
+            trl(
+                "always a mean over the micro-batch's tokens",
+                entropy_coef=0.0,
+                use_adaptive_entropy=False,
+            ),
         ),
         Row(
             "only the tokens of highest entropy",

@@ -10,7 +10,11 @@ BESIDE: dict[str, tuple[Row, ...]] = {
     "Rollout engine ≠ trainer": (
         Row(
             "importance weights, and their level",
-            ("`LossSpec(correction=…)`:", Argument("Truncate", "level", "token"), Argument("Band", "level", "token")),
+            (
+                "`LossSpec(correction=…)`:",
+                Argument("Truncate", "level", "token"),
+                Argument("Band", "level", "token"),
+            ),
             (
                 Option(f"{_RS}rollout_is", None),
                 Argument("compute_rollout_correction_weights", "rollout_is", "token"),
@@ -21,7 +25,11 @@ BESIDE: dict[str, tuple[Row, ...]] = {
                 Argument("PolicyLoss", "is_correction_level", "off"),
                 "up to 0.11.1: `PolicyLoss(enable_vllm_is_correction=False)`",
             ),
-            trl(use_vllm=False, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="sequence_mask"),
+            trl(
+                use_vllm=False,
+                vllm_importance_sampling_correction=True,
+                vllm_importance_sampling_mode="sequence_mask",
+            ),
         ),
         Row(
             "truncate or mask",
@@ -38,12 +46,20 @@ BESIDE: dict[str, tuple[Row, ...]] = {
             "what is bounded",
             ("the weight; or `DivergenceMask`, `Reject`",),
             ("the weight",),
-            (Option("--algo.advantage.is_correction_gating", "ratio"), Argument("PolicyLoss", "is_correction_gating", "ratio")),
+            (
+                Option("--algo.advantage.is_correction_gating", "ratio"),
+                Argument("PolicyLoss", "is_correction_gating", "ratio"),
+            ),
             ("the weight",),
         ),
         Row(
             "bounds of the weight",
-            (Argument("Truncate", "high"), Argument("Truncate", "low", 0.0), Argument("Band", "low"), Argument("Band", "high")),
+            (
+                Argument("Truncate", "high"),
+                Argument("Truncate", "low", 0.0),
+                Argument("Band", "low"),
+                Argument("Band", "high"),
+            ),
             (
                 Option(f"{_RS}rollout_is_threshold", 2.0),
                 Argument("compute_rollout_correction_weights", "rollout_is_threshold", 2.0),
@@ -71,7 +87,10 @@ BESIDE: dict[str, tuple[Row, ...]] = {
         Row(
             "rejection",
             (Argument("Reject", "estimator"), Argument("Reject", "reduce", "token")),
-            (Option(f"{_RS}rollout_rs", None), Argument("compute_rollout_rejection_mask", "rollout_rs", "token_k1")),
+            (
+                Option(f"{_RS}rollout_rs", None),
+                Argument("compute_rollout_rejection_mask", "rollout_rs", "token_k1"),
+            ),
         ),
         Row(
             "bounds of the rejection",
@@ -85,7 +104,9 @@ BESIDE: dict[str, tuple[Row, ...]] = {
         Row(
             "what a rejected token does to the denominator",
             (Argument("LossSpec", "rejected", "keep"),),
-            ("`rollout_rs` takes it out before the tokens are counted, bypass mode after; a weight of 0 stays in it",),
+            (
+                "`rollout_rs` takes it out before the tokens are counted, bypass mode after; a weight of 0 stays in it",
+            ),
             ("stays in it",),
             ("stays in it",),
         ),
@@ -105,7 +126,10 @@ BESIDE: dict[str, tuple[Row, ...]] = {
         Row(
             "value clip",
             (Argument("value_loss", "clip", 0.2),),
-            (Option("critic.cliprange_value", 0.5), Argument("compute_value_loss", "cliprange_value")),
+            (
+                Option("critic.cliprange_value", 0.5),
+                Argument("compute_value_loss", "cliprange_value"),
+            ),
             (Option("--critic.value_clip", 0.5), Argument("ValueLoss", "clip_eps", None)),
             colossalchat=(Argument("models.ValueLoss", "clip_eps", 0.2),),
         ),

@@ -6,7 +6,9 @@ from task import STEPS, logp_of, make_model, make_optimizer, micro_batches, repo
 
 import policyloss as pl
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU: gloo as it is, without compiling a collective first
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+    False  # on a CPU: gloo as it is, without compiling a collective first
+)
 deepspeed.init_distributed("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 spec = pl.preset("dapo")
@@ -23,7 +25,9 @@ for _ in range(STEPS):
     step = pl.accumulate(spec, micro_batches(rank, world))
     for micro in step:
         engine.set_gradient_accumulation_boundary(micro.is_last)
-        engine.backward(micro.loss(logp_of(engine, micro)), scale_wrt_gas=False)  # no division by gradient_accumulation_steps
+        engine.backward(
+            micro.loss(logp_of(engine, micro)), scale_wrt_gas=False
+        )  # no division by gradient_accumulation_steps
         engine.step()  # steps and zeroes the gradients at the boundary only
 report(step, model.named_parameters())
 dist.destroy_process_group()

@@ -82,7 +82,9 @@ def micro_batches(rank: int = 0, world: int = 1) -> list[dict[str, Tensor]]:
 
 def logp_of(model: Any, micro: Mapping[str, Any]) -> Tensor:
     """Log-probabilities of ids[:, 1:] under the model, `[B, T-1]`."""
-    logits = model(input_ids=micro["ids"], attention_mask=micro["attention"], use_cache=False).logits
+    logits = model(
+        input_ids=micro["ids"], attention_mask=micro["attention"], use_cache=False
+    ).logits
     logp = pl.logprobs(logits[:, :-1], micro["ids"][:, 1:])
     assert isinstance(logp, Tensor)  # with entropy=True it would be a pair
     return logp
@@ -99,7 +101,9 @@ def report(step: pl.Accumulation, parameters: Iterable[tuple[str, Tensor]]) -> N
     if ranks > 1 and dist.get_rank() > 0:
         return
     total = sum(float(x.double().abs().sum()) for x in values.values())
-    shown = {name: round(metrics[name], 6) for name in ("loss", "tokens", "clip_fraction", "ratio_max")}
+    shown = {
+        name: round(metrics[name], 6) for name in ("loss", "tokens", "clip_fraction", "ratio_max")
+    }
     print(f"after {STEPS} steps on {ranks} ranks: {shown}, sum of |parameters| {total:.6f}")
     if len(sys.argv) > 1:
         torch.save({"ranks": ranks, "metrics": metrics, "parameters": values}, sys.argv[1])

@@ -80,7 +80,10 @@ def accumulate(
     group = data_parallel_group(group, cp_group)
     counts, number = _counted(micro_batches, group, cp_group, dp_size)
     step = Accumulation(spec, counts, counts, group, cp_group)
-    empty = {**micro_batches[-1], "mask": torch.zeros_like(micro_batches[-1]["mask"], dtype=torch.bool)}
+    empty = {
+        **micro_batches[-1],
+        "mask": torch.zeros_like(micro_batches[-1]["mask"], dtype=torch.bool),
+    }
     shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
     step._micro_batches = [MicroBatch(step, data, i == number - 1) for i, data in enumerate(shares)]
     for micro in step._micro_batches[len(micro_batches) :]:
@@ -102,7 +105,14 @@ class Accumulation:
     merged over the micro-batches whose loss was taken so far.
     """
 
-    def __init__(self, spec: LossSpec, totals: Totals, counts: Totals, group: Any = None, cp_group: Any = None) -> None:
+    def __init__(
+        self,
+        spec: LossSpec,
+        totals: Totals,
+        counts: Totals,
+        group: Any = None,
+        cp_group: Any = None,
+    ) -> None:
         self.spec = spec
         self.totals = totals
         self.counts = counts
@@ -147,7 +157,9 @@ class Accumulation:
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
         if unused:
-            metrics = metrics + Metrics({"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))})
+            metrics = metrics + Metrics(
+                {"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))}
+            )
         for group in (self.group, self.cp_group):
             metrics = metrics if group is None else metrics.all_reduce(group)
         if unused or self.group is not None or self.cp_group is not None:
@@ -196,13 +208,21 @@ class MicroBatch(Mapping[str, Any]):
         """
         for name in tensors:
             if name in _COUNTED:
-                raise InputError(f"{name} cannot be replaced now: the step was counted with the micro-batch's own.")
+                raise InputError(
+                    f"{name} cannot be replaced now: the step was counted with the micro-batch's own."
+                )
             if name not in _REPLACEABLE:
                 raise InputError(unknown_name("tensor", name, _REPLACEABLE))
         arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
         if arguments["advantages"] is None:
-            raise InputError(f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there.")
-        given = {name: x for name, x in arguments.items() if x is not None or name in ("old_logp", "advantages", "mask")}
+            raise InputError(
+                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there."
+            )
+        given = {
+            name: x
+            for name, x in arguments.items()
+            if x is not None or name in ("old_logp", "advantages", "mask")
+        }
         self.is_used = True
         return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
@@ -235,12 +255,18 @@ def _check(micro_batches: Any) -> None:
         )
     for i, data in enumerate(micro_batches):
         if not isinstance(data, Mapping):
-            raise InputError(f"micro_batches[{i}] must be a mapping of names to tensors, got {type(data).__name__}.")
+            raise InputError(
+                f"micro_batches[{i}] must be a mapping of names to tensors, got {type(data).__name__}."
+            )
         if data.get("mask") is None:
-            raise InputError(f"micro_batches[{i}] has no mask (it has {', '.join(map(str, data)) or 'nothing'}); put it there.")
+            raise InputError(
+                f"micro_batches[{i}] has no mask (it has {', '.join(map(str, data)) or 'nothing'}); put it there."
+            )
     with_groups = [data.get("group_ids") is not None for data in micro_batches]
     if any(with_groups) and not all(with_groups):
-        raise InputError(f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give all of them or none.")
+        raise InputError(
+            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give all of them or none."
+        )
 
 
 @dataclass(frozen=True)
@@ -263,29 +289,43 @@ class _Pack:
             try:
                 check_tensor("mask", mask)
                 if mask.is_meta:
-                    raise InputError("mask is on the device 'meta', which holds no values to count; move it to the loss's device.")
+                    raise InputError(
+                        "mask is on the device 'meta', which holds no values to count; move it to the loss's device."
+                    )
                 masks.append(as_mask(mask, mask).reshape(-1))
                 sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
                 if group_ids is not None:
                     check_group_ids(group_ids, sequences)
                     if group_ids.is_meta:
-                        raise InputError("group_ids is on the device 'meta', which holds no values; move it to the mask's device.")
+                        raise InputError(
+                            "group_ids is on the device 'meta', which holds no values; move it to the mask's device."
+                        )
                     groups.append(group_ids.to(mask.device))
             except InputError as error:
                 raise InputError(f"micro_batches[{i}]: {error}") from None
             layouts.append(sequences)
             rows = torch.full(mask.shape[:1], mask.shape[-1], device=mask.device)
-            lengths.append(rows if sequences.offsets is None else sequences.offsets.diff().to(torch.int64))
+            lengths.append(
+                rows if sequences.offsets is None else sequences.offsets.diff().to(torch.int64)
+            )
         offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
         return cls(torch.cat(masks), offsets, torch.cat(groups) if groups else None, layouts)
 
 
-def _counted(micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None) -> tuple[Totals, int]:
+def _counted(
+    micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None
+) -> tuple[Totals, int]:
     """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
     if group is None:
         _check_numbers([len(micro_batches)])
         pack = _Pack.of(micro_batches)
-        counts = Totals.count(pack.mask, cu_seqlens=pack.cu_seqlens, group_ids=pack.group_ids, cp_group=cp_group, dp_size=dp_size)
+        counts = Totals.count(
+            pack.mask,
+            cu_seqlens=pack.cu_seqlens,
+            group_ids=pack.group_ids,
+            cp_group=cp_group,
+            dp_size=dp_size,
+        )
         return counts, len(micro_batches)
     own, members = _share(micro_batches, cp_group)
     tokens, sequences, numbers, with_ids = torch.stack(all_gather(own, group)).unbind(1)
@@ -293,7 +333,9 @@ def _counted(micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: A
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
     ranks = len(number_of_each) * (1 if cp_group is None else dist.get_world_size(cp_group))
-    return Totals(tokens.sum(), sequences.sum(), groups, ranks if dp_size is None else dp_size), max(number_of_each)
+    return Totals(
+        tokens.sum(), sequences.sum(), groups, ranks if dp_size is None else dp_size
+    ), max(number_of_each)
 
 
 def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
@@ -305,9 +347,13 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     pack = _Pack.of(micro_batches)
     lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
     ids = pack.group_ids
-    numbers = torch.tensor([len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device)
+    numbers = torch.tensor(
+        [len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device
+    )
     own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
-    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack([ids.to(torch.int64), lengths])
+    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack(
+        [ids.to(torch.int64), lengths]
+    )
 
 
 def _check_numbers(numbers: list[int]) -> None:
@@ -329,9 +375,15 @@ def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTok
     """
     if min(members_of_each) < 0:
         rank = members_of_each.index(-1)
-        raise InputError(f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none.")
-    shares = all_gather(torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group)
-    ids, lengths = torch.cat([share[:, :n] for share, n in zip(shares, members_of_each, strict=True)], dim=1)
+        raise InputError(
+            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none."
+        )
+    shares = all_gather(
+        torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group
+    )
+    ids, lengths = torch.cat(
+        [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)], dim=1
+    )
     each, place = torch.unique(ids, return_inverse=True)
     return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))
 
@@ -353,21 +405,30 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
             tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
         tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
         for name, x in tensors.items():
-            if name == "logp" or (x is not None and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))):
+            if name == "logp" or (
+                x is not None
+                and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))
+            ):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
-    whole = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)}
+    whole = {
+        name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)
+    }
     named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}
     named["extras"] = {name.removeprefix("extras."): x for name, x in whole.items() if "." in name}
     if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
         named["advantages"] = named["advantages"].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
     named.setdefault("old_logp", None)
-    return measure(step.spec, mask=pack.mask, **named, **layout, group=step.group, dp_size=step.counts.dp_size)
+    return measure(
+        step.spec, mask=pack.mask, **named, **layout, group=step.group, dp_size=step.counts.dp_size
+    )
 
 
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
     """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, got {seen}.")
+        raise InputError(
+            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, got {seen}."
+        )
     return x.reshape(-1)

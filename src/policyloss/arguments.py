@@ -48,7 +48,9 @@ def fits_kind(x: Tensor, kind: Kind) -> bool:
     return kind == "any" or not x.is_complex()
 
 
-def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None) -> None:
+def check_tensor(
+    name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None
+) -> None:
     """Raise unless `x` is a dense tensor of this kind, on the device of `like`.
 
     like: another argument, with its name.
@@ -56,9 +58,13 @@ def check_tensor(name: str, x: Any, kind: Kind = "number", like: tuple[str, Tens
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
         raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
     if x.layout != torch.strided:
-        raise InputError(f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense().")
+        raise InputError(
+            f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense()."
+        )
     if like is not None and x.device != like[1].device:
-        raise InputError(f"{name} is on {x.device} and {like[0]} on {like[1].device}; move them to one device.")
+        raise InputError(
+            f"{name} is on {x.device} and {like[0]} on {like[1].device}; move them to one device."
+        )
 
 
 def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
@@ -68,7 +74,9 @@ def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number
     """
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
-        raise InputError(f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal.")
+        raise InputError(
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal."
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -111,7 +119,9 @@ def check_number(
     return cast(float, value)
 
 
-def check_integer(name: str, value: Any, least: int, error: type[PolicyLossError] = InputError) -> int:
+def check_integer(
+    name: str, value: Any, least: int, error: type[PolicyLossError] = InputError
+) -> int:
     """`value` if it is a Python integer of at least `least` that 64 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise error(f"{name} must be an integer, got {seen(value)}.")
@@ -131,9 +141,13 @@ def check_group(name: str, group: Any) -> None:
     if group is None or torch.compiler.is_compiling():
         return
     if not (dist.is_available() and dist.is_initialized()):
-        raise InputError(f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it.")
+        raise InputError(
+            f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it."
+        )
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError(f"{name} must be a process group that this rank belongs to, got {seen(group)}.")
+        raise InputError(
+            f"{name} must be a process group that this rank belongs to, got {seen(group)}."
+        )
 
 
 def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
@@ -144,7 +158,9 @@ def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
 
 
 def by_annotation(
-    alike: Container[str] = (), floating: Container[str] = (), also: Callable[[dict[str, Any]], None] | None = None
+    alike: Container[str] = (),
+    floating: Container[str] = (),
+    also: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[F], F]:
     """A decorator that checks every argument by what its annotation says, before the function runs.
 
@@ -175,7 +191,10 @@ def by_annotation(
 
 
 def _check_call(
-    arguments: dict[str, Any], rules: dict[str, frozenset[type]], alike: Container[str], floating: Container[str]
+    arguments: dict[str, Any],
+    rules: dict[str, frozenset[type]],
+    alike: Container[str],
+    floating: Container[str],
 ) -> None:
     first: tuple[str, Tensor] | None = None
     first_alike: tuple[str, Tensor] | None = None
@@ -199,7 +218,9 @@ def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
     function checks words itself, and raises its errors.
     """
     plain = {Tensor, float, int, bool, type(None)}
-    hints = {name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"}
+    hints = {
+        name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"
+    }
     return {name: types for name, types in hints.items() if types <= plain}
 
 
@@ -212,7 +233,9 @@ def _types(hint: Any) -> frozenset[type]:
     return frozenset({hint})
 
 
-def _check_allowed(name: str, value: Any, allowed: frozenset[type], first: tuple[str, Tensor] | None) -> None:
+def _check_allowed(
+    name: str, value: Any, allowed: frozenset[type], first: tuple[str, Tensor] | None
+) -> None:
     if value is None and type(None) in allowed:
         return
     if Tensor in allowed and (isinstance(value, Tensor) or allowed <= {Tensor, type(None)}):

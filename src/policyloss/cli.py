@@ -22,7 +22,13 @@ class Command:
     text.
     """
 
-    def __init__(self, name: str, about: str, run: Callable[[argparse.Namespace], str], *arguments: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        run: Callable[[argparse.Namespace], str],
+        *arguments: tuple[str, str],
+    ) -> None:
         self.name, self.about, self.run, self.arguments = name, about, run, arguments
 
     def add_to(self, subparsers: Any) -> None:
@@ -39,7 +45,10 @@ def presets_command(args: argparse.Namespace) -> str:
     from policyloss.presets import PRESETS
 
     if args.json:
-        rows = [{"name": p.name, "title": p.title, "paper": p.paper, "spec": p.spec.to_dict()} for p in PRESETS.values()]
+        rows = [
+            {"name": p.name, "title": p.title, "paper": p.paper, "spec": p.spec.to_dict()}
+            for p in PRESETS.values()
+        ]
         return _json(rows)
     width = max(len(name) for name in PRESETS)
     column = max(len(p.title) for p in PRESETS.values())
@@ -63,11 +72,15 @@ def explain_trl_command(args: argparse.Namespace) -> str:
 
     options = read_json(args.config)
     if not isinstance(options, dict):
-        raise PolicyLossError(f"{args.config} must hold one JSON object, the options of a GRPOConfig by name.")
+        raise PolicyLossError(
+            f"{args.config} must hold one JSON object, the options of a GRPOConfig by name."
+        )
     for name in options:
         meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
         if meant:
-            raise PolicyLossError(f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?")
+            raise PolicyLossError(
+                f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?"
+            )
     config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
         return _json(spec_from_config(config, handled=BESIDE).to_dict())
@@ -85,12 +98,20 @@ def diff_command(args: argparse.Namespace) -> str:
 _LOSS = "the name of a preset, or the path of a JSON file that holds LossSpec.to_dict()"
 COMMANDS = (
     Command("presets", "list the named losses", presets_command),
-    Command("explain", "say what a loss is: formula, numbers, zero gradients, names, traps", explain_command, ("loss", _LOSS)),
+    Command(
+        "explain",
+        "say what a loss is: formula, numbers, zero gradients, names, traps",
+        explain_command,
+        ("loss", _LOSS),
+    ),
     Command(
         "explain-trl",
         "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
         explain_trl_command,
-        ("config", "the path of a JSON file with options of the config; an option that is missing has TRL's default"),
+        (
+            "config",
+            "the path of a JSON file with options of the config; an option that is missing has TRL's default",
+        ),
     ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
 )
@@ -106,7 +127,7 @@ TRAINING = {
 
 def _loss(name: str) -> Any:
     """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
-    import policyloss.compat.trl  # noqa: F401  # makes those parts known
+    import policyloss.compat.trl  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)
@@ -116,7 +137,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line: one subparser per entry of `COMMANDS`."""
     from policyloss import __version__
 
-    top = argparse.ArgumentParser(prog="policyloss", description="The loss functions of LLM reinforcement learning, explained.")
+    top = argparse.ArgumentParser(
+        prog="policyloss",
+        description="The loss functions of LLM reinforcement learning, explained.",
+    )
     top.add_argument("--version", action="version", version=f"policyloss {__version__}")
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -163,7 +187,9 @@ def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     except ModuleNotFoundError as error:
         if name == "report" or (error.name or "").partition(".")[0] == "policyloss":
             raise  # the report needs torch alone, so nothing that could be installed is missing
-        raise PolicyLossError(f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'.") from None
+        raise PolicyLossError(
+            f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'."
+        ) from None
     return command
 
 

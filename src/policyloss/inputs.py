@@ -68,7 +68,9 @@ class Inputs:
     extras: Mapping[str, Tensor] | None = None
 
     @classmethod
-    def of(cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]) -> Self:
+    def of(
+        cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
+    ) -> Self:
         """From the arguments of a loss function; an unknown name is an error that suggests the
         nearest.
         """
@@ -88,7 +90,11 @@ class Inputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that was given, by name; one of `extras` as "extras.name"."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("cp_group", "extras")}
+        plain = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("cp_group", "extras")
+        }
         extras = {f"extras.{name}": x for name, x in self.named_extras().items()}
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 
@@ -97,7 +103,9 @@ class Inputs:
         if self.extras is None:
             return {}
         if not isinstance(self.extras, Mapping):
-            raise InputError(f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}.")
+            raise InputError(
+                f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}."
+            )
         return dict(self.extras)
 
     def tokens(self) -> Tokens:
@@ -125,10 +133,14 @@ class Inputs:
             raw[name] = x if x is None or name == "entropy" else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
-        return Tokens(**layout, dtype=dtype, advantages=fill(per_token, layout["mask"], dtype), raw=raw)
+        return Tokens(
+            **layout, dtype=dtype, advantages=fill(per_token, layout["mask"], dtype), raw=raw
+        )
 
 
-TOKEN_SHAPED = tuple(f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy")
+TOKEN_SHAPED = tuple(
+    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy"
+)
 OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
@@ -140,6 +152,9 @@ def takes_tensors(function: F) -> F:
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors
     kind = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(n, kind, default=None, annotation=h) for n, h in get_type_hints(names).items()]
+    more = [
+        inspect.Parameter(n, kind, default=None, annotation=h)
+        for n, h in get_type_hints(names).items()
+    ]
     function.__signature__ = signature.replace(parameters=[*shown, *more])  # type: ignore[attr-defined]
     return function

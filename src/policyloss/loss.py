@@ -91,16 +91,30 @@ def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
     """
     check_gradients(spec, inputs)
     logp, entropy = inputs.logp, inputs.entropy
-    plain = inputs.cu_seqlens is None and inputs.cp_group is None and spec.is_data and not isinstance(spec.ratio, SegmentRatio)
-    if torch.compiler.is_compiling() and plain and logp.requires_grad and (entropy is None or not entropy.requires_grad):
+    plain = (
+        inputs.cu_seqlens is None
+        and inputs.cp_group is None
+        and spec.is_data
+        and not isinstance(spec.ratio, SegmentRatio)
+    )
+    if (
+        torch.compiler.is_compiling()
+        and plain
+        and logp.requires_grad
+        and (entropy is None or not entropy.requires_grad)
+    ):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
         wide = logp.to(inputs.dtype)
-        gradient = torch.func.grad(lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total)(wide.detach())
+        gradient = torch.func.grad(
+            lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
+        )(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
-        return LossOutput(with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics)
+        return LossOutput(
+            with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics
+        )
     parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
 
@@ -120,7 +134,11 @@ def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
     logp: Any = inputs.logp
     entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
-    if not spec.entropy_coef or entropy is None or not (torch.is_grad_enabled() and logp.requires_grad):
+    if (
+        not spec.entropy_coef
+        or entropy is None
+        or not (torch.is_grad_enabled() and logp.requires_grad)
+    ):
         return
     check_tensor("entropy", entropy)
     if not entropy.requires_grad:
@@ -152,7 +170,9 @@ def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t, surrogate = replace(t, ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step)
+        metrics = policy_metrics(
+            spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step
+        )
     return _Parts(total, scale, metrics)
 
 
@@ -204,7 +224,9 @@ def aggregate_tokens(
     check_part("aggregate", aggregate)
     step = resolve(totals)
     check_tensor("x", x, "float")
-    layout = Layout.of(x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+    layout = Layout.of(
+        x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
+    )
     layout = layout.with_totals(local_totals(layout) if step is None else step)
     return weighted_sum(layout.fill(x), aggregate(layout))
 
@@ -215,14 +237,20 @@ def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}.")
+        raise InputError(
+            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}."
+        )
     return x
 
 
-def corrected_tokens(spec: LossSpec, t: Tokens, step: Totals | None, group: Any = None) -> tuple[Tokens, Combined]:
+def corrected_tokens(
+    spec: LossSpec, t: Tokens, step: Totals | None, group: Any = None
+) -> tuple[Tokens, Combined]:
     """Apply the corrections, and take rejected tokens out of the mask if the spec says so."""
     if step is not None and spec.needs_statistics:
-        if step.statistics is None or any(name not in step.statistics for name in spec.statistics_names):
+        if step.statistics is None or any(
+            name not in step.statistics for name in spec.statistics_names
+        ):
             raise InputError(
                 "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
                 "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
@@ -241,7 +269,10 @@ def corrected_tokens(spec: LossSpec, t: Tokens, step: Totals | None, group: Any 
 def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
     """`t` with the ratio, unless nothing needs it and what it is made of was not given."""
     anchor = getattr(spec.ratio, "anchor", "old")
-    made_of = [*([] if anchor == "current" else [f"{anchor}_logp"]), *getattr(spec.ratio, "reads", ())]
+    made_of = [
+        *([] if anchor == "current" else [f"{anchor}_logp"]),
+        *getattr(spec.ratio, "reads", ()),
+    ]
     if not spec.reads_ratio_value and not all(map(t.has, made_of)):
         return replace(t, anchor=anchor)
     log_ratio, clamp = spec.ratio(t), getattr(spec.ratio, "log_clamp", 20.0)
@@ -276,10 +307,18 @@ def measure(
     cp_group = inputs.cp_group
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
-        t, corrected = corrected_tokens(spec, inputs.replace(logp=logp.detach()).tokens(), None, group)
+        t, corrected = corrected_tokens(
+            spec, inputs.replace(logp=logp.detach()).tokens(), None, group
+        )
         t = with_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
             statistics.update(spec.trust.statistics(t, group))
-        where = {"cu_seqlens": t.sequences.offsets, "group_ids": inputs.group_ids, "cp_group": cp_group}
-        return replace(Totals.count(t.mask, **where, group=group, dp_size=dp_size), statistics=statistics)
+        where = {
+            "cu_seqlens": t.sequences.offsets,
+            "group_ids": inputs.group_ids,
+            "cp_group": cp_group,
+        }
+        return replace(
+            Totals.count(t.mask, **where, group=group, dp_size=dp_size), statistics=statistics
+        )

@@ -21,7 +21,11 @@ from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.masking import accumulator_dtype
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class Record:
         """Raise unless `part` holds one real number, as a tensor of a subclass may too."""
         dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
         if not dense or part.dim() or part.device != (device or part.device):
-            raise InputError(f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}.")
+            raise InputError(
+                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}."
+            )
 
     @property
     def value(self) -> Tensor:
@@ -218,7 +224,9 @@ class ExplainedVariance(Record):
             return squares / count - (total / count) ** 2
 
         spread = variance(target, target_squares)
-        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count  # no more than the rounding of the moments
+        constant = (
+            spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
+        )  # no more than the rounding of the moments
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
@@ -230,7 +238,9 @@ class Layout:
 
     def __init__(self, metrics: Metrics) -> None:
         places = {part: place for place, part in enumerate(_parts_by_id(metrics))}
-        self._records = {name: (type(r), [places[id(part)] for part in r.parts]) for name, r in metrics.items()}
+        self._records = {
+            name: (type(r), [places[id(part)] for part in r.parts]) for name, r in metrics.items()
+        }
 
     @staticmethod
     def pack(metrics: Metrics, *more: Tensor) -> Tensor:
@@ -244,7 +254,10 @@ class Layout:
     def unpack(self, packed: Tensor) -> dict[str, Record]:
         """The records, as views of `packed`."""
         parts = packed.unbind()
-        return {name: kind(*(parts[i] for i in places)) for name, (kind, places) in self._records.items()}
+        return {
+            name: kind(*(parts[i] for i in places))
+            for name, (kind, places) in self._records.items()
+        }
 
 
 class Metrics(Mapping[str, Record]):
@@ -254,8 +267,12 @@ class Metrics(Mapping[str, Record]):
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
-        if not isinstance(records, (dict, type(None))) or not all(isinstance(r, Record) for r in (records or {}).values()):
-            raise InputError(f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}.")
+        if not isinstance(records, (dict, type(None))) or not all(
+            isinstance(r, Record) for r in (records or {}).values()
+        ):
+            raise InputError(
+                f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}."
+            )
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[Layout, Tensor] | None = None
 
@@ -291,7 +308,9 @@ class Metrics(Mapping[str, Record]):
 
     def _repr_html_(self) -> str:
         """For a notebook: every metric and its value (one host sync)."""
-        return notebook.table(("metric", "value"), [(name, f"{x:.10g}") for name, x in self.compute().items()])
+        return notebook.table(
+            ("metric", "value"), [(name, f"{x:.10g}") for name, x in self.compute().items()]
+        )
 
     def __add__(self, other: Metrics) -> Metrics:
         if not isinstance(other, Metrics):
@@ -313,12 +332,16 @@ class Metrics(Mapping[str, Record]):
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
-            return Metrics.packed(layout, packed.cpu()).compute()  # one copy to the host, and the quotients there
+            return Metrics.packed(
+                layout, packed.cpu()
+            ).compute()  # one copy to the host, and the quotients there
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
-        numbers = dict(zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True))
+        numbers = dict(
+            zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True)
+        )
         invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
         refuse_invalid({name: numbers.pop(name) for name in invalid})
         if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
@@ -329,7 +352,13 @@ class Metrics(Mapping[str, Record]):
 
     def refuse_invalid(self) -> None:
         """Raise if a count of certain mistakes (`Invalid`) is not 0. This waits for the device."""
-        refuse_invalid({name: record.value for name, record in self._records.items() if isinstance(record, Invalid)})
+        refuse_invalid(
+            {
+                name: record.value
+                for name, record in self._records.items()
+                if isinstance(record, Invalid)
+            }
+        )
 
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
@@ -343,24 +372,40 @@ class Metrics(Mapping[str, Record]):
         kinds = self._kinds_of_all_ranks(group)
         if not kinds:
             return self
-        device = next((p.device for r in self._records.values() for p in r.parts), collective_device(group, torch.device("cpu")))
+        device = next(
+            (p.device for r in self._records.values() for p in r.parts),
+            collective_device(group, torch.device("cpu")),
+        )
         wide = accumulator_dtype(device)
-        records = {n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()}
+        records = {
+            n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
+        }
         flat = [(part, record.op) for record in records.values() for part in record.parts]
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
-        sums = torch.stack([p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat])
-        signs = torch.tensor([-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device)
+        sums = torch.stack(
+            [p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat]
+        )
+        signs = torch.tensor(
+            [-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device
+        )
         peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
         dist.all_reduce(sums, group=group)
         peaks = all_max(peaks, group) * signs
-        parts = iter([s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)])
+        parts = iter(
+            [s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)]
+        )
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:
         """The name and kind of every metric that some rank holds, in one order on all ranks."""
-        by_name = {kind.__name__: kind for kind in (Stat, Sum, Invalid, Max, Min, EffectiveSampleSize, ExplainedVariance)}
+        by_name = {
+            kind.__name__: kind
+            for kind in (Stat, Sum, Invalid, Max, Min, EffectiveSampleSize, ExplainedVariance)
+        }
         shares: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group)
+        dist.all_gather_object(
+            shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group
+        )
         return {name: by_name[kind] for share in shares for name, kind in share}
 
 

@@ -35,7 +35,9 @@ def check_output(path: Path, argument: str) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
     if kind is not None:
-        raise InputError(f"{argument}={str(path)!r} is a {kind}; give the name of a regular file, new or old.")
+        raise InputError(
+            f"{argument}={str(path)!r} is a {kind}; give the name of a regular file, new or old."
+        )
 
 
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:

@@ -87,7 +87,9 @@ def policy_metrics(
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
         **_of_logprobs(t, token_loss),
-        "beyond_totals": Sum(_beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), given)),
+        "beyond_totals": Sum(
+            _beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), given)
+        ),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }
     _clipping(records, spec, surrogate, t.mask, n)
@@ -106,12 +108,19 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
     """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
     either from the loss.
     """
-    given = {name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None}
+    given = {
+        name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
+    }
     # A sum is finite if and only if its terms are, for numbers of this size. An engine may report
     # −inf for a token that top-p cut.
-    finite = reduce(torch.add, [x for name, x in given.items() if name != "rollout_logp"], token_loss)
+    finite = reduce(
+        torch.add, [x for name, x in given.items() if name != "rollout_logp"], token_loss
+    )
     positive = reduce(torch.bitwise_or, [x > POSITIVE for x in given.values()]) & t.mask
-    return {"nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))), "positive_logp_tokens": Sum(count(positive))}
+    return {
+        "nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))),
+        "positive_logp_tokens": Sum(count(positive)),
+    }
 
 
 def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
@@ -126,16 +135,26 @@ def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | No
     return (here - of_step).clamp(min=0)
 
 
-def _clipping(records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor) -> None:
-    flags = {name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None}
-    ours = type(spec.trust) in VARIANTS  # then a token has one flag at most, and a masked one none; a user's may do anything
+def _clipping(
+    records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor
+) -> None:
+    flags = {
+        name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
+    }
+    ours = (
+        type(spec.trust) in VARIANTS
+    )  # then a token has one flag at most, and a masked one none; a user's may do anything
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
     for name, held in counts.items():
         records[f"clip_fraction_{name}"] = Stat(held, n)
     if flags:
-        total = reduce(torch.add, counts.values()) if ours else count(reduce(torch.bitwise_or, flags.values()))
+        total = (
+            reduce(torch.add, counts.values())
+            if ours
+            else count(reduce(torch.bitwise_or, flags.values()))
+        )
         records["clip_fraction"] = Stat(total, n)
 
 
@@ -146,7 +165,9 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        raw = raw if per_token else fill(raw, t.mask)  # a token's log-ratio is 0 where masked already
+        raw = (
+            raw if per_token else fill(raw, t.mask)
+        )  # a token's log-ratio is 0 where masked already
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)

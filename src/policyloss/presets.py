@@ -138,7 +138,10 @@ _ALL = (
         "Batch-normalised clipped loss: every token of the batch counts the same",
         "TRL GRPOConfig.loss_type",
         LossSpec(trust=_CLIP, aggregate=TokenMean()),
-        {"trust": _PPO, "aggregate": "TRL loss_type='bnpo': divide by the valid tokens of the batch"},
+        {
+            "trust": _PPO,
+            "aggregate": "TRL loss_type='bnpo': divide by the valid tokens of the batch",
+        },
         note="TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. Here the whole step counts.",
     ),
     Preset(
@@ -158,7 +161,9 @@ _ALL = (
         "gspo_token",
         "GSPO-token: the sequence's ratio, each token's own gradient",
         "arXiv 2507.18071",
-        LossSpec(ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        LossSpec(
+            ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()
+        ),
         {
             "ratio": "GSPO, arXiv 2507.18071, section 4.3, equation 14",
             "trust": _GSPO_EPS,
@@ -207,7 +212,11 @@ _ALL = (
         "rollout_is",
         "Hard-masked importance sampling against the rollout policy",
         "arXiv 2602.15763",
-        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=DetachedClip(0.8, 1.2, outside="zero"), aggregate=TokenMean()),
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"),
+            trust=DetachedClip(0.8, 1.2, outside="zero"),
+            aggregate=TokenMean(),
+        ),
         {
             "ratio": "GLM-5, arXiv 2602.15763, equation 4: exp(logp - rollout_logp)",
             "trust": "GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)",
@@ -266,7 +275,9 @@ _ALL = (
         "importance_sampling",
         "Importance-sampled policy gradient against the rollout policy",
         "Tinker loss 'importance_sampling'",
-        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()),
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()
+        ),
         {
             "ratio": "Tinker: exp(logp - sampler's logp)",
             "trust": "Tinker: -ratio·A, no bound",
@@ -449,7 +460,10 @@ _ALL = (
         "up_grpo",
         "UP-GRPO: the plain policy gradient for good tokens, dual clip for the others",
         "arXiv 2607.06987",
-        LossSpec(trust=BySign(Unbounded("current"), Clip(0.2, 0.2, dual=3.0)), aggregate=SeqMeanTokenMean()),
+        LossSpec(
+            trust=BySign(Unbounded("current"), Clip(0.2, 0.2, dual=3.0)),
+            aggregate=SeqMeanTokenMean(),
+        ),
         {
             "trust": "UP-GRPO, arXiv 2607.06987, equation 15: split by the sign of the advantage",
             "trust.positive": "equation 15: -A times the ratio of the policy to itself, unbounded",
@@ -517,7 +531,11 @@ _ALL = (
         "aipo",
         "AIPO: importance sampling against the rollout policy, truncated from above",
         "arXiv 2505.24034",
-        LossSpec(ratio=TokenRatio(anchor="rollout"), trust=Clip(math.inf, 1.0, dual=2.0), aggregate=TokenMean()),
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"),
+            trust=Clip(math.inf, 1.0, dual=2.0),
+            aggregate=TokenMean(),
+        ),
         {
             "ratio": "LlamaRL, arXiv 2505.24034: against the policy that sampled",
             "trust": "-min(ratio, rho)·A for either sign: eps_high = rho - 1, dual = rho, no lower bound",
@@ -622,7 +640,9 @@ def defined_with(loss: LossSpec | str) -> str | None:
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
     horizon = getattr(spec.aggregate, "horizon", None)
-    return tuple(p for p in _ALL if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon)))
+    return tuple(
+        p for p in _ALL if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon))
+    )
 
 
 def read_loss(name: str) -> LossSpec | str:

@@ -37,7 +37,11 @@ Part = TypeVar("Part")
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
 
 # The defaults are plain PPO: frozen values, safe to share.
-_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = ratio.TokenRatio(), trust.Clip(0.2, 0.2), aggregate.TokenMean()
+_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = (
+    ratio.TokenRatio(),
+    trust.Clip(0.2, 0.2),
+    aggregate.TokenMean(),
+)
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,24 @@ class LossSpec:
         normalising = [c for c in self.correction if isinstance(c, correction.SelfNormalise)]
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
-            raise SpecError("SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask.")
+            raise SpecError(
+                "SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask."
+            )
         if self.rejected != "keep" and not self.correction:
-            raise SpecError(f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'.")
+            raise SpecError(
+                f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'."
+            )
 
     @property
     def is_data(self) -> bool:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
-        parts += [("correction", c) for c in self.correction] + ([] if self.kl is None else [("kl", self.kl)])
-        return all(any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts)
+        parts += [("correction", c) for c in self.correction] + (
+            [] if self.kl is None else [("kl", self.kl)]
+        )
+        return all(
+            any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts
+        )
 
     @property
     def reads_ratio(self) -> bool:
@@ -114,7 +126,9 @@ class LossSpec:
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
+        return (
+            getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
+        )
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -147,7 +161,11 @@ class LossSpec:
     @property
     def statistics_names(self) -> tuple[str, ...]:
         """The batch-wide numbers that the parts of this loss read."""
-        return tuple(name for part in (self.trust, *self.correction) for name in getattr(part, "statistics_names", ()))
+        return tuple(
+            name
+            for part in (self.trust, *self.correction)
+            for name in getattr(part, "statistics_names", ())
+        )
 
     @property
     def corrections_by_logp(self) -> tuple[Any, ...]:
@@ -168,7 +186,9 @@ class LossSpec:
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
         reaches = {getattr(part, "reach", "batch") for part in parts}
-        fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(self.aggregate, "reads_logp", True)
+        fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
+            self.aggregate, "reads_logp", True
+        )
         if "batch" in reaches or not fixed_average or (by_logp and self.rejected != "keep"):
             return "batch"
         return "sequence" if "sequence" in reaches else "token"
@@ -179,7 +199,11 @@ class LossSpec:
 
         That takes a trust region that is a multiple of A, no KL and no entropy bonus.
         """
-        return self.kl is None and not self.entropy_coef and getattr(self.trust, "follows_advantage", False)
+        return (
+            self.kl is None
+            and not self.entropy_coef
+            and getattr(self.trust, "follows_advantage", False)
+        )
 
     def with_fields(self, **numbers: Any) -> LossSpec:
         """The same loss with other values in fields, named without their part: `eps_high=0.3`.
@@ -194,11 +218,16 @@ class LossSpec:
                 continue
             places = [path for path in _field_paths(changed) if path[-1] == name]
             if not places:
-                valid = {str(path[-1]) for path in _field_paths(changed)} | {"rejected", "entropy_coef"}
+                valid = {str(path[-1]) for path in _field_paths(changed)} | {
+                    "rejected",
+                    "entropy_coef",
+                }
                 raise SpecError(unknown_name("number of this loss", name, valid))
             if len(places) > 1:
                 where = " and ".join(".".join(map(str, path)) for path in places)
-                raise SpecError(f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…).")
+                raise SpecError(
+                    f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…)."
+                )
             changed = _with_value(changed, places[0], value)
         return changed
 
@@ -215,7 +244,9 @@ class LossSpec:
         if not self.needs_horizon:
             return self
         if tokens is None:
-            raise SpecError("with_horizon needs the horizon, your generation budget in tokens; got None.")
+            raise SpecError(
+                "with_horizon needs the horizon, your generation budget in tokens; got None."
+            )
         return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def replace(self, **slots: Unpack[Slots]) -> LossSpec:
@@ -244,7 +275,9 @@ class LossSpec:
         Strict: an unknown key, type or value is an error that names the valid ones.
         """
         if not isinstance(data, Mapping):
-            raise SpecError(f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}.")
+            raise SpecError(
+                f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
+            )
         slots: dict[str, Any] = {}
         for key, value in data.items():
             if key not in SLOTS:
@@ -325,13 +358,19 @@ def check_part(slot: str, part: Any) -> None:
     if isinstance(part, _VARIANTS[slot]):
         return
     if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
-        raise SpecError(f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed.")
+        raise SpecError(
+            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed."
+        )
     for other, variants in _VARIANTS.items():
         if isinstance(part, variants):
-            raise SpecError(f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}.")
+            raise SpecError(
+                f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}."
+            )
     if not callable(part):
         names = ", ".join(v.__name__ for v in _VARIANTS[slot])
-        raise SpecError(f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens.")
+        raise SpecError(
+            f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens."
+        )
 
 
 def framework_part(slot: str, framework: str) -> Callable[[type[Part]], type[Part]]:
@@ -362,7 +401,9 @@ def kind(part: Any) -> type:
 def _encode(slot: str, part: Any) -> dict[str, Any]:
     name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
     if name is None:
-        raise SpecError(f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data.")
+        raise SpecError(
+            f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data."
+        )
     values = {f.name: _encode_value(slot, getattr(part, f.name)) for f in dataclasses.fields(part)}
     return {"type": name, **values}
 
@@ -380,7 +421,9 @@ def _encode_value(slot: str, value: Any) -> Any:
 def _decode(slot: str, data: Any) -> Any:
     variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
-        raise SpecError(f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.')
+        raise SpecError(
+            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.'
+        )
     name = data["type"]
     if not isinstance(name, str) or name not in variants:
         framework, dot, _ = str(name).partition(".")
@@ -394,9 +437,17 @@ def _decode(slot: str, data: Any) -> Any:
     valid = [f.name for f in dataclasses.fields(make)]
     for key in data:
         if key != "type" and key not in valid:
-            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else f"{name} has no fields, got {key!r}.")
+            raise SpecError(
+                unknown_name(f"{name} field", key, valid)
+                if valid
+                else f"{name} has no fields, got {key!r}."
+            )
     values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
-    missing = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING and f.name not in values]
+    missing = [
+        f.name
+        for f in dataclasses.fields(make)
+        if f.default is dataclasses.MISSING and f.name not in values
+    ]
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}.")
     return make(**values)

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from policyloss.totals import Totals
 
 # Which policy a log-probability comes from, and the argument that carries it.
-LOGP_ARGUMENTS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "teacher": "teacher_logp"}
+LOGP_ARGUMENTS = {
+    "old": "old_logp",
+    "rollout": "rollout_logp",
+    "ref": "ref_logp",
+    "teacher": "teacher_logp",
+}
 
 
 class NeedsStatistics(Protocol):
@@ -40,20 +45,26 @@ class NeedsStatistics(Protocol):
         ...
 
 
-def as_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> Tensor:
+def as_mask(
+    mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
+) -> Tensor:
     """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only
     on a CPU).
     """
     return checked_mask(mask, like, called, like_called)[0]
 
 
-def checked_mask(mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens") -> tuple[Tensor, Tensor | None]:
+def checked_mask(
+    mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
+) -> tuple[Tensor, Tensor | None]:
     """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they
     were, or need not be.
     """
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
-        raise InputError(f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token.")
+        raise InputError(
+            f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token."
+        )
     if mask.dtype == torch.bool:
         return mask, None
     invalid = neither_0_nor_1(mask)
@@ -70,17 +81,23 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     """Raise unless `group_ids` is one integer per sequence."""
     check_tensor("group_ids", group_ids, "any")
     if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
-        raise InputError(f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen(group_ids)}.")
+        raise InputError(
+            f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen(group_ids)}."
+        )
 
 
-def expand_advantages(advantages: Tensor, sequences: Sequences, called: str = "advantages") -> Tensor:
+def expand_advantages(
+    advantages: Tensor, sequences: Sequences, called: str = "advantages"
+) -> Tensor:
     """Advantages as one number per token: accepts token-shaped (packed also `[1, N]`), or one per
     sequence (`[S]`, `[S, 1]`).
     """
     check_tensor(called, advantages)
     advantages = sequences.with_clear_shape(advantages, called)
     shape = sequences.shape
-    if tuple(advantages.shape) == shape or (sequences.offsets is not None and tuple(advantages.shape) == (1, *shape)):
+    if tuple(advantages.shape) == shape or (
+        sequences.offsets is not None and tuple(advantages.shape) == (1, *shape)
+    ):
         return advantages.reshape(shape)
     per_sequence = (sequences.count,)
     if tuple(advantages.shape) in (per_sequence, (*per_sequence, 1)):
@@ -122,7 +139,9 @@ class Layout:
     def totals(self) -> Totals:
         """The counts of the whole step; only an aggregation may ask for them."""
         if self.step is None:
-            raise InputError("the totals of the step are known to the aggregation only; this part runs before it.")
+            raise InputError(
+                "the totals of the step are known to the aggregation only; this part runs before it."
+            )
         return self.step
 
     def with_totals(self, step: Totals) -> Self:
@@ -189,7 +208,9 @@ def laid_out(
         "mask": mask,
         "sequences": sequences,
         "group_ids": group_ids,
-        "positions": None if positions is None else checked_positions(positions, tokens, "this loss"),
+        "positions": None
+        if positions is None
+        else checked_positions(positions, tokens, "this loss"),
         "invalid": {name: x for name, x in invalid.items() if x is not None},
     }
 
@@ -224,25 +245,33 @@ class Tokens(Layout):
     def ratio(self) -> Tensor:
         """The ratio slot's ratio, token-shaped; carries the gradient."""
         if self.ratio_value is None:
-            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which was not given.")
+            raise InputError(
+                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
+            )
         return self.ratio_value
 
     def extra(self, name: str) -> Tensor:
         """The tensor that the call carries as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
-            raise InputError(f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: …}}.")
+            raise InputError(
+                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: …}}."
+            )
         return self.fill(self.read(f"extras.{name}"))
 
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
-        if x is None and name == "logp":  # left out by the head alone, while the log-probabilities are not computed
+        if (
+            x is None and name == "logp"
+        ):  # left out by the head alone, while the log-probabilities are not computed
             raise InputError(
                 "a part that says reads_logp = False read logp: leave that attribute out, so that the head computes the "
                 "log-probabilities before it asks that part."
             )
         if x is None:
-            raise InputError(f"this loss reads {name}, which was not given; pass {name}= to policy_loss.")
+            raise InputError(
+                f"this loss reads {name}, which was not given; pass {name}= to policy_loss."
+            )
         return x
 
     @property
@@ -254,7 +283,9 @@ class Tokens(Layout):
     def log_ratio(self) -> Tensor:
         """The ratio slot's log-ratio within its clamp."""
         if self.raw_log_ratio is None:
-            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which was not given.")
+            raise InputError(
+                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
+            )
         return bound(self.raw_log_ratio, self.log_clamp)
 
     @property
@@ -279,7 +310,9 @@ class Tokens(Layout):
         return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
 
     def _anchor(self, anchor: str) -> Tensor:
-        return self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
+        return (
+            self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
+        )
 
     def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
         """The batch-wide numbers `slot` needs: those measured for the whole step if given, else

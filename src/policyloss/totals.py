@@ -38,7 +38,9 @@ class GroupTokens:
         check_tensor("GroupTokens.ids", self.ids, "integer")
         check_like("GroupTokens.tokens", self.tokens, ("GroupTokens.ids", self.ids))
         if self.ids.dim() != 1:
-            raise InputError(f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}.")
+            raise InputError(
+                f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,12 @@ class Totals:
         if not isinstance(ranks, Tensor) and (not isinstance(ranks, int) or ranks < 1):
             raise InputError(f"Totals.dp_size must be a number of ranks, got {seen(ranks)}.")
         numbers = self.statistics
-        if numbers is not None and not (isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())):
-            raise InputError(f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}.")
+        if numbers is not None and not (
+            isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())
+        ):
+            raise InputError(
+                f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}."
+            )
 
     @classmethod
     def count(
@@ -111,9 +117,13 @@ class Totals:
         """
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
-        return cls(count(valid).to(accumulator_dtype(mask.device)), count(valid.any(-1)), dp_size=dp_size)
+        return cls(
+            count(valid).to(accumulator_dtype(mask.device)), count(valid.any(-1)), dp_size=dp_size
+        )
 
-    def all_reduce(self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None) -> Totals:
+    def all_reduce(
+        self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
+    ) -> Totals:
         """The counts of all data-parallel ranks together.
 
         Without `torch.distributed`, or with one rank, the same counts.
@@ -133,27 +143,45 @@ class Totals:
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
             groups = _group_tokens(ids, tokens)
         ranks = dist.get_world_size(group) * cp_size
-        return replace(self, tokens=pair[0], sequences=pair[1], groups=groups, dp_size=ranks if dp_size is None else dp_size)
+        return replace(
+            self,
+            tokens=pair[0],
+            sequences=pair[1],
+            groups=groups,
+            dp_size=ranks if dp_size is None else dp_size,
+        )
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
             return NotImplemented
         if self.dp_size != other.dp_size:
-            raise InputError(f"cannot add totals of different dp_size ({self.dp_size} and {other.dp_size}).")
+            raise InputError(
+                f"cannot add totals of different dp_size ({self.dp_size} and {other.dp_size})."
+            )
         if self.statistics or other.statistics:
-            raise InputError("measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step.")
+            raise InputError(
+                "measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step."
+            )
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
             groups = _group_tokens(
-                torch.cat([self.groups.ids, other.groups.ids]), torch.cat([self.groups.tokens, other.groups.tokens])
+                torch.cat([self.groups.ids, other.groups.ids]),
+                torch.cat([self.groups.tokens, other.groups.tokens]),
             )
         elif self.groups is None or other.groups is None:
             groups = None
         elif isinstance(self.groups, GroupTokens) or isinstance(other.groups, GroupTokens):
-            raise InputError("cannot add a number of groups to a GroupTokens; count both the same way.")
+            raise InputError(
+                "cannot add a number of groups to a GroupTokens; count both the same way."
+            )
         else:
             groups = self.groups + other.groups
-        return replace(self, tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences, groups=groups)
+        return replace(
+            self,
+            tokens=self.tokens + other.tokens,
+            sequences=self.sequences + other.sequences,
+            groups=groups,
+        )
 
 
 def _check_count(name: str, value: Any, wanted: str) -> None:
@@ -177,7 +205,9 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
         return dist.group.WORLD
     if dist.get_world_size(cp_group) == dist.get_world_size():
         return None
-    raise InputError("with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=.")
+    raise InputError(
+        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=."
+    )
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:

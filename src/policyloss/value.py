@@ -77,15 +77,22 @@ def value_loss(
     check_choice("boundary", boundary, ("pass", "half"))
     check_number("huber_delta", huber_delta, above=0)
     if clip is not None and old_values is None:
-        raise InputError("clipping reads old_values, which was not given; pass old_values, or clip=None.")
+        raise InputError(
+            "clipping reads old_values, which was not given; pass old_values, or clip=None."
+        )
     aggregate = TokenMean() if aggregate is None else aggregate
     check_part("aggregate", aggregate)
     step = resolve(totals)
     check_tensor("values", values, "float")
-    t = Layout.of(values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group)
+    t = Layout.of(
+        values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
+    )
     t = t.with_totals(local_totals(t) if step is None else step)
     check_tensor("returns", returns, like=("values", values))
-    value, target = t.fill(values), t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
+    value, target = (
+        t.fill(values),
+        t.fill(expand_advantages(returns.detach(), t.sequences, "returns")),
+    )
 
     def f(error: Tensor) -> Tensor:
         return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)
@@ -107,7 +114,9 @@ def value_loss(
     return LossOutput(loss, metrics)
 
 
-def _metrics(t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor) -> Metrics:
+def _metrics(
+    t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor
+) -> Metrics:
     n = count(t.mask)
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
 

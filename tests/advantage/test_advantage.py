@@ -15,13 +15,17 @@ import policyloss as pl
 from policyloss import advantage as adv
 from policyloss.advantage import group_advantages, whiten
 
-IDS = torch.tensor([7, -3, 7, 7, -3, 10**12])  # groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart
+IDS = torch.tensor(
+    [7, -3, 7, 7, -3, 10**12]
+)  # groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0, 5.0, 4.0], dtype=torch.float64)
 CENTERED = [(c, s) for c in ("mean", "loo") for s in ("std", "loo_std", "batch_std", "mean", None)]
 
 
 def close(actual, expected, atol=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol
+    )
 
 
 def members(ids):
@@ -61,7 +65,9 @@ def reference(rewards, ids, center, scale, eps, ddof):
 
 def random_batch(seed, n=40, groups=9):
     g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-(2**40), 2**40, (groups,), generator=g)[torch.randint(0, groups, (n,), generator=g)]
+    ids = torch.randint(-(2**40), 2**40, (groups,), generator=g)[
+        torch.randint(0, groups, (n,), generator=g)
+    ]
     return torch.rand(n, generator=g, dtype=torch.float64) * 3, ids
 
 
@@ -80,7 +86,11 @@ def random_batch(seed, n=40, groups=9):
         # Std of the others: {2, 6} √8, {1, 6} √12.5, {1, 2} √0.5; of one other: 0, so nothing is divided.
         ("loo", "loo_std", [-3 / 8**0.5, -2, -1.5 / 12.5**0.5, 4.5 / 0.5**0.5, 2, 0]),
         # All: mean 3.5, deviations² 6.25 + 0.25 + 2.25 + 6.25 + 2.25 + 0.25 = 17.5, variance 17.5/5 = 3.5.
-        ("mean", "batch_std", [-2 / 3.5**0.5, -1 / 3.5**0.5, -1 / 3.5**0.5, 3 / 3.5**0.5, 1 / 3.5**0.5, 0]),
+        (
+            "mean",
+            "batch_std",
+            [-2 / 3.5**0.5, -1 / 3.5**0.5, -1 / 3.5**0.5, 3 / 3.5**0.5, 1 / 3.5**0.5, 0],
+        ),
         (None, None, [1, 3, 2, 6, 5, 4]),
     ],
 )
@@ -95,12 +105,19 @@ def test_equals_the_definition(center, scale, ddof):
     for seed in range(3):
         rewards, ids = random_batch(seed)
         actual = group_advantages(rewards, ids, center=center, scale=scale, eps=1e-6, ddof=ddof)
-        close(actual, reference(rewards, ids, center, scale, 1e-6, ddof), atol=1e-11 if scale == "loo_std" else 1e-12)
+        close(
+            actual,
+            reference(rewards, ids, center, scale, 1e-6, ddof),
+            atol=1e-11 if scale == "loo_std" else 1e-12,
+        )
 
 
 def test_population_deviation_and_eps():
     # {0, 2}: mean 1, population std 1; 1/(1 + 0.25) = 0.8
-    close(group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([5, 5]), eps=0.25, ddof=0), [-0.8, 0.8])
+    close(
+        group_advantages(torch.tensor([0.0, 2.0]), torch.tensor([5, 5]), eps=0.25, ddof=0),
+        [-0.8, 0.8],
+    )
 
 
 @pytest.mark.parametrize(("center", "scale"), CENTERED)
@@ -118,7 +135,9 @@ def test_a_constant_group_gives_exactly_zero(center, scale, value, dtype):
 def test_a_spread_of_zero_divides_nothing(scale, n):
     # In float64 the mean of n times 0.1 is not always 0.1; with eps = 0 any residue would make the result enormous.
     rewards = torch.full((n,), 0.1, dtype=torch.float64)
-    assert torch.equal(group_advantages(rewards, torch.zeros(n).long(), center=None, scale=scale, eps=0.0), rewards)
+    assert torch.equal(
+        group_advantages(rewards, torch.zeros(n).long(), center=None, scale=scale, eps=0.0), rewards
+    )
 
 
 @pytest.mark.parametrize("common", [0.1, 0.35, 0.7, 1 / 3])
@@ -157,18 +176,24 @@ def test_row_order_changes_no_bit():
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     for center, scale in CENTERED:
         straight = group_advantages(rewards, ids, center=center, scale=scale)
-        assert torch.equal(straight[order], group_advantages(rewards[order], ids[order], center=center, scale=scale))
+        assert torch.equal(
+            straight[order],
+            group_advantages(rewards[order], ids[order], center=center, scale=scale),
+        )
 
 
 def test_group_names_do_not_matter():
     rewards, ids = random_batch(5)
     dense = torch.unique(ids, return_inverse=True)[1]
-    assert torch.equal(group_advantages(rewards, ids), group_advantages(rewards, dense.to(torch.int32)))
+    assert torch.equal(
+        group_advantages(rewards, ids), group_advantages(rewards, dense.to(torch.int32))
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [(n, {}) for n in ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "passk_max_gap")] + [("passk_combinatorial", {"k": 2})],
+    [(n, {}) for n in ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "passk_max_gap")]
+    + [("passk_combinatorial", {"k": 2})],
 )
 def test_a_nan_reward_shows_in_its_group_only(name, extra):
     rewards = torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0, 6.0, 9.0, float("nan")])
@@ -251,7 +276,13 @@ def test_whiten_without_information():
 
 def on_rank(rank, store, out):
     """What one of two ranks computes from its uneven share of 40 sequences, saved to `out`."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     rewards, _ = random_batch(6)
     mine = slice(0, 15) if rank == 0 else slice(15, 40)
     parts = batch_wide(rewards[mine], torch.arange(40)[mine] // 5, group=dist.group.WORLD)
@@ -265,7 +296,9 @@ def batch_wide(rewards, ids, group=None):
         "batch_std": group_advantages(rewards, ids, scale="batch_std", group=group),
         "gpg": adv.gpg((rewards > 2.7).double(), ids, group=group),
         "gdpo": adv.gdpo(torch.stack((rewards, rewards**2), 1), ids, group=group),
-        "reinforce_pp": adv.reinforce_pp(rewards.view(-1, 5), torch.ones(len(rewards) // 5, 5), 0.9, group=group).view(-1),
+        "reinforce_pp": adv.reinforce_pp(
+            rewards.view(-1, 5), torch.ones(len(rewards) // 5, 5), 0.9, group=group
+        ).view(-1),
         "reinforce_pp_baseline": adv.reinforce_pp_baseline(rewards, ids, ids + 1, group=group),
     }
 
@@ -280,7 +313,9 @@ def test_ranks_share_the_batch_statistics(tmp_path):
     rewards, _ = random_batch(6)
     for name, whole in batch_wide(rewards, torch.arange(40) // 5).items():
         close(torch.cat([part[name] for part in parts]), whole)
-        assert (parts[0][name] - batch_wide(rewards[:15], torch.arange(15) // 5)[name]).abs().max() > 1e-3
+        assert (
+            parts[0][name] - batch_wide(rewards[:15], torch.arange(15) // 5)[name]
+        ).abs().max() > 1e-3
 
 
 # named estimators
@@ -300,7 +335,11 @@ def test_grpo_and_its_relatives_by_hand():
 
 def test_opo_by_hand():
     # Baseline (3·1 + 1·0)/(3 + 1) = 3/4 in the first group; the second has one sequence.
-    rewards, ids, lengths = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([1, 1, 2]), torch.tensor([3, 1, 8])
+    rewards, ids, lengths = (
+        torch.tensor([1.0, 0.0, 5.0]),
+        torch.tensor([1, 1, 2]),
+        torch.tensor([3, 1, 8]),
+    )
     close(adv.opo(rewards, ids, lengths), [0.25, -0.75, 0])
     close(adv.opo(rewards, ids, lengths, single="raw"), [0.25, -0.75, 5])
     close(adv.opo(rewards, ids, torch.tensor([2, 2, 8])), adv.dr_grpo(rewards, ids))
@@ -312,7 +351,10 @@ def test_remax_by_hand():
 
 def test_gpg_by_hand():
     # Group 1 is {1, 0}, group 2 is {1, 1}. Informative: 2 of 4 sequences, α = 2. Rewards that are not 0: 3, α = 4/3.
-    rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([1, 1, 2, 2])
+    rewards, ids = (
+        torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+        torch.tensor([1, 1, 2, 2]),
+    )
     close(adv.gpg(rewards, ids), [1, -1, 0, 0])
     close(adv.gpg(rewards, ids, valid="nonzero", f_norm=0.5), [4 / 3, -4 / 3, 0, 0])
     close(adv.gpg(torch.zeros(2), torch.tensor([1, 1])), [0, 0])
@@ -326,10 +368,15 @@ def test_reinforce_pp_by_hand():
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
     s = (7 / 3) ** 0.5
     expected = [[-4 / 3 / s, 0, -1 / 3 / s], [5 / 3 / s, 0, 0]]
-    close(adv.reinforce_pp(torch.tensor([2.0, 4.0], dtype=torch.float64), mask, 0.5, eps=0.0), expected)
+    close(
+        adv.reinforce_pp(torch.tensor([2.0, 4.0], dtype=torch.float64), mask, 0.5, eps=0.0),
+        expected,
+    )
     on_tokens = torch.tensor([[0.0, 9.0, 2.0], [4.0, 9.0, 9.0]], dtype=torch.float64)
     close(adv.reinforce_pp(on_tokens, mask, 0.5, eps=0.0), expected)
-    packed = adv.reinforce_pp(on_tokens.view(-1), mask.view(-1), 0.5, cu_seqlens=torch.tensor([0, 3, 6]), eps=0.0)
+    packed = adv.reinforce_pp(
+        on_tokens.view(-1), mask.view(-1), 0.5, cu_seqlens=torch.tensor([0, 3, 6]), eps=0.0
+    )
     close(packed.view(2, 3), expected)
 
 
@@ -382,7 +429,9 @@ def test_passk_combinatorial_by_hand():
     # One right of four, k = 2: R = 1 − C(3,2)/C(4,2) = 1/2, σ = 1/2; right (1 − 1/2)/σ = 1;
     # wrong (1/2 − C(2,1)/C(3,1))/σ = (1/2 − 2/3)·2 = −1/3.
     close(
-        adv.passk_combinatorial(torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64), torch.zeros(4).long(), 2),
+        adv.passk_combinatorial(
+            torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64), torch.zeros(4).long(), 2
+        ),
         [-1 / 3, 1, -1 / 3, -1 / 3],
     )
 
@@ -395,7 +444,10 @@ def brute_force_passk(rewards, k):
     if not subsets or min(best) == max(best):
         return [0.0] * n
     mean, std = statistics.fmean(best), statistics.pstdev(best)
-    return [statistics.fmean((b - mean) / std for s, b in zip(subsets, best, strict=True) if i in s) for i in range(n)]
+    return [
+        statistics.fmean((b - mean) / std for s, b in zip(subsets, best, strict=True) if i in s)
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
@@ -416,7 +468,9 @@ def test_passk_combinatorial_of_one_is_grpo():
     close(adv.passk_combinatorial(rewards, ids, 1), adv.grpo(rewards, ids, eps=0.0, ddof=0))
 
 
-@pytest.mark.parametrize(("n", "wrong", "k"), [(64, 60, 8), (128, 100, 16), (256, 255, 4), (16, 3, 4)])
+@pytest.mark.parametrize(
+    ("n", "wrong", "k"), [(64, 60, 8), (128, 100, 16), (256, 255, 4), (16, 3, 4)]
+)
 def test_passk_combinatorial_equals_the_formula_of_the_paper(n, wrong, k):
     rewards = (torch.arange(n) >= wrong).double()
     out = adv.passk_combinatorial(rewards, torch.zeros(n).long(), k)
@@ -436,7 +490,9 @@ def test_passk_combinatorial_without_scale_and_with_shift():
     close(adv.passk_combinatorial(rewards + 100, ids, 2, scale=None), [-1 / 6, 0.5, -1 / 6, -1 / 6])
 
 
-@pytest.mark.parametrize("name", sorted(set(adv.ESTIMATORS) - {"gae", "optimal_token_baseline", "reinforce_pp"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(adv.ESTIMATORS) - {"gae", "optimal_token_baseline", "reinforce_pp"})
+)
 def test_empty_input(name):
     extra = {
         "remax": [torch.zeros(0)],
@@ -452,7 +508,9 @@ def test_the_result_is_what_policy_loss_takes():
     # One token each, on policy: ratio 1, so the token-mean loss is −mean(A) = −(0.75 − 3·0.25)/4 = 0, its gradient −A/4.
     logp = torch.full((4, 1), -1.0, requires_grad=True)
     advantages = adv.dr_grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long())
-    pl.policy_loss(pl.preset("ppo"), logp, logp.detach(), advantages, torch.ones(4, 1)).loss.backward()
+    pl.policy_loss(
+        pl.preset("ppo"), logp, logp.detach(), advantages, torch.ones(4, 1)
+    ).loss.backward()
     close(logp.grad.view(-1), [-0.1875, 0.0625, 0.0625, 0.0625], atol=1e-7)
 
 

@@ -36,7 +36,10 @@ def reference(rewards, values, mask, gamma, lam, last_values=None):
         keep = mask[row].nonzero().flatten()
         last = 0.0 if last_values is None else last_values[row].item()
         a, g = loop_gae(rewards[row, keep].tolist(), values[row, keep].tolist(), gamma, lam, last)
-        advantages[row, keep], returns[row, keep] = torch.tensor(a, dtype=values.dtype), torch.tensor(g, dtype=values.dtype)
+        advantages[row, keep], returns[row, keep] = (
+            torch.tensor(a, dtype=values.dtype),
+            torch.tensor(g, dtype=values.dtype),
+        )
     return advantages, returns
 
 
@@ -47,9 +50,13 @@ def batch(seed, rows=7, length=29):
     mask &= torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=g)
     mask[0], mask[1], mask[2] = True, False, False
     mask[2, 5] = True
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     return SimpleNamespace(
-        rewards=draw(rows, length), values=draw(rows, length), mask=mask, last=draw(rows), per_sequence=draw(rows)
+        rewards=draw(rows, length),
+        values=draw(rows, length),
+        mask=mask,
+        last=draw(rows),
+        per_sequence=draw(rows),
     )
 
 
@@ -58,29 +65,56 @@ def pack(x, lengths):
 
 
 def test_gae_by_hand():
-    out = gae(tensor([1.0, 2.0, 3.0]).view(1, 3), tensor([0.5, 1.0, 1.5]).view(1, 3), torch.ones(1, 3), gamma=0.9, lam=0.5)
+    out = gae(
+        tensor([1.0, 2.0, 3.0]).view(1, 3),
+        tensor([0.5, 1.0, 1.5]).view(1, 3),
+        torch.ones(1, 3),
+        gamma=0.9,
+        lam=0.5,
+    )
     # δ₃ = 3 − 1.5 = 1.5                      A₃ = 1.5
     # δ₂ = 2 + 0.9·1.5 − 1 = 2.35             A₂ = 2.35 + 0.45·1.5 = 3.025
     # δ₁ = 1 + 0.9·1 − 0.5 = 1.4              A₁ = 1.4 + 0.45·3.025 = 2.76125
-    torch.testing.assert_close(out.advantages, tensor([2.76125, 3.025, 1.5]).view(1, 3), rtol=0, atol=1e-14)
-    torch.testing.assert_close(out.returns, tensor([3.26125, 4.025, 3.0]).view(1, 3), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        out.advantages, tensor([2.76125, 3.025, 1.5]).view(1, 3), rtol=0, atol=1e-14
+    )
+    torch.testing.assert_close(
+        out.returns, tensor([3.26125, 4.025, 3.0]).view(1, 3), rtol=0, atol=1e-14
+    )
 
 
 def test_gae_bridges_a_masked_token():
     mask = torch.tensor([[True, False, True]])
-    out = gae(tensor([1.0, 2.0, 3.0]).view(1, 3), tensor([0.5, 1.0, 1.5]).view(1, 3), mask, gamma=0.9, lam=0.5)
+    out = gae(
+        tensor([1.0, 2.0, 3.0]).view(1, 3),
+        tensor([0.5, 1.0, 1.5]).view(1, 3),
+        mask,
+        gamma=0.9,
+        lam=0.5,
+    )
     # The middle token is cut out: δ₁ = 1 + 0.9·1.5 − 0.5 = 1.85, A₁ = 1.85 + 0.45·1.5 = 2.525
-    torch.testing.assert_close(out.advantages, tensor([2.525, 0.0, 1.5]).view(1, 3), rtol=0, atol=1e-14)
-    torch.testing.assert_close(out.returns, tensor([3.025, 0.0, 3.0]).view(1, 3), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        out.advantages, tensor([2.525, 0.0, 1.5]).view(1, 3), rtol=0, atol=1e-14
+    )
+    torch.testing.assert_close(
+        out.returns, tensor([3.025, 0.0, 3.0]).view(1, 3), rtol=0, atol=1e-14
+    )
 
 
 def test_last_value_comes_after_the_last_valid_token():
     mask = torch.tensor([[True, True, False]])
     out = gae(
-        tensor([1.0, 2.0, 9.0]).view(1, 3), tensor([0.5, 1.0, 9.0]).view(1, 3), mask, 0.9, 0.5, last_values=tensor([2.0]).view(1)
+        tensor([1.0, 2.0, 9.0]).view(1, 3),
+        tensor([0.5, 1.0, 9.0]).view(1, 3),
+        mask,
+        0.9,
+        0.5,
+        last_values=tensor([2.0]).view(1),
     )
     # δ₂ = 2 + 0.9·2 − 1 = 2.8, A₂ = 2.8;  δ₁ = 1 + 0.9·1 − 0.5 = 1.4, A₁ = 1.4 + 0.45·2.8 = 2.66
-    torch.testing.assert_close(out.advantages, tensor([2.66, 2.8, 0.0]).view(1, 3), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        out.advantages, tensor([2.66, 2.8, 0.0]).view(1, 3), rtol=0, atol=1e-14
+    )
 
 
 def test_discounted_returns_by_hand():
@@ -103,7 +137,10 @@ def test_gae_equals_the_loop(gamma, lam, seed):
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 1000])
 def test_scan_equals_the_loop_at_every_length(length):
     g = torch.Generator().manual_seed(length)
-    x, c = torch.randn(3, length, generator=g, dtype=torch.float64), torch.rand(3, length, generator=g, dtype=torch.float64)
+    x, c = (
+        torch.randn(3, length, generator=g, dtype=torch.float64),
+        torch.rand(3, length, generator=g, dtype=torch.float64),
+    )
     before = x.clone(), c.clone()
     y = linear_recurrence_reverse(x, c)
     expected, following = torch.empty_like(x), torch.zeros(3, dtype=torch.float64)
@@ -154,7 +191,9 @@ def test_a_reward_per_sequence_sits_on_the_last_valid_token(shape):
     assert torch.equal(padded.advantages, expected.advantages)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     packed = gae(given, pack(b.values, lengths), pack(b.mask, lengths), 0.99, 0.95, cu_seqlens=cu)
-    torch.testing.assert_close(packed.advantages, pack(expected.advantages, lengths), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        packed.advantages, pack(expected.advantages, lengths), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e300])
@@ -166,7 +205,9 @@ def test_masked_positions_may_hold_anything(garbage):
     for a, d in zip(clean, dirty, strict=True):
         assert torch.equal(a, d)
         assert (d[~b.mask] == 0).all()
-    assert torch.equal(discounted_returns(rewards, b.mask, 0.9), discounted_returns(b.rewards, b.mask, 0.9))
+    assert torch.equal(
+        discounted_returns(rewards, b.mask, 0.9), discounted_returns(b.rewards, b.mask, 0.9)
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -196,7 +237,9 @@ def test_a_bad_number_at_a_valid_token_shows_in_its_sequence_only(bad, where, pa
 def test_rows_are_independent_of_their_order():
     b, order = batch(8), torch.tensor([3, 6, 0, 2, 5, 1, 4])
     straight = gae(b.rewards, b.values, b.mask, 0.99, 0.95, last_values=b.last)
-    shuffled = gae(b.rewards[order], b.values[order], b.mask[order], 0.99, 0.95, last_values=b.last[order])
+    shuffled = gae(
+        b.rewards[order], b.values[order], b.mask[order], 0.99, 0.95, last_values=b.last[order]
+    )
     assert torch.equal(straight.advantages[order], shuffled.advantages)
 
 
@@ -204,7 +247,9 @@ def test_without_discount_it_is_reward_to_go_minus_value():
     b = batch(9)
     out = gae(b.rewards, b.values, b.mask, 1.0, 1.0)
     to_go = torch.where(b.mask, b.rewards, 0).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(out.advantages, torch.where(b.mask, to_go - b.values, 0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        out.advantages, torch.where(b.mask, to_go - b.values, 0), rtol=0, atol=1e-12
+    )
     assert torch.equal(out.returns, discounted_returns(b.rewards, b.mask, 1.0))
 
 
@@ -212,7 +257,9 @@ def test_with_lambda_zero_it_is_the_one_step_error():
     mask = torch.ones(2, 4)
     r, v = batch(1).rewards[:2, :4], batch(1).values[:2, :4]
     next_v = torch.nn.functional.pad(v[:, 1:], (0, 1))
-    torch.testing.assert_close(gae(r, v, mask, 0.9, 0.0).advantages, r + 0.9 * next_v - v, rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        gae(r, v, mask, 0.9, 0.0).advantages, r + 0.9 * next_v - v, rtol=0, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -231,7 +278,10 @@ def test_float32_keeps_its_precision_over_long_sequences():
     r, v = torch.randn(4, 8192, generator=g), torch.randn(4, 8192, generator=g)
     mask = torch.ones(4, 8192, dtype=torch.bool)
     for gamma, lam in DISCOUNTS:
-        low, high = gae(r, v, mask, gamma, lam).advantages, gae(r.double(), v.double(), mask, gamma, lam).advantages
+        low, high = (
+            gae(r, v, mask, gamma, lam).advantages,
+            gae(r.double(), v.double(), mask, gamma, lam).advantages,
+        )
         # Rounding of a tree of depth 13: a few float32 epsilons of the largest number in play.
         assert (low - high).abs().max() <= 16 * torch.finfo(torch.float32).eps * high.abs().max()
 
@@ -253,7 +303,9 @@ def test_empty_batches(shape):
     empty = torch.zeros(shape)
     assert gae(empty, empty, empty.bool()).advantages.shape == shape
     assert discounted_returns(torch.zeros(shape[0]), empty.bool()).shape == shape
-    nothing = gae(torch.zeros(0), torch.zeros(0), torch.zeros(0).bool(), cu_seqlens=torch.tensor([0, 0, 0]))
+    nothing = gae(
+        torch.zeros(0), torch.zeros(0), torch.zeros(0).bool(), cu_seqlens=torch.tensor([0, 0, 0])
+    )
     assert nothing.returns.shape == (0,)
 
 
@@ -272,7 +324,14 @@ def test_no_loop_over_time():
         x, mask = torch.zeros(2, length), torch.ones(2, length, dtype=torch.bool)
         with CountOps() as counter:
             if packed:
-                gae(x.view(-1), x.view(-1), mask.view(-1), 0.9, 0.9, cu_seqlens=torch.tensor([0, length, 2 * length]))
+                gae(
+                    x.view(-1),
+                    x.view(-1),
+                    mask.view(-1),
+                    0.9,
+                    0.9,
+                    cu_seqlens=torch.tensor([0, length, 2 * length]),
+                )
             else:
                 gae(x, x, mask, 0.9, 0.9)
         return counter.ops
@@ -286,7 +345,9 @@ def test_no_loop_over_time():
 
 def test_same_bits_every_time():
     b = batch(10)
-    first, second = (gae(b.rewards.float(), b.values.float(), b.mask, 0.99, 0.95).advantages for _ in range(2))
+    first, second = (
+        gae(b.rewards.float(), b.values.float(), b.mask, 0.99, 0.95).advantages for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
@@ -305,6 +366,10 @@ def test_same_bits_every_time():
     ],
 )
 def test_bad_input_is_named(change, message):
-    call = {"rewards": torch.zeros(2, 5), "values": torch.zeros(2, 5), "mask": torch.ones(2, 5)} | change
+    call = {
+        "rewards": torch.zeros(2, 5),
+        "values": torch.zeros(2, 5),
+        "mask": torch.ones(2, 5),
+    } | change
     with pytest.raises(pl.InputError, match=message):
         gae(**call)

@@ -23,7 +23,12 @@ BLOCK = 8
 
 
 def both(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 0.97, lam: float = 0.9, **kwargs: Any
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 0.97,
+    lam: float = 0.9,
+    **kwargs: Any,
 ) -> tuple[tuple[Tensor, Tensor], returns.GAE]:
     """The kernel's result (on the GPU if there is one) and the eager one, both on the CPU."""
     cu_seqlens, last = kwargs.get("cu_seqlens"), kwargs.get("last_values")
@@ -44,8 +49,14 @@ def test_by_hand() -> None:
 
     δ₃ = 3 + 0.9·2 − 1.5 = 3.3 = A₃;  δ₁ = 1 + 0.9·1.5 − 0.5 = 1.85, A₁ = 1.85 + 0.45·3.3 = 3.335.
     """
-    rewards, values = (torch.tensor([x], dtype=torch.float64, device=DEVICE) for x in ([1.0, 2.0, 3.0], [0.5, 1.0, 1.5]))
-    mask, last = torch.tensor([[1, 0, 1]], device=DEVICE), torch.tensor([2.0], dtype=torch.float64, device=DEVICE)
+    rewards, values = (
+        torch.tensor([x], dtype=torch.float64, device=DEVICE)
+        for x in ([1.0, 2.0, 3.0], [0.5, 1.0, 1.5])
+    )
+    mask, last = (
+        torch.tensor([[1, 0, 1]], device=DEVICE),
+        torch.tensor([2.0], dtype=torch.float64, device=DEVICE),
+    )
     a, g = gae(rewards, values, mask, 0.9, 0.5, None, last, torch.float64, _block=2)
     assert a.tolist() == [pytest.approx([3.335, 0.0, 3.3], abs=1e-14)]
     assert g.tolist() == [pytest.approx([3.835, 0.0, 4.8], abs=1e-14)]
@@ -55,7 +66,9 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("with_last", [False, True])
 def test_padded_rows(gamma: float, lam: float, with_last: bool) -> None:
     b = batch(3, rows=4)
-    assert_same(both(b.rewards, b.values, b.mask, gamma, lam, last_values=b.last if with_last else None))
+    assert_same(
+        both(b.rewards, b.values, b.mask, gamma, lam, last_values=b.last if with_last else None)
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -73,13 +86,25 @@ def test_packs_with_empty_sequences(per_token: bool, offsets: torch.dtype) -> No
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets)
     rewards, values, mask = (pack(x, lengths) for x in (b.rewards, b.values, b.mask))
     mask[10:20] = True
-    assert_same(both(rewards if per_token else b.per_sequence, values, mask, cu_seqlens=cu_seqlens, last_values=b.last))
+    assert_same(
+        both(
+            rewards if per_token else b.per_sequence,
+            values,
+            mask,
+            cu_seqlens=cu_seqlens,
+            last_values=b.last,
+        )
+    )
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17])
 def test_lengths_around_the_block(length: int) -> None:
     b = batch(length, rows=3)
-    assert_same(both(b.rewards[:, :length], b.values[:, :length], b.mask[:, :length], last_values=b.last[:3]))
+    assert_same(
+        both(
+            b.rewards[:, :length], b.values[:, :length], b.mask[:, :length], last_values=b.last[:3]
+        )
+    )
 
 
 @pytest.mark.parametrize("block", [4, 32, 256])
@@ -88,13 +113,17 @@ def test_the_block_does_not_change_the_result(block: int) -> None:
     assert_same(both(b.rewards, b.values, b.mask, block=block))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16]
+)
 def test_masks_of_every_type(dtype: torch.dtype) -> None:
     b = batch(4, rows=3)
     assert_same(both(b.rewards, b.values, b.mask.to(dtype)))
 
 
-@pytest.mark.parametrize(("rewards", "values"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+@pytest.mark.parametrize(
+    ("rewards", "values"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)]
+)
 def test_half_precision_is_computed_in_float32(rewards: torch.dtype, values: torch.dtype) -> None:
     b = batch(6, rows=3)
     # Sums of up to 29 numbers of size 1: a few roundings of 1e-6.
@@ -104,7 +133,12 @@ def test_half_precision_is_computed_in_float32(rewards: torch.dtype, values: tor
 def test_a_nan_or_inf_makes_its_own_sequence_nan_and_no_other() -> None:
     b = batch(9)
     b.mask[3:] = torch.arange(29) % 3 != 1
-    b.rewards[3, 21], b.values[4, 0], b.values[5, 27], b.last[6] = math.nan, -math.inf, math.nan, math.inf
+    b.rewards[3, 21], b.values[4, 0], b.values[5, 27], b.last[6] = (
+        math.nan,
+        -math.inf,
+        math.nan,
+        math.inf,
+    )
     pair = both(b.rewards, b.values, b.mask, last_values=b.last)
     assert_same(pair)
     (advantages, _), _ = pair
@@ -138,7 +172,13 @@ def test_packed_sequences_do_not_leak_into_their_neighbours() -> None:
     b = batch(12, rows=3)
     values = b.values[0].clone()
     values[9] = math.nan
-    pair = both(b.rewards[0], values, torch.ones(29, dtype=torch.bool), cu_seqlens=cu_seqlens, last_values=b.last)
+    pair = both(
+        b.rewards[0],
+        values,
+        torch.ones(29, dtype=torch.bool),
+        cu_seqlens=cu_seqlens,
+        last_values=b.last,
+    )
     assert_same(pair)
     assert pair[0][1].isnan().tolist() == [9 <= t < 20 for t in range(29)]
 
@@ -146,7 +186,14 @@ def test_packed_sequences_do_not_leak_into_their_neighbours() -> None:
 def test_inputs_that_are_not_contiguous() -> None:
     b = batch(13, rows=3)
     wide = torch.stack([b.rewards, b.values], dim=-1)
-    assert_same(both(wide[..., 0], wide[..., 1], b.mask.t().contiguous().t(), last_values=torch.stack([b.last] * 2, 1)[:, 1]))
+    assert_same(
+        both(
+            wide[..., 0],
+            wide[..., 1],
+            b.mask.t().contiguous().t(),
+            last_values=torch.stack([b.last] * 2, 1)[:, 1],
+        )
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0)])
@@ -166,11 +213,15 @@ def test_the_same_input_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("length", [500, 8192, 20000])
 def test_long_sequences_with_the_default_block(length: int) -> None:
     b = batch(15, rows=5, length=length)
-    assert_same(both(b.rewards, b.values, b.mask, 0.99, 0.95, last_values=b.last, block=None), atol=1e-10)
+    assert_same(
+        both(b.rewards, b.values, b.mask, 0.99, 0.95, last_values=b.last, block=None), atol=1e-10
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_gae_of_gpu_tensors_takes_the_kernel_and_checks_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gae_of_gpu_tensors_takes_the_kernel_and_checks_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     b = batch(16)
     given = {k: getattr(b, k).cuda() for k in ("rewards", "values", "mask")}
     by_kernel = returns.gae(**given, gamma=0.99, lam=0.95, last_values=b.last.cuda())

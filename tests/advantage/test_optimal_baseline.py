@@ -23,7 +23,9 @@ def baseline(rewards=REWARDS, ids=IDS, mask=MASK, pi=PI, squared=SUM_PI_SQUARED,
 
 
 def close(actual, expected, atol=1e-13):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol
+    )
 
 
 def batch(seed, rows=9, length=11):
@@ -67,7 +69,9 @@ def reference(rewards, ids, mask, pi, squared, weights, zero_tail, bridge, eps):
         for place, (t, to_go, _) in tokens[i].items():
             there = [tokens[j][place][1:] for j in group if place in tokens[j]]
             mean = sum(g * w for g, w in there) / (sum(w for _, w in there) + eps)
-            compared = len(group) > 1 and not (zero_tail and place >= others and len(tokens[i]) > others)
+            compared = len(group) > 1 and not (
+                zero_tail and place >= others and len(tokens[i]) > others
+            )
             out[i, t] = to_go - mean if compared else to_go
     return out
 
@@ -116,11 +120,20 @@ def test_bridged_rows_are_rows_without_their_holes():
 
 def test_equal_paths_make_the_mean_of_the_group_and_a_longer_path_counts_more():
     rewards, ids = torch.tensor([1.0, 4.0], dtype=torch.float64), torch.zeros(2).long()
-    one = {"ids": ids, "mask": torch.ones(2, 1), "squared": torch.full((2, 1), 0.5, dtype=torch.float64)}
+    one = {
+        "ids": ids,
+        "mask": torch.ones(2, 1),
+        "squared": torch.full((2, 1), 0.5, dtype=torch.float64),
+    }
     # One token each, the reward per sequence: r − mean.
-    close(baseline(rewards, **one, pi=torch.full((2, 1), 0.5, dtype=torch.float64)), adv.dr_grpo(rewards, ids).view(2, 1))
+    close(
+        baseline(rewards, **one, pi=torch.full((2, 1), 0.5, dtype=torch.float64)),
+        adv.dr_grpo(rewards, ids).view(2, 1),
+    )
     # π = ¼ weighs 1 and π = ½ weighs ½: (1·1 + ½·4)/(3/2) = 2.
-    close(baseline(rewards, **one, pi=torch.tensor([[0.25], [0.5]], dtype=torch.float64)), [[-1], [2]])
+    close(
+        baseline(rewards, **one, pi=torch.tensor([[0.25], [0.5]], dtype=torch.float64)), [[-1], [2]]
+    )
 
 
 def test_an_empty_row_is_no_companion_for_a_bridged_one():
@@ -138,7 +151,10 @@ def test_a_group_of_one_keeps_its_returns():
 
 def test_masked_tokens_are_never_read():
     given = {"rewards": REWARDS, "pi": PI, "squared": SUM_PI_SQUARED}
-    assert torch.equal(baseline(**{name: torch.where(MASK.bool(), x, math.nan) for name, x in given.items()}), baseline())
+    assert torch.equal(
+        baseline(**{name: torch.where(MASK.bool(), x, math.nan) for name, x in given.items()}),
+        baseline(),
+    )
 
 
 def test_row_order_and_group_names_do_not_matter():
@@ -154,7 +170,9 @@ def test_float32_stays_and_half_is_computed_in_float32():
     half = {name: x.bfloat16() if x.is_floating_point() else x for name, x in b.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in half.items()}
     arguments = ("rewards", "ids", "mask")
-    call = lambda x: optimal_token_baseline(*(x[n] for n in arguments), half["pi"].log(), x["squared"], weights=x["weights"])  # noqa: E731
+    call = lambda x: optimal_token_baseline(
+        *(x[n] for n in arguments), half["pi"].log(), x["squared"], weights=x["weights"]
+    )
     assert torch.equal(call(half), call(exact))
 
 
@@ -178,7 +196,13 @@ def test_no_loop_over_groups_rows_or_tokens():
     def ops(rows, length):
         pi = torch.full((rows, length), 0.5)
         with CountOps() as counter:
-            optimal_token_baseline(torch.rand(rows, length), torch.arange(rows) // 4, torch.ones(rows, length), pi.log(), pi)
+            optimal_token_baseline(
+                torch.rand(rows, length),
+                torch.arange(rows) // 4,
+                torch.ones(rows, length),
+                pi.log(),
+                pi,
+            )
         return counter.ops
 
     assert ops(8, 5) == ops(400, 90)

@@ -49,7 +49,10 @@ def test_map_changes_what_it_names_and_by_default_all_numbers_of_tokens() -> Non
 
 def test_the_lengths_of_a_random_batch_end_at_its_last_token_to_train_on() -> None:
     batch = Batch.random(seed=4)
-    last = [max((j + 1 for j, valid in enumerate(row) if valid), default=0) for row in batch.mask.tolist()]
+    last = [
+        max((j + 1 for j, valid in enumerate(row) if valid), default=0)
+        for row in batch.mask.tolist()
+    ]
     assert batch.lengths.tolist() == last
     assert last[1] == 0
     assert int(batch.packed().mask.sum()) == int(batch.mask.sum())

@@ -35,7 +35,9 @@ WRONG = {
     "mask": lambda t: -t.advantages * (t.read("logp") - t.read("old_logp")).exp(),
     "row order": lambda t: -t.advantages * t.ratio * torch.arange(t.mask.shape[0])[:, None],
     "partition": lambda t: -t.advantages * t.ratio / t.mask.sum(),
-    "dtype": lambda t: -t.advantages * (t.logp.to(t.read("old_logp").dtype) - t.read("old_logp")).exp(),
+    "dtype": lambda t: (
+        -t.advantages * (t.logp.to(t.read("old_logp").dtype) - t.read("old_logp")).exp()
+    ),
     "rerun": lambda t: -t.advantages * t.ratio * torch.rand(()),
 }
 
@@ -45,8 +47,14 @@ TURNED = {
     "the sign": ("direction", lambda t: t.advantages * t.ratio),
     "the sign of a clip": ("direction", lambda t: -pl.Clip(0.2, 0.2)(t).loss),
     "|advantages|": ("direction", lambda t: -t.advantages.abs() * t.ratio),
-    "min for max": ("pessimism", lambda t: torch.minimum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(*CLIPS))),
-    "max for min": ("pessimism", lambda t: -torch.maximum(t.advantages * t.ratio, t.advantages * t.ratio.clamp(*CLIPS))),
+    "min for max": (
+        "pessimism",
+        lambda t: torch.minimum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(*CLIPS)),
+    ),
+    "max for min": (
+        "pessimism",
+        lambda t: -torch.maximum(t.advantages * t.ratio, t.advantages * t.ratio.clamp(*CLIPS)),
+    ),
 }
 
 
@@ -69,7 +77,9 @@ LIMITED_OTHERWISE = {
     "from above only": lambda t: -t.advantages * t.ratio.clamp(max=2.0),
     "on both sides": lambda t: -t.advantages * t.ratio.clamp(*CLIPS),
     "where the advantage is positive": lambda t: torch.where(
-        t.advantages > 0, torch.maximum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(max=1.2)), -t.advantages * t.ratio
+        t.advantages > 0,
+        torch.maximum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(max=1.2)),
+        -t.advantages * t.ratio,
     ),
     "good tokens only": lambda t: -t.advantages.clamp(min=0) * t.logp,
 }
@@ -97,7 +107,9 @@ def test_an_empty_batch_must_cost_nothing():
     def restless(t):
         return torch.where(t.mask.any(), -t.advantages * t.ratio, float("nan"))
 
-    spec = pl.LossSpec(trust=restless, aggregate=lambda t: torch.where(t.mask.any(), 1.0, float("nan")))
+    spec = pl.LossSpec(
+        trust=restless, aggregate=lambda t: torch.where(t.mask.any(), 1.0, float("nan"))
+    )
     assert "empty batch" in {r.name for r in pl.check_loss(spec).results if not r.passed}
 
 
@@ -111,7 +123,9 @@ def test_an_error_in_the_function_is_reported_not_raised():
 
 
 def test_a_detached_result_is_named():
-    assert "detached" in str(pl.check_loss(lambda t: (-t.advantages * t.ratio).detach() + 0 * t.ratio))
+    assert "detached" in str(
+        pl.check_loss(lambda t: (-t.advantages * t.ratio).detach() + 0 * t.ratio)
+    )
 
 
 def test_frozen_stop_gradients_replay_what_they_recorded():

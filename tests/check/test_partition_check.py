@@ -95,7 +95,9 @@ def test_the_cause_is_named(name: str) -> None:
     for words in expected:
         assert words in report.diagnosis[0]
     # And nothing that contradicts it.
-    assert [kind for kind in KINDS if kind in report.diagnosis[0]] == [kind for kind in KINDS if any(kind in w for w in expected)]
+    assert [kind for kind in KINDS if kind in report.diagnosis[0]] == [
+        kind for kind in KINDS if any(kind in w for w in expected)
+    ]
     assert {cut.explanation for cut in report.cuts if cut.moved} == {report.diagnosis[0]}
     assert {cut.explanation for cut in report.cuts if not cut.moved} <= {None}
 
@@ -104,7 +106,9 @@ def one_hot_step(micro_batches: list[dict[str, Any]]) -> list[Tensor]:
     """Each token pushes the entry of its id by 1; token mean / k, without autograd."""
     gradient = torch.zeros(4, dtype=torch.float64)
     for micro in micro_batches:
-        gradient += torch.eye(4, dtype=torch.float64)[micro["ids"][micro["mask"]]].mean(0) / len(micro_batches)
+        gradient += torch.eye(4, dtype=torch.float64)[micro["ids"][micro["mask"]]].mean(0) / len(
+            micro_batches
+        )
     return [gradient]
 
 
@@ -113,7 +117,10 @@ def test_difference_and_factor_by_hand() -> None:
 
     ‖off‖² = 1/16 + 3/144 = 1/12 and ‖g‖² = 1/4, so the difference is √(1/3); ⟨cut, g⟩ = (1/2 + 3/6)/4 = ‖g‖², so the factor is 1.
     """
-    batch = {"ids": torch.tensor([[0, 0, 0], [1, 2, 3]]), "mask": torch.tensor([[True, False, False], [True, True, True]])}
+    batch = {
+        "ids": torch.tensor([[0, 0, 0], [1, 2, 3]]),
+        "mask": torch.tensor([[True, False, False], [True, True, True]]),
+    }
     report = pl.partition_check(one_hot_step, batch)
     (cut,) = report.cuts  # with two sequences the default cuts are all the same
     assert (cut.name, cut.micro_batches, cut.moved) == ("two halves", 2, True)
@@ -126,11 +133,17 @@ def test_difference_and_factor_by_hand() -> None:
 
 def test_the_factors_of_a_division_too_many() -> None:
     """0.5× with two micro-batches, 0.25× with four, 1/6 with six."""
-    four = {"four": [[0, 1], [2], [3], [4, 5]], "two": [[0], [1, 2, 3, 4, 5]], "six": [[i] for i in range(6)]}
+    four = {
+        "four": [[0, 1], [2], [3], [4, 5]],
+        "two": [[0], [1, 2, 3, 4, 5]],
+        "six": [[i] for i in range(6)],
+    }
     for power in (-1, 1):
         step = trainer(lambda x, mask, k, n, s, p=power: token_sum(x, mask) / n * k**p)
         report = pl.partition_check(step, make_batch(), cuts=four)
-        assert [cut.factor for cut in report.cuts] == pytest.approx([4.0**power, 2.0**power, 6.0**power], rel=1e-12)
+        assert [cut.factor for cut in report.cuts] == pytest.approx(
+            [4.0**power, 2.0**power, 6.0**power], rel=1e-12
+        )
 
 
 def test_a_group_that_is_split() -> None:
@@ -144,38 +157,64 @@ def test_a_group_that_is_split() -> None:
     def step(micro_batches: list[dict[str, Any]]) -> nn.Module:
         model.zero_grad()
         for m in micro_batches:
-            out = pl.policy_loss(spec, log_probs(model, m), m["old_logp"], m["advantages"], m["mask"], group_ids=m["group_ids"])
+            out = pl.policy_loss(
+                spec,
+                log_probs(model, m),
+                m["old_logp"],
+                m["advantages"],
+                m["mask"],
+                group_ids=m["group_ids"],
+            )
             (out.loss / len(micro_batches)).backward()
         return model
 
     report = pl.partition_check(step, batch)
     assert COMPANIONS in report.diagnosis[0]
-    one_by_one = pl.partition_check(step, batch, cuts={"one sequence each": [[i] for i in range(6)]})
+    one_by_one = pl.partition_check(
+        step, batch, cuts={"one sequence each": [[i] for i in range(6)]}
+    )
     # N_g is 3 + 5 + 4 = 12 and 9 + 12 + 7 = 28, so the first two weigh 3/24 and 9/56.
-    assert "weights 0.125 0.161 0.208 0.214 0.167 0.125 in the whole batch, 0.167 0.167" in one_by_one.diagnosis[0]
+    assert (
+        "weights 0.125 0.161 0.208 0.214 0.167 0.125 in the whole batch, 0.167 0.167"
+        in one_by_one.diagnosis[0]
+    )
 
 
 def experiment(alone: Tensor, whole: Tensor, cut: Tensor, tokens: list[float]) -> Experiment:
     ones = torch.ones(len(tokens), dtype=torch.float64)
-    return Experiment("by hand", whole @ alone, cut @ alone, alone, Counts(torch.tensor(tokens).double(), ones, ones, ones))
+    return Experiment(
+        "by hand",
+        whole @ alone,
+        cut @ alone,
+        alone,
+        Counts(torch.tensor(tokens).double(), ones, ones, ones),
+    )
 
 
-def test_the_law_that_fits_best_wins_under_a_wide_tolerance_and_the_plainest_where_rounding_decides() -> None:
+def test_the_law_that_fits_best_wins_under_a_wide_tolerance_and_the_plainest_where_rounding_decides() -> (
+    None
+):
     """Shares 10/21 and 11/21 are within 9 % of 1/2, which fits exactly. And 1/10 · 10⁻¹ is not 10⁻² in float64, by one bit."""
     half, eye = torch.full((2,), 0.5, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     one = experiment(eye, half, torch.tensor([10 / 21, 11 / 21], dtype=torch.float64), [10, 11])
     assert find_weighing([one], 0.09) == Weighing("sequences", "tokens", 0)
     ten, tokens = torch.eye(10, dtype=torch.float64), [float(i) for i in range(1, 11)]
     ten_cut = torch.full((10,), 10.0**-2, dtype=torch.float64)
-    assert find_weighing([experiment(ten, torch.tensor(tokens).double() / 55, ten_cut, tokens)], 1e-8) == Weighing(
-        "tokens", "equal", -1
-    )
+    assert find_weighing(
+        [experiment(ten, torch.tensor(tokens).double() / 55, ten_cut, tokens)], 1e-8
+    ) == Weighing("tokens", "equal", -1)
 
 
 def test_weights_are_fitted_where_they_are_unique() -> None:
-    alone = torch.tensor([[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64)  # the third is the sum of the others
-    gradient = torch.tensor([4.0, 6, 0], dtype=torch.float64)  # the first, and three times the second
-    torch.testing.assert_close(fitted_weights(gradient, alone[:2], 1e-8), torch.tensor([1.0, 3], dtype=torch.float64))
+    alone = torch.tensor(
+        [[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64
+    )  # the third is the sum of the others
+    gradient = torch.tensor(
+        [4.0, 6, 0], dtype=torch.float64
+    )  # the first, and three times the second
+    torch.testing.assert_close(
+        fitted_weights(gradient, alone[:2], 1e-8), torch.tensor([1.0, 3], dtype=torch.float64)
+    )
     assert fitted_weights(gradient, alone, 1e-8) is None
     assert fitted_weights(gradient + torch.eye(3, dtype=torch.float64)[2], alone[:2], 1e-8) is None
 
@@ -189,8 +228,12 @@ def test_a_mask_that_misses_the_numerator(right_loop: bool) -> None:
     report = pl.partition_check(step, make_batch())
     assert report.moved
     assert "The mask does not reach the numerator" in report.diagnosis[0]
-    assert [BY_TOKENS + "1/k." in words for words in report.diagnosis] == ([False] if right_loop else [False, True])
-    assert ("but it depends on tokens outside the mask" in " ".join(str(report).split())) is right_loop
+    assert [BY_TOKENS + "1/k." in words for words in report.diagnosis] == (
+        [False] if right_loop else [False, True]
+    )
+    assert (
+        "but it depends on tokens outside the mask" in " ".join(str(report).split())
+    ) is right_loop
     with pytest.raises(AssertionError, match="mask does not reach the numerator"):
         report.raise_if_moved()
 
@@ -208,10 +251,14 @@ def test_a_step_that_masks_by_other_means_is_told_so_and_not_accused() -> None:
 
 def test_a_pack_treated_as_one_sequence() -> None:
     """A mean over "sequences" that sees one per micro-batch, the pack; divided by the packs, or by the true count of sequences."""
-    by_packs = pl.partition_check(trainer(lambda x, mask, k, n, s: token_mean(x, mask) / k), packed(make_batch()))
+    by_packs = pl.partition_check(
+        trainer(lambda x, mask, k, n, s: token_mean(x, mask) / k), packed(make_batch())
+    )
     assert ON_PACKS in by_packs.diagnosis[0]
     assert BY_TOKENS + "1/k." in by_packs.diagnosis[0]
-    by_count = pl.partition_check(trainer(lambda x, mask, k, n, s: token_mean(x, mask) / s), packed(make_batch()))
+    by_count = pl.partition_check(
+        trainer(lambda x, mask, k, n, s: token_mean(x, mask) / s), packed(make_batch())
+    )
     assert ON_PACKS in by_count.diagnosis[0]
     assert "count the sequences (by cu_seqlens) of the whole step" in by_count.diagnosis[0]
 
@@ -240,7 +287,9 @@ def test_packs_are_cut_between_sequences() -> None:
     assert data.half_masked(2)["mask"].tolist() == [True, False, False]
     assert data.lengths.tolist() == [1, 0, 3]
     assert data.positions.tolist() == [2, 0, 3]
-    assert data.default_cuts() == {"two halves": [[0], [2, 1]]}  # the one without a valid token rides along
+    assert data.default_cuts() == {
+        "two halves": [[0], [2, 1]]
+    }  # the one without a valid token rides along
 
 
 def test_the_default_cuts() -> None:
@@ -253,7 +302,9 @@ def test_the_default_cuts() -> None:
         "short and long": [[0, 2, 4], [1, 3, 5]],
     }
     assert data.over_ranks(3) == [[0], [4], [2, 5, 1, 3]]
-    with pytest.raises(pl.InputError, match="6 sequences with valid tokens, too few to share among 7 ranks"):
+    with pytest.raises(
+        pl.InputError, match="6 sequences with valid tokens, too few to share among 7 ranks"
+    ):
         data.over_ranks(7)
 
 
@@ -261,7 +312,9 @@ def test_the_default_cuts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("aggregate", [a for a in AGGREGATES if not isinstance(a, LOCAL)], ids=label)
+@pytest.mark.parametrize(
+    "aggregate", [a for a in AGGREGATES if not isinstance(a, LOCAL)], ids=label
+)
 def test_the_library_does_not_move(aggregate: Any, dtype: torch.dtype) -> None:
     spec = pl.preset("ppo_dual_clip").replace(aggregate=aggregate)
     batch = make_batch(dtype, torch.tensor([3, 9, 0, 5, 12, 4]))  # one row has nothing to train on
@@ -277,7 +330,9 @@ def test_the_library_does_not_move(aggregate: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("aggregate", "law"), [(pl.LocalTokenMean(), BY_TOKENS), (pl.LocalSeqMeanTokenMean(), BY_SEQUENCES)], ids=str
+    ("aggregate", "law"),
+    [(pl.LocalTokenMean(), BY_TOKENS), (pl.LocalSeqMeanTokenMean(), BY_SEQUENCES)],
+    ids=str,
 )
 def test_the_legacy_local_means_move_in_float32_too(aggregate: Any, law: str) -> None:
     step = library_trainer(pl.preset("ppo").replace(aggregate=aggregate), make_model(torch.float32))

@@ -36,7 +36,10 @@ def test_equal_lengths_are_told() -> None:
 def test_dropout_is_refused() -> None:
     model = nn.Sequential(*make_model(), nn.Dropout(0.1))
     step = trainer(lambda x, mask, k, n, s: token_sum(x, mask) / n, model)
-    with pytest.raises(pl.InputError, match=r"another gradient when it ran twice.*switch dropout off \(model.eval\(\)\)"):
+    with pytest.raises(
+        pl.InputError,
+        match=r"another gradient when it ran twice.*switch dropout off \(model.eval\(\)\)",
+    ):
         pl.partition_check(step, make_batch())
     model.eval()
     assert not pl.partition_check(step, make_batch()).moved
@@ -98,13 +101,17 @@ def right_step(micro_batches: list[dict[str, Any]]) -> nn.Module:
         (lambda m: m[0]["mask"].sum().expand(len(m)) * 1.0, {}, {}, "1 numbers for the whole batch, 2 for a cut of it"),
     ],
 )  # fmt: skip
-def test_bad_input(step: Any, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_bad_input(
+    step: Any, change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(pl.InputError, match=message):
         pl.partition_check(step, {**make_batch(), **change}, **options)
 
 
 def test_a_batch_that_is_no_mapping() -> None:
-    with pytest.raises(pl.InputError, match="batch must be a mapping of names to tensors, got list"):
+    with pytest.raises(
+        pl.InputError, match="batch must be a mapping of names to tensors, got list"
+    ):
         pl.partition_check(right_step, [make_batch()])  # type: ignore[arg-type]
 
 
@@ -131,8 +138,13 @@ def test_a_reference_shows_what_every_cut_has() -> None:
     assert report.cuts[-1].name == "against the reference"
     assert report.cuts[-1].factor == pytest.approx(1 / 3, rel=1e-12)
     assert "in one micro-batch is 0.3333 times the reference" in report.diagnosis[0]
-    other = trainer(lambda x, mask, k, n, s: (torch.where(mask, x, 0).sum(1) / mask.sum(1)).sum() / s)
-    assert "by more than a factor" in pl.partition_check(other, make_batch(), reference=reference).diagnosis[0]
+    other = trainer(
+        lambda x, mask, k, n, s: (torch.where(mask, x, 0).sum(1) / mask.sum(1)).sum() / s
+    )
+    assert (
+        "by more than a factor"
+        in pl.partition_check(other, make_batch(), reference=reference).diagnosis[0]
+    )
     assert not pl.partition_check(right_step, make_batch(), reference=reference).moved
 
 
@@ -142,15 +154,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
     def start(place: Path) -> None:
         model = make_model()
-        steps = {type(a).__name__: library_trainer(pl.preset("ppo").replace(aggregate=a), model) for a in RIGHT}
-        references = {name: pl.partition_check(step, make_batch()).gradient for name, step in steps.items()}
+        steps = {
+            type(a).__name__: library_trainer(pl.preset("ppo").replace(aggregate=a), model)
+            for a in RIGHT
+        }
+        references = {
+            name: pl.partition_check(step, make_batch()).gradient for name, step in steps.items()
+        }
         torch.multiprocessing.spawn(work, args=(str(place), references), nprocs=2)
 
     folder = started_once(tmp_path_factory, "partition_ranks", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("case", [*(f"right {type(a).__name__}" for a in RIGHT), "right FSDP2", "right sum over ranks"])
+@pytest.mark.parametrize(
+    "case", [*(f"right {type(a).__name__}" for a in RIGHT), "right FSDP2", "right sum over ranks"]
+)
 def test_a_right_trainer_over_two_ranks(case: str, said: list[dict[str, Any]]) -> None:
     for answer in (rank[case] for rank in said):
         assert answer["moved"] is False, answer["text"]
@@ -176,7 +195,11 @@ def test_dp_size_forgotten_or_used_where_ranks_are_summed(said: list[dict[str, A
             0.5,
             "is 0.5 times the reference. That is 1/dp: gradients are averaged over the 2 ranks and the loss is not",
         ),
-        ("dp_size where ranks are summed", 2.0, "is 2 times the reference. That is dp: the loss is multiplied by the 2 ranks"),
+        (
+            "dp_size where ranks are summed",
+            2.0,
+            "is 2 times the reference. That is dp: the loss is multiplied by the 2 ranks",
+        ),
     ):
         for answer in (rank[case] for rank in said):
             assert [moved for moved, _ in answer["cuts"].values()] == [False, False, True]

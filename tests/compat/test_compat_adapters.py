@@ -45,9 +45,31 @@ ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.Mod, ast.FloorDiv)
 # What torch offers that computes no number: kinds, dtypes, constants shaped like another tensor, masks put together.
 HARMLESS = {
-    *("Tensor", "Generator", "device", "dtype", "nn", "no_grad", "is_tensor", "distributed", "utils"),
+    *(
+        "Tensor",
+        "Generator",
+        "device",
+        "dtype",
+        "nn",
+        "no_grad",
+        "is_tensor",
+        "distributed",
+        "utils",
+    ),
     *("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64", "long"),
-    *("logical_and", "tensor", "as_tensor", "zeros_like", "ones_like", "zeros", "ones", "full", "empty", "finfo", "promote_types"),
+    *(
+        "logical_and",
+        "tensor",
+        "as_tensor",
+        "zeros_like",
+        "ones_like",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "finfo",
+        "promote_types",
+    ),
 }
 COMPUTING = {
     *(
@@ -68,8 +90,37 @@ COMPUTING = {
         "abs",
         "sign",
     ),
-    *("clamp", "clip", "where", "maximum", "minimum", "amax", "amin", "max", "min", "masked_fill", "nan_to_num", "sigmoid", "neg"),
-    *("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "clamp_", "softmax", "log_softmax", "logsumexp", "dot", "matmul"),
+    *(
+        "clamp",
+        "clip",
+        "where",
+        "maximum",
+        "minimum",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "masked_fill",
+        "nan_to_num",
+        "sigmoid",
+        "neg",
+    ),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "clamp_",
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "dot",
+        "matmul",
+    ),
 }
 
 
@@ -91,12 +142,28 @@ def arithmetic_in(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         operator = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ARITHMETIC)
         sides = (node.left, node.right) if operator and isinstance(node, ast.BinOp) else ()
-        if sides and isinstance(node.op, ast.Add) and (is_constant(sides[1]) or ast.unparse(node) in ADDED):
+        if (
+            sides
+            and isinstance(node.op, ast.Add)
+            and (is_constant(sides[1]) or ast.unparse(node) in ADDED)
+        ):
             continue
-        minus = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant)
-        method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "super()"
+        minus = (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, ast.USub)
+            and not isinstance(node.operand, ast.Constant)
+        )
+        method = (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) != "super()"
+        )
         function = method and node.func.attr in COMPUTING  # a trainer's own log(…) is none
-        of_torch = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+        of_torch = (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        )
         if operator or minus or function or (of_torch and node.attr not in HARMLESS):
             places.append(f"line {node.lineno}: {ast.unparse(node)}")
     return places
@@ -109,13 +176,19 @@ def test_an_adapter_does_no_arithmetic_but_on_counts(path: Path) -> None:
 
 def test_the_modules_of_bookkeeping_exist_and_each_computes() -> None:
     for name in BOOKKEEPING:
-        assert arithmetic_in((COMPAT / name).read_text()), f"{name} computes nothing; take it off the list"
+        assert arithmetic_in((COMPAT / name).read_text()), (
+            f"{name} computes nothing; take it off the list"
+        )
 
 
 @pytest.mark.parametrize("name", BOOKKEEPING)
 def test_bookkeeping_calls_no_loss(name: str) -> None:
     """It cannot wrap one in arithmetic of its own: losses are called by adapters, which do none."""
-    names = {node.id for node in ast.walk(ast.parse((COMPAT / name).read_text())) if isinstance(node, ast.Name)}
+    names = {
+        node.id
+        for node in ast.walk(ast.parse((COMPAT / name).read_text()))
+        if isinstance(node, ast.Name)
+    }
     assert not names & {"policy_loss", "value_loss", "aggregate_tokens"}
 
 
@@ -156,7 +229,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 def test_an_unknown_framework_is_named() -> None:
     with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, trl, verl"):
-        pl.compat.nemo  # noqa: B018
+        pl.compat.nemo
 
 
 # --- by what it calls ---
@@ -181,7 +254,11 @@ def of_verl(loss: Any) -> Call:
 
 
 def of_trl(x: Tensor) -> Tensor:
-    inputs = {"completion_mask": BATCH.mask, "advantages": BATCH.advantages, "old_per_token_logps": BATCH.old_logp}
+    inputs = {
+        "completion_mask": BATCH.mask,
+        "advantages": BATCH.advantages,
+        "old_per_token_logps": BATCH.old_logp,
+    }
     return trl.batch_loss(pl.preset("dapo"), x, inputs, totals="local").loss
 
 
@@ -189,17 +266,29 @@ LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
     "verl registered": of_verl(as_verl_loss("ppo", pl.preset("ppo"))),
-    "verl compute_policy_loss": lambda x: verl.compute_policy_loss(BATCH.old_logp, x, BATCH.advantages, BATCH.mask, 0.2)[0],
-    "verl compute_value_loss": lambda x: verl.compute_value_loss(x, BATCH.advantages, BATCH.old_logp, BATCH.mask, 0.2)[0],
+    "verl compute_policy_loss": lambda x: verl.compute_policy_loss(
+        BATCH.old_logp, x, BATCH.advantages, BATCH.mask, 0.2
+    )[0],
+    "verl compute_value_loss": lambda x: verl.compute_value_loss(
+        x, BATCH.advantages, BATCH.old_logp, BATCH.mask, 0.2
+    )[0],
     "verl agg_loss": lambda x: verl.agg_loss(x, BATCH.mask, "seq-mean-token-mean"),
-    "openrlhf PolicyLoss": lambda x: openrlhf.PolicyLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask)[0],
-    "openrlhf ValueLoss": lambda x: openrlhf.ValueLoss(0.2)(x, BATCH.old_logp, BATCH.advantages, BATCH.mask),
+    "openrlhf PolicyLoss": lambda x: openrlhf.PolicyLoss()(
+        x, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    )[0],
+    "openrlhf ValueLoss": lambda x: openrlhf.ValueLoss(0.2)(
+        x, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    ),
     "openrlhf aggregate_loss": lambda x: openrlhf.aggregate_loss(x, BATCH.mask),
     "colossalai PolicyLoss": lambda x: colossalai.PolicyLoss()(
         x, BATCH.old_logp, BATCH.advantages, torch.zeros_like(x), BATCH.mask
     )[0],
-    "colossalai models.PolicyLoss": lambda x: models.PolicyLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask)[0],
-    "colossalai models.ValueLoss": lambda x: models.ValueLoss()(x, BATCH.old_logp, BATCH.advantages, BATCH.mask),
+    "colossalai models.PolicyLoss": lambda x: models.PolicyLoss()(
+        x, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    )[0],
+    "colossalai models.ValueLoss": lambda x: models.ValueLoss()(
+        x, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    ),
     "trl batch_loss": of_trl,
 }
 
@@ -227,9 +316,13 @@ def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, eightfold(vars(module)[name]))
 
 
-@pytest.mark.filterwarnings("ignore:policyloss/ppo has its own")  # the config sets what ppo does not read
+@pytest.mark.filterwarnings(
+    "ignore:policyloss/ppo has its own"
+)  # the config sets what ppo does not read
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_drop_in_is_the_public_function_and_nothing_more(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_drop_in_is_the_public_function_and_nothing_more(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """Value and gradient scale with what the public functions return: neither has a term of the adapter's own."""
     loss, gradient = value_and_gradient(LOSSES[name])
     assert torch.count_nonzero(gradient)
@@ -249,13 +342,19 @@ def test_a_kl_is_the_estimate_of_the_core(estimator: str, monkeypatch: pytest.Mo
     before = {name: call() for name, call in calls.items()}
     halved = pl.functional.kl.estimate
     for module in (pl.functional.kl, sys.modules["policyloss.compat.openrlhf.losses"]):
-        monkeypatch.setattr(module, "estimate", lambda *args, **kwargs: 0.5 * halved(*args, **kwargs))
+        monkeypatch.setattr(
+            module, "estimate", lambda *args, **kwargs: 0.5 * halved(*args, **kwargs)
+        )
     for name, call in calls.items():
         assert torch.equal(call(), 0.5 * before[name]), name
 
 
 def test_every_drop_in_that_gives_a_loss_is_called_here() -> None:
     """A module that binds a public function belongs to a framework whose losses are compared above."""
-    binding = {p.relative_to(COMPAT).parts[0] for p in ADAPTERS if any(f"import {n}" in p.read_text() for n in PUBLIC)}
+    binding = {
+        p.relative_to(COMPAT).parts[0]
+        for p in ADAPTERS
+        if any(f"import {n}" in p.read_text() for n in PUBLIC)
+    }
     assert binding <= {name.split()[0] for name in LOSSES}
     assert {f"verl {name}" for name in verl.POLICY_LOSSES} <= LOSSES.keys()

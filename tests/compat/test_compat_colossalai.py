@@ -30,7 +30,10 @@ CLASSES: dict[str, Any] = {
 def test_recorded_case(i: int):
     case = CASES[i]
     leaf = "values" if "values" in case["inputs"] else "log_probs"
-    inputs = {k: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x for k, x in case["inputs"].items()}
+    inputs = {
+        k: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x
+        for k, x in case["inputs"].items()
+    }
     inputs[leaf].requires_grad_()
     result = CLASSES[case["api"]](**case["init"])(**inputs)
     values = result if isinstance(result, tuple) else (result,)
@@ -73,7 +76,9 @@ def test_sample_level_counts_every_row():
     assert loss.item() == pytest.approx(((-0.2 + 3.6) / (2 + E) + 5 / (1 + E)) / 3, rel=1e-14)
     assert largest.item() == pytest.approx(2, rel=1e-14)
     # In a mask of any other kind the 1e-8 is rounded away.
-    assert run(colossalai.PolicyLoss(beta=0.1), MASK.int())[0].item() == pytest.approx((1.7 + 5) / 3, rel=1e-14)
+    assert run(colossalai.PolicyLoss(beta=0.1), MASK.int())[0].item() == pytest.approx(
+        (1.7 + 5) / 3, rel=1e-14
+    )
 
 
 def test_loss_mask_leaves_samples_out_of_the_sum_only():
@@ -94,10 +99,14 @@ def test_a_masked_token_has_ratio_one():
 
 def test_token_level_divides_by_the_tokens_of_the_step():
     loss = colossalai.PolicyLoss(beta=0.1, loss_variation="token_level")
-    assert run(loss, total_effective_tokens_in_batch=7.0)[0].item() == pytest.approx((3.4 + 5) / (7 + E), rel=1e-15)
+    assert run(loss, total_effective_tokens_in_batch=7.0)[0].item() == pytest.approx(
+        (3.4 + 5) / (7 + E), rel=1e-15
+    )
     # An integer tensor is divided by as it is: 1e-8 is lost in float32.
     count = torch.tensor(7)
-    assert run(loss, total_effective_tokens_in_batch=count)[0].item() == pytest.approx((3.4 + 5) / 7, rel=1e-15)
+    assert run(loss, total_effective_tokens_in_batch=count)[0].item() == pytest.approx(
+        (3.4 + 5) / 7, rel=1e-15
+    )
     left_out = torch.tensor([0, 1, 1])
     got = run(loss, loss_mask=left_out, total_effective_tokens_in_batch=7.0)
     assert got[0].item() == pytest.approx(5 / (7 + E), rel=1e-15)
@@ -112,9 +121,13 @@ def test_the_penalty_keeps_its_gradient():
     )
     loss.backward()
     torch.testing.assert_close(penalty.grad, 0.1 * MASK / (7 + E), rtol=1e-12, atol=0)
-    torch.testing.assert_close(logp.grad, rows([[0, 0], [2 / (7 + E), 0], [0, 0]]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        logp.grad, rows([[0, 0], [2 / (7 + E), 0], [0, 0]]), rtol=1e-12, atol=0
+    )
     without = colossalai.PolicyLoss(beta=0.0, returns="loss")
-    assert without(logp, torch.zeros_like(RATIO), ADVANTAGES, None, MASK.int()).item() == pytest.approx((0.2 + 2) / 3, rel=1e-14)
+    assert without(
+        logp, torch.zeros_like(RATIO), ADVANTAGES, None, MASK.int()
+    ).item() == pytest.approx((0.2 + 2) / 3, rel=1e-14)
     with pytest.raises(pl.InputError, match="per_token_kl"):
         colossalai.PolicyLoss()(logp, torch.zeros_like(RATIO), ADVANTAGES, None, MASK)
 
@@ -126,7 +139,10 @@ def test_the_loss_alone_on_request():
 
 
 def test_nothing_valid_is_zero():
-    for words, more in (({}, {}), ({"loss_variation": "token_level"}, {"total_effective_tokens_in_batch": torch.tensor(0)})):
+    for words, more in (
+        ({}, {}),
+        ({"loss_variation": "token_level"}, {"total_effective_tokens_in_batch": torch.tensor(0)}),
+    ):
         loss, largest = run(colossalai.PolicyLoss(**words), torch.zeros_like(MASK), **more)
         assert (loss.item(), largest.item()) == (0, 1)
 
@@ -179,7 +195,9 @@ def test_the_older_value_loss():
     got = models.ValueLoss()(v, old, advantage, rows([[1, 1], [1, 0]]))
     assert got.item() == pytest.approx((0.64 + 4 + 1) / 2 / 3, rel=1e-14)
     # Without a mask the fourth token counts: v 9, R 0: 81.
-    assert models.ValueLoss()(v, old, advantage).item() == pytest.approx((0.64 + 4 + 1 + 81) / 2 / 4, rel=1e-14)
+    assert models.ValueLoss()(v, old, advantage).item() == pytest.approx(
+        (0.64 + 4 + 1 + 81) / 2 / 4, rel=1e-14
+    )
     assert models.ValueLoss()(v, old, advantage, torch.zeros(2, 2)).item() == 0
 
 
@@ -190,11 +208,13 @@ def _source(cls: Any, name: str = "") -> str:
     """A class with the arguments of ours, as upstream would write it."""
 
     def places(method: Any) -> str:
-        return ", ".join(p for p, kind in inspect.signature(method).parameters.items() if kind.kind is not kind.KEYWORD_ONLY)
+        return ", ".join(
+            p
+            for p, kind in inspect.signature(method).parameters.items()
+            if kind.kind is not kind.KEYWORD_ONLY
+        )
 
-    return (
-        f"class {cls.__name__}:\n    def __init__({places(cls.__init__)}): ...\n    def forward({places(cls.forward)}{name}): ...\n"
-    )
+    return f"class {cls.__name__}:\n    def __init__({places(cls.__init__)}): ...\n    def forward({places(cls.forward)}{name}): ...\n"
 
 
 @pytest.fixture
@@ -230,7 +250,11 @@ def test_install_reaches_every_binding(coati):
     coati(DISTRIBUTED | MODELS)
     consumer = import_module("coati.distributed.consumer")
     theirs = consumer.PolicyLoss
-    names = ["coati.distributed.loss.PolicyLoss", "coati.models.loss.PolicyLoss", "coati.models.loss.ValueLoss"]
+    names = [
+        "coati.distributed.loss.PolicyLoss",
+        "coati.models.loss.PolicyLoss",
+        "coati.models.loss.ValueLoss",
+    ]
     assert colossalai.install() == names
     assert colossalai.install() == names  # once more changes nothing
     package = import_module("coati.models")
@@ -248,14 +272,23 @@ def test_install_takes_what_can_be_imported(coati):
 
 
 def test_install_refuses_other_arguments(coati):
-    coati(DISTRIBUTED | {"distributed/loss": _source(colossalai.PolicyLoss, ", rollout_log_probs=None")})
-    with pytest.raises(pl.SpecError, match=r"coati\.distributed\.loss\.PolicyLoss\.forward.*rollout_log_probs"):
+    coati(
+        DISTRIBUTED
+        | {"distributed/loss": _source(colossalai.PolicyLoss, ", rollout_log_probs=None")}
+    )
+    with pytest.raises(
+        pl.SpecError, match=r"coati\.distributed\.loss\.PolicyLoss\.forward.*rollout_log_probs"
+    ):
         colossalai.install()
     assert import_module("coati.distributed.consumer").PolicyLoss is not colossalai.PolicyLoss
 
 
 def test_install_does_all_or_nothing(coati):
-    coati(DISTRIBUTED | MODELS | {"models/loss": _source(models.PolicyLoss) + _source(models.ValueLoss, ", extra=None")})
+    coati(
+        DISTRIBUTED
+        | MODELS
+        | {"models/loss": _source(models.PolicyLoss) + _source(models.ValueLoss, ", extra=None")}
+    )
     for _ in range(2):
         with pytest.raises(pl.SpecError, match=r"coati\.models\.loss\.ValueLoss\.forward.*extra"):
             colossalai.install()

@@ -26,7 +26,12 @@ OLD = rows([[log(0.4), log(0.3)], [log(0.2), -1]])
 ROLLOUT = OLD - WEIGHT.log()
 # With eps 0.2 the three tokens give −1.2 (held), 2·0.8 = 1.6 (held), −3·1.
 SURROGATE = (-1.2, 1.6, -3.0)
-NEW = ("is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold")
+NEW = (
+    "is_correction_level",
+    "is_correction_mode",
+    "is_correction_gating",
+    "is_correction_threshold",
+)
 
 
 def call(loss: Any, mask: Tensor | None = MASK, **more: Any) -> tuple[tuple[Any, ...], Tensor]:
@@ -63,8 +68,14 @@ def test_sample_level_adds_1e_8_to_a_length():
     want = ((-1.2 + 1.6) / (2 + e) + -3 / (1 + e)) / 2
     assert values[0] == pytest.approx(want, rel=1e-14)
     assert abs(values[0] - (0.2 - 3) / 2) > 1e-9  # which is not the mean itself
-    for mask in (MASK.bool(), MASK.long(), MASK.float()):  # in which OpenRLHF's 1e-8 is rounded away
-        assert call(openrlhf.PolicyLoss(token_level_loss=False), mask)[0][0] == pytest.approx((0.2 - 3) / 2, rel=1e-14)
+    for mask in (
+        MASK.bool(),
+        MASK.long(),
+        MASK.float(),
+    ):  # in which OpenRLHF's 1e-8 is rounded away
+        assert call(openrlhf.PolicyLoss(token_level_loss=False), mask)[0][0] == pytest.approx(
+            (0.2 - 3) / 2, rel=1e-14
+        )
 
 
 def test_dual_clip_holds_negative_advantages():
@@ -76,26 +87,36 @@ def test_dual_clip_holds_negative_advantages():
     loss.backward()
     assert leaf.grad is not None
     assert leaf.grad.item() == 0
-    assert openrlhf.PolicyLoss()(leaf, zero, a, torch.ones(1, 1))[0].item() == pytest.approx(10, rel=1e-14)
+    assert openrlhf.PolicyLoss()(leaf, zero, a, torch.ones(1, 1))[0].item() == pytest.approx(
+        10, rel=1e-14
+    )
 
 
 def test_counts_of_the_step():
     """The count that matters is divided by, and multiplied by dp_size; without it dp_size is not used."""
     by_token = {"batch_num_tokens": 12.0, "global_batch_size": 1000, "dp_size": 4}
-    assert call(openrlhf.PolicyLoss(), **by_token)[0][0] == pytest.approx(sum(SURROGATE) / 12 * 4, rel=1e-14)
+    assert call(openrlhf.PolicyLoss(), **by_token)[0][0] == pytest.approx(
+        sum(SURROGATE) / 12 * 4, rel=1e-14
+    )
     by_sample = {"batch_num_tokens": 1000.0, "global_batch_size": 8, "dp_size": 4}
     loss = openrlhf.PolicyLoss(token_level_loss=False)
     assert call(loss, MASK.bool(), **by_sample)[0][0] == pytest.approx((0.2 - 3) / 8 * 4, rel=1e-14)
-    assert call(openrlhf.PolicyLoss(), dp_size=4)[0][0] == pytest.approx(sum(SURROGATE) / 3, rel=1e-14)
+    assert call(openrlhf.PolicyLoss(), dp_size=4)[0][0] == pytest.approx(
+        sum(SURROGATE) / 3, rel=1e-14
+    )
 
 
 def test_the_log_ratio_is_clamped_from_0_10_3():
     far = rows(30.0)
     args = (far, rows(0.0), rows(-1.0), torch.ones(1, 1, dtype=torch.bool))
     assert openrlhf.PolicyLoss()(*args)[0].item() == pytest.approx(exp(20), rel=1e-14)
-    assert openrlhf.PolicyLoss(release="0.10.2")(*args)[0].item() == pytest.approx(exp(30), rel=1e-14)
+    assert openrlhf.PolicyLoss(release="0.10.2")(*args)[0].item() == pytest.approx(
+        exp(30), rel=1e-14
+    )
     for release in ("0.10.2", "0.11.2"):
-        assert openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30  # ppo_kl is never clamped
+        assert (
+            openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
+        )  # ppo_kl is never clamped
 
 
 def test_precision_of_the_values():
@@ -103,14 +124,23 @@ def test_precision_of_the_values():
     kinds = {"is_correction_level": "seq", "is_correction_threshold": (0.5, 3.0)}
     for mask, share in ((MASK.long(), torch.float32), (MASK, torch.float64)):
         values = openrlhf.PolicyLoss(**kinds)(OLD, OLD, ADVANTAGES, mask, ROLLOUT)
-        assert [v.dtype for v in values] == [torch.float64, share, torch.float64, torch.float64, torch.float32]
+        assert [v.dtype for v in values] == [
+            torch.float64,
+            share,
+            torch.float64,
+            torch.float64,
+            torch.float32,
+        ]
 
 
 # --- Corrections ----------------------------------------------------------------------------------------------------------------
 
 # vllm_kl: the mean of rollout − old, −(ln 2 + ln ½ + ln 4)/3. Row 0 has the geometric mean 1, row 1 has 4.
 # p = exp(rollout) = 0.2, 0.6 | 0.05; q = exp(old) = 0.4, 0.3 | 0.2: |p − q| = 0.2, 0.3 | 0.15, row 0's mean 0.25.
-KL = [p * log(p / q) + (1 - p) * log((1 - p) / (1 - q)) for p, q in ((0.2, 0.4), (0.6, 0.3), (0.05, 0.2))]
+KL = [
+    p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+    for p, q in ((0.2, 0.4), (0.6, 0.3), (0.05, 0.2))
+]
 CORRECTIONS = [
     (("token", "clip", "ratio", (0.75, 3.0)), "tis", (2, 0.75, 3), 2 / 3),
     (("token", "mask", "ratio", (0.75, 3.0)), "icepop", (2, 0, 0), 2 / 3),
@@ -125,7 +155,9 @@ CORRECTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "older", "weights", "filtered"), CORRECTIONS, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("words", "older", "weights", "filtered"), CORRECTIONS, ids=lambda x: str(x)
+)
 def test_corrections(words, older, weights, filtered):
     want = sum(w * s for w, s in zip(weights, SURROGATE, strict=True)) / 3
     vllm_kl = -log(4) / 3
@@ -135,9 +167,18 @@ def test_corrections(words, older, weights, filtered):
     close(values[:4], (want, *PLAIN, vllm_kl))
     assert words[0] == "seq" or values[4] == pytest.approx(filtered, rel=1e-14)
     torch.testing.assert_close(grad, rows([[0, 0], [-3 * weights[2] / 3, 0]]), rtol=1e-12, atol=0)
-    if older is not None:  # the same in the words of earlier releases, by name and by place: four values
-        named = {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": list(words[3]), "vllm_is_correction_type": older}
-        for loss in (openrlhf.PolicyLoss(**named), openrlhf.PolicyLoss(0.2, 0.2, None, True, "ppo", *named.values())):
+    if (
+        older is not None
+    ):  # the same in the words of earlier releases, by name and by place: four values
+        named = {
+            "enable_vllm_is_correction": True,
+            "vllm_is_truncated_threshold": list(words[3]),
+            "vllm_is_correction_type": older,
+        }
+        for loss in (
+            openrlhf.PolicyLoss(**named),
+            openrlhf.PolicyLoss(0.2, 0.2, None, True, "ppo", *named.values()),
+        ):
             close(call(loss)[0], (want, *PLAIN, vllm_kl))
 
 
@@ -149,15 +190,21 @@ def test_an_empty_row_counts_as_filtered_at_sequence_level():
 
 
 def test_one_number_is_an_upper_bound_up_to_0_9_0():
-    loss = openrlhf.PolicyLoss(enable_vllm_is_correction=True, vllm_is_truncated_threshold=3.0, release="0.9.0")
+    loss = openrlhf.PolicyLoss(
+        enable_vllm_is_correction=True, vllm_is_truncated_threshold=3.0, release="0.9.0"
+    )
     values, _ = call(loss)
     close(values, ((2 * -1.2 + 0.5 * 1.6 + 3 * -3.0) / 3, *PLAIN, -log(4) / 3))
 
 
 def test_the_older_releases_report_another_ppo_kl():
     on = {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": [0.1, 9.0]}
-    assert call(openrlhf.PolicyLoss(**on, release="0.10.2"))[0][2] == pytest.approx(-log(4) / 3, rel=1e-14)
-    assert call(openrlhf.PolicyLoss(**on, release="0.10.3"))[0][2] == pytest.approx(PLAIN[1], rel=1e-14)
+    assert call(openrlhf.PolicyLoss(**on, release="0.10.2"))[0][2] == pytest.approx(
+        -log(4) / 3, rel=1e-14
+    )
+    assert call(openrlhf.PolicyLoss(**on, release="0.10.3"))[0][2] == pytest.approx(
+        PLAIN[1], rel=1e-14
+    )
 
 
 def test_agreement_below_zero():
@@ -168,7 +215,9 @@ def test_agreement_below_zero():
     shares = []
     for low in (0.0, -1.0):
         loss = openrlhf.PolicyLoss(
-            is_correction_level="token", is_correction_gating="binary_kl", is_correction_threshold=(low, 0.1)
+            is_correction_level="token",
+            is_correction_gating="binary_kl",
+            is_correction_threshold=(low, 0.1),
         )
         shares.append(loss(old, old, flat, flat, rollout)[4].item())
     assert shares[0] > 0.3
@@ -198,23 +247,39 @@ def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
         values, _ = call(openrlhf.PolicyLoss(policy_loss_type="gspo", **words), MASK.bool())
         close((values[0], values[2], values[3]), ((s / 2 - 3.6) / 2, PLAIN[1], None))
         assert values[1] == pytest.approx(1 / 3, rel=1e-7)
-    older = openrlhf.PolicyLoss(policy_loss_type="gspo", enable_vllm_is_correction=True, release="0.10.2")
-    assert call(older, MASK.bool())[0][2] == pytest.approx(-log(3) / 3, rel=1e-14)  # −(ln 3 + ln ¼ + ln 4)/3: from the rollout
+    older = openrlhf.PolicyLoss(
+        policy_loss_type="gspo", enable_vllm_is_correction=True, release="0.10.2"
+    )
+    assert call(older, MASK.bool())[0][2] == pytest.approx(
+        -log(3) / 3, rel=1e-14
+    )  # −(ln 3 + ln ¼ + ln 4)/3: from the rollout
 
 
 # --- Nothing valid, no mask, wrong arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [{}, {"token_level_loss": False}, {"policy_loss_type": "gspo"}, {"is_correction_level": "token"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"token_level_loss": False},
+        {"policy_loss_type": "gspo"},
+        {"is_correction_level": "token"},
+    ],
+)
 def test_nothing_valid_is_zero(words):
     values, grad = call(openrlhf.PolicyLoss(**words), torch.zeros_like(MASK))
-    assert [v for v in values if v is not None] == [0.0] * (5 if "is_correction_level" in words else 3)
+    assert [v for v in values if v is not None] == [0.0] * (
+        5 if "is_correction_level" in words else 3
+    )
     assert torch.equal(grad, torch.zeros_like(grad))
 
 
 def test_no_mask_where_openrlhf_needs_none():
     # All four tokens: the fourth has ratio 7 and A = 100, held at −120.
-    assert call(openrlhf.PolicyLoss(), None)[0][0] == pytest.approx((sum(SURROGATE) - 120) / 4, rel=1e-14)
+    assert call(openrlhf.PolicyLoss(), None)[0][0] == pytest.approx(
+        (sum(SURROGATE) - 120) / 4, rel=1e-14
+    )
     older = openrlhf.PolicyLoss(token_level_loss=False, release="0.10.2")
     assert call(older, None)[0][0] == pytest.approx((0.2 + -123 / 2) / 2, rel=1e-14)
     for loss, more in (
@@ -229,7 +294,10 @@ def test_no_mask_where_openrlhf_needs_none():
 BOTH = {"is_correction_level": "token", "enable_vllm_is_correction": True}
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     (BOTH, ["is_correction_level", "enable_vllm_is_correction"]),
-    ({"release": "0.11.2", "enable_vllm_is_correction": False}, ["0.11.2", "enable_vllm_is_correction"]),
+    (
+        {"release": "0.11.2", "enable_vllm_is_correction": False},
+        ["0.11.2", "enable_vllm_is_correction"],
+    ),
     ({"release": "0.11.1", "is_correction_level": "seq"}, ["0.11.1", "is_correction_"]),
     ({"release": "0.12.0"}, ["0.12.0", "0.9.0", "0.11.2"]),
     ({"release": "0.8.5"}, ["0.8.5", "0.9.0"]),
@@ -238,20 +306,34 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"is_correction_level": "sequence"}, ["is_correction_level", "off, seq, token"]),
     ({"is_correction_mode": "drop"}, ["is_correction_mode", "clip, mask"]),
     ({"is_correction_gating": "kl"}, ["is_correction_gating", "binary_kl, ratio, tv"]),
-    ({"is_correction_level": "seq", "is_correction_mode": "clip"}, ['is_correction_mode="clip"', "token"]),
+    (
+        {"is_correction_level": "seq", "is_correction_mode": "clip"},
+        ['is_correction_mode="clip"', "token"],
+    ),
     (
         {"is_correction_level": "token", "is_correction_gating": "tv"},
         ["is_correction_threshold", "tv", "upper bound only", "(0, high)"],
     ),
-    ({"is_correction_level": "token", "is_correction_threshold": (1.0,)}, ["is_correction_threshold", "(1.0,)"]),
+    (
+        {"is_correction_level": "token", "is_correction_threshold": (1.0,)},
+        ["is_correction_threshold", "(1.0,)"],
+    ),
     ({"enable_vllm_is_correction": True}, ["vllm_is_truncated_threshold", "None"]),
-    ({"vllm_is_correction_type": "cispo"}, ["vllm_is_correction_type", "icepop, seq-mask-tis, tis"]),
-    ({"is_correction_level": True, "is_correction_threshold": (1, 2)}, ["enable_vllm_is_correction", "sixth"]),
+    (
+        {"vllm_is_correction_type": "cispo"},
+        ["vllm_is_correction_type", "icepop, seq-mask-tis, tis"],
+    ),
+    (
+        {"is_correction_level": True, "is_correction_threshold": (1, 2)},
+        ["enable_vllm_is_correction", "sixth"],
+    ),
     ({"clip_eps_low": -0.1}, ["eps_low", "-0.1"]),
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("words", "said"), WRONG, ids=lambda x: "-".join(x) if isinstance(x, dict) else ""
+)
 def test_wrong_arguments_are_named(words, said):
     with pytest.raises(pl.SpecError) as error:
         openrlhf.PolicyLoss(**words)
@@ -259,7 +341,10 @@ def test_wrong_arguments_are_named(words, said):
 
 
 def test_a_correction_needs_the_rollout():
-    for words in ({"is_correction_level": "token"}, {"policy_loss_type": "gspo", "enable_vllm_is_correction": True}):
+    for words in (
+        {"is_correction_level": "token"},
+        {"policy_loss_type": "gspo", "enable_vllm_is_correction": True},
+    ):
         with pytest.raises(pl.InputError, match="rollout_log_probs"):
             openrlhf.PolicyLoss(**words)(OLD, OLD, ADVANTAGES, MASK)
 
@@ -275,16 +360,36 @@ def test_which_release_is_followed():
 def test_attributes_and_signatures_as_upstream():
     loss = openrlhf.PolicyLoss(0.1, 0.3, 2.0, False, "ppo", "seq", "mask", "tv", [0, 0.2])
     assert isinstance(loss, torch.nn.Module)
-    assert (loss.clip_eps_low, loss.clip_eps_high, loss.dual_clip, loss.token_level_loss) == (0.1, 0.3, 2.0, False)
+    assert (loss.clip_eps_low, loss.clip_eps_high, loss.dual_clip, loss.token_level_loss) == (
+        0.1,
+        0.3,
+        2.0,
+        False,
+    )
     assert [getattr(loss, name) for name in NEW] == ["seq", "mask", "tv", [0, 0.2]]
     loss.clip_eps_high = 0.5  # read when the loss is called, as upstream
     assert loss.spec.trust == pl.Clip(0.1, 0.5, 2.0)
     assert loss.spec.correction == (pl.DivergenceMask("tv", 0.2, 0, "sequence", log_clamp=None),)
     older = openrlhf.PolicyLoss(0.1, 0.3, None, True, "ppo", True, [0.5, 2.0], "icepop")
-    seen = (older.enable_vllm_is_correction, older.vllm_is_truncated_threshold, older.vllm_is_correction_type)
+    seen = (
+        older.enable_vllm_is_correction,
+        older.vllm_is_truncated_threshold,
+        older.vllm_is_correction_type,
+    )
     assert seen == (True, [0.5, 2.0], "icepop")
-    places = [name for name, p in inspect.signature(openrlhf.PolicyLoss).parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    assert places == ["clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type", *NEW]
+    places = [
+        name
+        for name, p in inspect.signature(openrlhf.PolicyLoss).parameters.items()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+    assert places == [
+        "clip_eps_low",
+        "clip_eps_high",
+        "dual_clip",
+        "token_level_loss",
+        "policy_loss_type",
+        *NEW,
+    ]
 
 
 # --- Values, means, KL ----------------------------------------------------------------------------------------------------------
@@ -294,12 +399,16 @@ def test_value_loss():
     # Token 0: v 1, old 0, R 2: (1 − 2)² = 1, clipped at 0.5: 2.25. Token 1: v = old = 1, R 0: 1. Token 2: 4. Half of each.
     v, old, returns = rows([[1, 1], [2, 9]]), rows([[0, 1], [2, 0]]), rows([[2, 0], [0, 0]])
     args = (old, returns, MASK)
-    assert openrlhf.ValueLoss(0.5)(v, *args).item() == pytest.approx((2.25 + 1 + 4) / 2 / 3, rel=1e-14)
+    assert openrlhf.ValueLoss(0.5)(v, *args).item() == pytest.approx(
+        (2.25 + 1 + 4) / 2 / 3, rel=1e-14
+    )
     assert openrlhf.ValueLoss()(v, *args).item() == pytest.approx((1 + 1 + 4) / 2 / 3, rel=1e-14)
     e = 1e-8
     by_sample = openrlhf.ValueLoss(None, False)
     assert by_sample(v, *args).item() == pytest.approx((1 / (2 + e) + 2 / (1 + e)) / 2, rel=1e-14)
-    assert by_sample(v, *args, 3, None, 10).item() == pytest.approx((1 / (2 + e) + 2 / (1 + e)) / 10 * 3, rel=1e-14)
+    assert by_sample(v, *args, 3, None, 10).item() == pytest.approx(
+        (1 / (2 + e) + 2 / (1 + e)) / 10 * 3, rel=1e-14
+    )
     leaf = v.clone().requires_grad_()
     openrlhf.ValueLoss(0.5)(leaf, *args).backward()
     torch.testing.assert_close(leaf.grad, rows([[0, 1 / 3], [2 / 3, 0]]), rtol=1e-12, atol=0)
@@ -313,8 +422,12 @@ def test_aggregate_loss():
     x, e = rows([[1, 2], [5, 100]]), 1e-8
     assert openrlhf.aggregate_loss(x, MASK).item() == pytest.approx(8 / 3, rel=1e-14)
     assert openrlhf.aggregate_loss(x, MASK, True, 2, 16).item() == pytest.approx(1, rel=1e-14)
-    assert openrlhf.aggregate_loss(x, MASK, False).item() == pytest.approx((3 / (2 + e) + 5 / (1 + e)) / 2, rel=1e-14)
-    assert openrlhf.aggregate_loss(x, MASK.bool(), False, 2, None, 13).item() == pytest.approx(1, rel=1e-14)
+    assert openrlhf.aggregate_loss(x, MASK, False).item() == pytest.approx(
+        (3 / (2 + e) + 5 / (1 + e)) / 2, rel=1e-14
+    )
+    assert openrlhf.aggregate_loss(x, MASK.bool(), False, 2, None, 13).item() == pytest.approx(
+        1, rel=1e-14
+    )
     with pytest.raises(pl.InputError, match="loss_mask"):
         openrlhf.aggregate_loss(x, None, False)
 
@@ -327,16 +440,23 @@ def test_compute_approx_kl():
         ("k2", [0.125, 2, 10, 10], [0.5, -2, 0, 0]),
         ("k3", [exp(-0.5) - 0.5, exp(2) - 3, 10, 10], [1 - exp(-0.5), 1 - exp(2), 0, 0]),
     ):
-        for arguments in ({"kl_estimator": name}, {"log_probs_old": name}):  # up to 0.11.0 the third argument
+        for arguments in (
+            {"kl_estimator": name},
+            {"log_probs_old": name},
+        ):  # up to 0.11.0 the third argument
             leaf = x.double().requires_grad_()
             kl = openrlhf.compute_approx_kl(leaf, torch.zeros(4), **arguments)
             assert kl.dtype == torch.float32
             torch.testing.assert_close(kl, torch.tensor(want), rtol=2e-7, atol=2e-7)
             kl.sum().backward()
-            torch.testing.assert_close(leaf.grad, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                leaf.grad, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-6
+            )
     with pytest.raises(pl.SpecError, match="kl_estimator"):
         openrlhf.compute_approx_kl(x, x, kl_estimator="k4")
-    far = torch.tensor([-200.0], requires_grad=True)  # e^200 is infinite in float32; its gradient is not 0·inf
+    far = torch.tensor(
+        [-200.0], requires_grad=True
+    )  # e^200 is infinite in float32; its gradient is not 0·inf
     kl = openrlhf.compute_approx_kl(far, torch.zeros(1), kl_estimator="k3")
     kl.backward()
     assert (kl.item(), far.grad.item()) == (10, 0)

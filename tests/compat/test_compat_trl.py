@@ -11,7 +11,13 @@ import torch
 from trl_configs import config, grpo_config
 
 import policyloss as pl
-from policyloss.compat.trl import batch_loss, explain_config, loss_mask, spec_from_config, totals_for
+from policyloss.compat.trl import (
+    batch_loss,
+    explain_config,
+    loss_mask,
+    spec_from_config,
+    totals_for,
+)
 from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
 from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
 from policyloss.compat.trl.custom import checked_loss
@@ -22,7 +28,9 @@ VLLM = {"use_vllm": True}
 
 
 def close(a: torch.Tensor, b: Any) -> None:
-    torch.testing.assert_close(a.detach(), torch.as_tensor(b, dtype=torch.float64), rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(
+        a.detach(), torch.as_tensor(b, dtype=torch.float64), rtol=1e-14, atol=1e-15
+    )
 
 
 # --- what each option becomes ---------------------------------------------------------------------------------------------------
@@ -36,9 +44,13 @@ MEANS: dict[str, pl.LossSpec] = {
     "luspo": pl.LossSpec(TOKEN, CLIP, aggregate=pl.LengthWeighted()),
     "cispo": pl.LossSpec(TOKEN, pl.DetachedClip(0.0, 0.2), aggregate=pl.TokenMean()),
     # 1.05 is no float32; TRL picks the temperature with torch.where, which makes it one.
-    "sapo": pl.LossSpec(TOKEN, pl.SoftGate(1.0, 1.0499999523162842), aggregate=pl.SeqMeanTokenMean()),
+    "sapo": pl.LossSpec(
+        TOKEN, pl.SoftGate(1.0, 1.0499999523162842), aggregate=pl.SeqMeanTokenMean()
+    ),
     "vespo": pl.LossSpec(
-        pl.SequenceProduct(log_clamp=LOG_BOUNDS, token_clamp=20.0), pl.GammaWeight(2.0, 3.0, 3.0, 2.0), aggregate=pl.TokenMean()
+        pl.SequenceProduct(log_clamp=LOG_BOUNDS, token_clamp=20.0),
+        pl.GammaWeight(2.0, 3.0, 3.0, 2.0),
+        aggregate=pl.TokenMean(),
     ),
 }
 
@@ -65,33 +77,65 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl": WrittenKL("k3", 0.04, clamp=None)}),
     ({"vllm_importance_sampling_correction": True}, {}),  # vLLM does not generate
     ({**VLLM, "vllm_importance_sampling_correction": False}, {}),
-    (VLLM, {"correction": (pl.SequenceMask(0.0, 3.0, level="product", weight="sequence", log_clamp=None),)}),
     (
-        {**VLLM, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.5},
+        VLLM,
+        {
+            "correction": (
+                pl.SequenceMask(0.0, 3.0, level="product", weight="sequence", log_clamp=None),
+            )
+        },
+    ),
+    (
+        {
+            **VLLM,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_min": 0.5,
+        },
         {"correction": (pl.Truncate(3.0, 0.5, log_clamp=None),)},
     ),
     (
-        {**VLLM, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None},
+        {
+            **VLLM,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": None,
+        },
         {"correction": (pl.Band(0.0, math.inf, log_clamp=None),)},
     ),
     (
-        {**VLLM, "vllm_importance_sampling_mode": "sequence_truncate", "off_policy_mask_threshold": 0.1},
-        {"correction": (pl.OPSM(0.1, source="rollout"), pl.Truncate(3.0, 0.0, level="product", log_clamp=None))},
+        {
+            **VLLM,
+            "vllm_importance_sampling_mode": "sequence_truncate",
+            "off_policy_mask_threshold": 0.1,
+        },
+        {
+            "correction": (
+                pl.OPSM(0.1, source="rollout"),
+                pl.Truncate(3.0, 0.0, level="product", log_clamp=None),
+            )
+        },
     ),
     (
-        {**VLLM, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
+        {
+            **VLLM,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_cap": 2.0,
+        },
         {"correction": (pl.Truncate(2.0, log_clamp=None),)},
     ),
 ]
 
 
 @pytest.mark.parametrize(("options", "slots"), OPTIONS, ids=[" ".join(o) for o, _ in OPTIONS])
-def test_an_option_fills_its_slot_and_no_other(options: dict[str, Any], slots: dict[str, Any]) -> None:
+def test_an_option_fills_its_slot_and_no_other(
+    options: dict[str, Any], slots: dict[str, Any]
+) -> None:
     assert spec_from_config(config(**options)) == MEANS["dapo"].replace(**slots)
 
 
 def test_vespo_takes_vllm_weights_into_its_product() -> None:
-    made = spec_from_config(config(loss_type="vespo", **VLLM, vllm_importance_sampling_mode="token_mask"))
+    made = spec_from_config(
+        config(loss_type="vespo", **VLLM, vllm_importance_sampling_mode="token_mask")
+    )
     ratio = RolloutProduct(log_clamp=LOG_BOUNDS, token_clamp=20.0, outside="mask", high=3.0)
     assert made == MEANS["vespo"].replace(ratio=ratio)
     assert made.reads == ("old_logp", "rollout_logp")
@@ -104,12 +148,18 @@ def test_vespos_level_acts_on_the_kl_alone(level: str) -> None:
 
 
 def test_vespos_numbers_are_float32_and_its_decay_at_least_1e_4() -> None:
-    trust = spec_from_config(config(loss_type="vespo", vespo_k_pos=0.1, vespo_lambda_pos=0.0, vespo_lambda_neg=0.7)).trust
-    assert trust == pl.GammaWeight(0.10000000149011612, 9.999999747378752e-05, 3.0, 0.699999988079071)
+    trust = spec_from_config(
+        config(loss_type="vespo", vespo_k_pos=0.1, vespo_lambda_pos=0.0, vespo_lambda_neg=0.7)
+    ).trust
+    assert trust == pl.GammaWeight(
+        0.10000000149011612, 9.999999747378752e-05, 3.0, 0.699999988079071
+    )
 
 
 def test_the_entropy_bonus_is_in_the_spec_where_it_is_averaged_alike() -> None:
-    assert spec_from_config(config(loss_type="bnpo", entropy_coef=0.01)) == MEANS["bnpo"].replace(entropy_coef=0.01)
+    assert spec_from_config(config(loss_type="bnpo", entropy_coef=0.01)) == MEANS["bnpo"].replace(
+        entropy_coef=0.01
+    )
 
 
 def test_options_beside_the_policy_loss_can_be_left_to_the_caller() -> None:
@@ -118,8 +168,16 @@ def test_options_beside_the_policy_loss_can_be_left_to_the_caller() -> None:
 
 
 def test_a_config_of_an_older_release_lacks_what_that_release_lacks() -> None:
-    names = ("use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy", "delta", "off_policy_mask_threshold")
-    older = SimpleNamespace(**{name: value for name, value in vars(config(beta=0.1)).items() if name not in names})
+    names = (
+        "use_bias_correction_kl",
+        "entropy_coef",
+        "use_adaptive_entropy",
+        "delta",
+        "off_policy_mask_threshold",
+    )
+    older = SimpleNamespace(
+        **{name: value for name, value in vars(config(beta=0.1)).items() if name not in names}
+    )
     assert spec_from_config(older) == MEANS["dapo"].replace(kl=WrittenKL("k3", 0.1, clamp=None))
 
 
@@ -142,7 +200,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**VLLM, "vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode 'token'"),
     ({**VLLM, "vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min=3.0"),
     (
-        {**VLLM, "vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": None},
+        {
+            **VLLM,
+            "vllm_importance_sampling_mode": "sequence_truncate",
+            "vllm_importance_sampling_clip_max": None,
+        },
         "vllm_importance_sampling_clip_max are both None",
     ),
     ({**VLLM, "loss_type": "vespo"}, "vllm_importance_sampling_mode='sequence_mask'"),
@@ -177,7 +239,9 @@ def test_only_options_beside_the_policy_loss_can_be_handled_elsewhere() -> None:
 
 def test_luspo_of_earlier_releases_is_refused_where_it_averaged_over_padding() -> None:
     sequence = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
-    assert spec_from_config(config(**sequence), release="1.9.2") == spec_from_config(config(**sequence))
+    assert spec_from_config(config(**sequence), release="1.9.2") == spec_from_config(
+        config(**sequence)
+    )
     for options in ({"loss_type": "luspo"}, {**sequence, "beta": 0.1}):
         with pytest.raises(pl.SpecError, match=r"before release 1\.10"):
             spec_from_config(config(**options), release="1.9.2")
@@ -189,7 +253,9 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])  # 5 tokens, one
 
 
 def test_rows_count_even_if_empty_and_micro_batches_are_averaged() -> None:
-    totals = totals_for(config(loss_type="grpo"), MASK, gradient_accumulation_steps=4, num_processes=2)
+    totals = totals_for(
+        config(loss_type="grpo"), MASK, gradient_accumulation_steps=4, num_processes=2
+    )
     assert (totals.sequences, totals.dp_size) == (3 * 4 * 2, 2)
 
 
@@ -200,8 +266,22 @@ def test_bnpo_divides_by_the_micro_batch_and_dapo_by_the_generation_batch() -> N
     # 5 tokens here, as many in 2 micro-batches on 2 ranks; 18 tokens in 4 micro-batches, so 9 in the 2 of one step.
     assert float(totals_for(config(loss_type="bnpo", **options), MASK, items, **step).tokens) == 20
     assert float(totals_for(config(loss_type="dapo", **options), MASK, items, **step).tokens) == 9
-    assert float(totals_for(config(loss_type="dapo", **options), MASK, items, release="1.9.0", **step).tokens) == 18
-    assert float(totals_for(config(loss_type="dapo", **options), MASK, items, num_processes=2, training=False).tokens) == 18
+    assert (
+        float(
+            totals_for(
+                config(loss_type="dapo", **options), MASK, items, release="1.9.0", **step
+            ).tokens
+        )
+        == 18
+    )
+    assert (
+        float(
+            totals_for(
+                config(loss_type="dapo", **options), MASK, items, num_processes=2, training=False
+            ).tokens
+        )
+        == 18
+    )
 
 
 def test_a_rank_s_share_of_the_tokens_is_a_float32() -> None:
@@ -229,10 +309,16 @@ def batch(**changes: Any) -> dict[str, Any]:
 
 
 def logp() -> torch.Tensor:
-    return torch.tensor([[-1.0, -0.5, -2.0, -0.1], [-0.3, -1.5, -0.7, -9.0]], dtype=torch.float64, requires_grad=True)
+    return torch.tensor(
+        [[-1.0, -0.5, -2.0, -0.1], [-0.3, -1.5, -0.7, -9.0]],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
 
 
-def run(options: dict[str, Any], inputs: dict[str, Any], **extra: Any) -> tuple[pl.LossOutput, torch.Tensor]:
+def run(
+    options: dict[str, Any], inputs: dict[str, Any], **extra: Any
+) -> tuple[pl.LossOutput, torch.Tensor]:
     c, x = config(**options), logp()
     totals = totals_for(c, loss_mask(inputs), inputs["num_items_in_batch"])
     out = batch_loss(spec_from_config(c, handled=BESIDE), x, inputs, totals=totals, **extra)
@@ -290,7 +376,10 @@ def test_an_unscored_token_shows_no_drift_although_it_drifted_from_old() -> None
     x = logp().detach()
     # Row 1 (A < 0) drifted by (0.9 + 0 + 0)/3 = 0.3 from what vLLM reports; its second token is unscored and old is 3 away there,
     # which would be a drift of 1.3 if old stood in for it. Row 0 has A > 0 and is kept whatever its drift.
-    sampling, old = x + torch.tensor([[9.0] * 4, [0.9, 0.0, 0.0, 0.0]], dtype=torch.float64), x.clone()
+    sampling, old = (
+        x + torch.tensor([[9.0] * 4, [0.9, 0.0, 0.0, 0.0]], dtype=torch.float64),
+        x.clone(),
+    )
     sampling[1, 1], old[1, 1] = torch.nan, x[1, 1] + 3.0
     inputs = batch(old_per_token_logps=old, sampling_per_token_logps=sampling)
     off = {**VLLM, "vllm_importance_sampling_correction": False}
@@ -324,7 +413,9 @@ def test_vespo_by_hand() -> None:
 # --- the parts that VESPO needs of the core --------------------------------------------------------------------------------------
 
 
-def ratio_of(part: Any, x: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor | None = None) -> float:
+def ratio_of(
+    part: Any, x: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor | None = None
+) -> float:
     """The mean ratio over the tokens of one sequence, which is that sequence's."""
     ones = torch.ones_like(x)
     spec = pl.LossSpec(ratio=part, trust=pl.Unbounded())
@@ -332,15 +423,22 @@ def ratio_of(part: Any, x: torch.Tensor, old: torch.Tensor, rollout: torch.Tenso
 
 
 def test_a_product_may_clamp_each_token_first() -> None:
-    x, old = torch.tensor([[-1.0, -1.0]], dtype=torch.float64), torch.tensor([[-3.0, -0.7]], dtype=torch.float64)
+    x, old = (
+        torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
+        torch.tensor([[-3.0, -0.7]], dtype=torch.float64),
+    )
     # log-ratios 2 and −0.3; with each held within ±0.5 the product is e^(0.5 − 0.3).
     assert ratio_of(pl.SequenceProduct(), x, old) == pytest.approx(math.exp(1.7), rel=1e-14)
-    assert ratio_of(pl.SequenceProduct(token_clamp=0.5), x, old) == pytest.approx(math.exp(0.2), rel=1e-14)
+    assert ratio_of(pl.SequenceProduct(token_clamp=0.5), x, old) == pytest.approx(
+        math.exp(0.2), rel=1e-14
+    )
 
 
 def test_a_product_may_reach_to_the_engine_through_bounded_weights() -> None:
     x = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
-    rollout = x - torch.tensor([[math.log(5.0), math.log(1.5)]], dtype=torch.float64)  # weights 5 and 1.5
+    rollout = x - torch.tensor(
+        [[math.log(5.0), math.log(1.5)]], dtype=torch.float64
+    )  # weights 5 and 1.5
     truncated = RolloutProduct(outside="truncate", high=3.0)
     masked = RolloutProduct(outside="mask", high=3.0)
     assert ratio_of(truncated, x, x, rollout) == pytest.approx(3.0 * 1.5, rel=1e-14)
@@ -365,7 +463,9 @@ def test_the_policy_gradient_survives_a_weighted_kl_far_from_the_old_policy() ->
     for dtype in (torch.float64, torch.float32):
         logp = torch.full((1, 1), -0.5, dtype=dtype, requires_grad=True)
         ones = torch.ones(1, 1, dtype=dtype)
-        pl.policy_loss(spec, logp, logp.detach() - 80, ones, ones, ref_logp=logp.detach()).loss.backward()
+        pl.policy_loss(
+            spec, logp, logp.detach() - 80, ones, ones, ref_logp=logp.detach()
+        ).loss.backward()
         assert logp.grad.item() == -5.0
 
 
@@ -388,7 +488,10 @@ def test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate() -> None:
 
 def test_k3_as_written_has_the_rounding_of_its_terms() -> None:
     d = torch.tensor([1e-9], dtype=torch.float64)
-    exact, written = (pl.functional.kl.estimate(d, "k3", as_written=terms).item() for terms in (None, "exp(d) - d - 1"))
+    exact, written = (
+        pl.functional.kl.estimate(d, "k3", as_written=terms).item()
+        for terms in (None, "exp(d) - d - 1")
+    )
     assert exact == pytest.approx(5e-19, rel=1e-6)  # d²/2
     assert written == (math.exp(1e-9) - 1e-9 - 1)
 
@@ -416,8 +519,16 @@ def test_a_given_loss_is_a_spec_a_name_or_none() -> None:
 KL = pl.KL("k3", 0.1)
 SILENT: list[tuple[dict[str, Any], pl.LossSpec, str]] = [
     ({"epsilon": 0.1}, pl.preset("gspo"), "epsilon=0.1"),
-    ({"loss_type": "sapo"}, pl.preset("gspo").replace(aggregate=pl.TokenMean()), "loss_type='sapo'"),
-    ({"importance_sampling_level": "sequence"}, pl.preset("dapo"), "importance_sampling_level='sequence'"),
+    (
+        {"loss_type": "sapo"},
+        pl.preset("gspo").replace(aggregate=pl.TokenMean()),
+        "loss_type='sapo'",
+    ),
+    (
+        {"importance_sampling_level": "sequence"},
+        pl.preset("dapo"),
+        "importance_sampling_level='sequence'",
+    ),
     ({"off_policy_mask_threshold": 0.5}, pl.preset("dapo"), "off_policy_mask_threshold=0.5"),
     ({"beta": 0.1}, pl.preset("dapo"), "beta=0.1"),
     ({"beta": 0.2}, pl.preset("dapo").replace(kl=KL), "beta=0.2"),
@@ -425,9 +536,17 @@ SILENT: list[tuple[dict[str, Any], pl.LossSpec, str]] = [
     ({}, pl.preset("dapo").replace(entropy_coef=0.01), "entropy_coef=0.01"),
     (VLLM, pl.preset("dapo"), "vllm_importance_sampling_correction=True"),
     ({}, pl.preset("dapo").replace(aggregate=pl.PromptMean()), "group_ids"),
-    ({"gradient_accumulation_steps": 2}, pl.LossSpec(trust=pl.CovClip()), "gradient_accumulation_steps=2"),
+    (
+        {"gradient_accumulation_steps": 2},
+        pl.LossSpec(trust=pl.CovClip()),
+        "gradient_accumulation_steps=2",
+    ),
     ({"world_size": 2}, pl.LossSpec(trust=pl.CovClip()), "2 process"),
-    ({"gradient_accumulation_steps": 2}, pl.LossSpec(aggregate=pl.LocalTokenMean()), "gradient_accumulation_steps=2"),
+    (
+        {"gradient_accumulation_steps": 2},
+        pl.LossSpec(aggregate=pl.LocalTokenMean()),
+        "gradient_accumulation_steps=2",
+    ),
 ]
 
 
@@ -442,14 +561,18 @@ def test_options_that_still_act_are_no_error() -> None:
     args = grpo_config(loss_type="sapo", beta=0.1, **VLLM)
     spec = spec_from_config(args).replace(rejected="keep", ratio=pl.SequenceRatio())
     assert checked_loss(spec, args) == spec
-    assert checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None  # a step is one call
+    assert (
+        checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None
+    )  # a step is one call
 
 
 # --- the page --------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_on_a_config_says_what_decides_what_not_and_what_surprises() -> None:
-    page = explain_config(config(loss_type="cispo", delta=4.0, beta=0.04, **VLLM, top_entropy_quantile=0.2))
+    page = explain_config(
+        config(loss_type="cispo", delta=4.0, beta=0.04, **VLLM, top_entropy_quantile=0.2)
+    )
     flat = " ".join(page.split())
     for part in (
         "loss_type='cispo': the surrogate",

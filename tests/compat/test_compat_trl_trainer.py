@@ -46,7 +46,9 @@ class Parent:
         if self.args.top_entropy_quantile < 1.0:
             keep = self.get_high_entropy_mask(entropy, mask, 1 - self.args.top_entropy_quantile)
         ratio = (logp - inputs.get("old_per_token_logps", logp)).exp()
-        loss = (-inputs["advantages"].unsqueeze(1) * ratio * mask * keep).sum() / inputs["num_items_in_batch"]
+        loss = (-inputs["advantages"].unsqueeze(1) * ratio * mask * keep).sum() / inputs[
+            "num_items_in_batch"
+        ]
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["clip_ratio/low_mean"].append(0.5)
         self._metrics[mode]["entropy"].append(entropy.mean().item())
@@ -54,7 +56,12 @@ class Parent:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
-        self.history.append({**logs, **{name: sum(values) / len(values) for name, values in self._metrics[mode].items()}})
+        self.history.append(
+            {
+                **logs,
+                **{name: sum(values) / len(values) for name, values in self._metrics[mode].items()},
+            }
+        )
         self._metrics[mode].clear()
 
 
@@ -110,7 +117,9 @@ def test_the_config_s_loss_with_our_gradient() -> None:
     assert model[1].grad is None
 
 
-@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")  # whose advantages TRL does not make
+@pytest.mark.filterwarnings(
+    "ignore:policy_loss, the preset 'gpg'"
+)  # whose advantages TRL does not make
 @pytest.mark.parametrize("given", [False, True])
 def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
     """Whether the loss is the config's or given, the total is the policy loss minus the bonus, each with its own gradient."""
@@ -124,12 +133,17 @@ def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
     assert model[0].grad is not None
     assert model[1].grad is not None
     assert model[0].grad.tolist() == [[-1 / 3, -1 / 3], [2 / 3, 0.0]]
-    assert model[1].grad.tolist() == [[pytest.approx(-COEF / 3, rel=1e-14)] * 2, [pytest.approx(-COEF / 3, rel=1e-14), 0.0]]
+    assert model[1].grad.tolist() == [
+        [pytest.approx(-COEF / 3, rel=1e-14)] * 2,
+        [pytest.approx(-COEF / 3, rel=1e-14), 0.0],
+    ]
 
 
 def test_trl_s_token_filter_acts_on_our_loss() -> None:
     model = forward()
-    made(top_entropy_quantile=0.5)._compute_loss(model, inputs()).backward()  # keeps entropies above 0.5
+    made(top_entropy_quantile=0.5)._compute_loss(
+        model, inputs()
+    ).backward()  # keeps entropies above 0.5
     assert model[0].grad is not None
     assert model[0].grad.tolist() == [[0.0, -1 / 3], [2 / 3, 0.0]]
 
@@ -169,7 +183,9 @@ def test_metrics_of_a_loss_that_does_not_run_are_dropped() -> None:
     assert ours._metrics["train"]["entropy"] == [pytest.approx(0.55)]
 
 
-@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")  # whose advantages TRL does not make
+@pytest.mark.filterwarnings(
+    "ignore:policy_loss, the preset 'gpg'"
+)  # whose advantages TRL does not make
 def test_a_given_loss_is_averaged_over_the_whole_step() -> None:
     """Sequence mean over 2 rows × 2 micro-batches; token mean over 12 generated tokens · 2 of 3 micro-batches = 8."""
     for aggregate, slope in ((pl.SeqMeanTokenSum(), -1 / 4), (pl.TokenMean(), -1 / 8)):
@@ -191,7 +207,9 @@ def test_a_drift_is_measured_from_the_engine_where_its_numbers_are_there() -> No
     assert model[0].grad.tolist() == [[-1 / 3, -1 / 3], [0.0, 0.0]]
 
 
-def test_what_cannot_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(self: Any, model: Any, reward_funcs: Any = None, args: Any = None) -> None:
         raise AssertionError("TRL must not start")
 
@@ -203,7 +221,9 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(monkeypatch: pytes
         made(delta=0.5)
 
 
-def test_a_release_that_computes_the_loss_in_liger_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_computes_the_loss_in_liger_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Parent, "compute_liger_loss", lambda self: None, raising=False)
     args = grpo_config()
     args.use_liger_kernel = True

@@ -41,12 +41,22 @@ def config(**changes: Any) -> Config:
         "tau_pos": 1.0,
         "tau_neg": 1.05,
     }
-    return Config(**{**fields, "global_batch_info": {}, "policy_loss": Config(dro_beta=0.5), "use_kl_loss": False, **changes})
+    return Config(
+        **{
+            **fields,
+            "global_batch_info": {},
+            "policy_loss": Config(dro_beta=0.5),
+            "use_kl_loss": False,
+            **changes,
+        }
+    )
 
 
 def test_ppo_by_hand() -> None:
     # −A·r against −A·clip(r, 0.8, 1.28): max(−2, −1.28) = −1.28, clipped; max(0.5, 0.8) = 0.8, clipped; max(2.2, 2.2) = 2.2.
-    loss, clipped, kl, lower = verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=0.2, cliprange_high=0.28)
+    loss, clipped, kl, lower = verl.compute_policy_loss(
+        OLD, NEW, A, MASK, cliprange=0.2, cliprange_high=0.28
+    )
     assert float(loss) == pytest.approx((-1.28 + 0.8 + 2.2) / 3, rel=1e-14)
     assert float(clipped) == pytest.approx(2 / 3, rel=1e-7)
     assert float(kl) == pytest.approx(-(math.log(2) + math.log(0.5) + math.log(1.1)) / 3, rel=1e-14)
@@ -58,10 +68,15 @@ def test_ppo_by_hand() -> None:
 
 
 def test_the_clamp_of_the_page_is_an_argument() -> None:
-    old, new = torch.full((1, 1), -15.0, dtype=F64), torch.full((1, 1), -1.0, dtype=F64)  # log-ratio 14
+    old, new = (
+        torch.full((1, 1), -15.0, dtype=F64),
+        torch.full((1, 1), -1.0, dtype=F64),
+    )  # log-ratio 14
     args = (old, new, torch.full_like(old, -1.0), torch.ones_like(old))
     for clamp, kept in ((20.0, 14.0), (10.0, 10.0), (None, 14.0)):
-        loss, _, kl, _ = verl.compute_policy_loss(*args, cliprange=0.2, clip_ratio_c=1e9, log_clamp=clamp)
+        loss, _, kl, _ = verl.compute_policy_loss(
+            *args, cliprange=0.2, clip_ratio_c=1e9, log_clamp=clamp
+        )
         assert float(loss) == pytest.approx(math.exp(kept), rel=1e-12)
         assert float(kl) == pytest.approx(-kept, rel=1e-7)
 
@@ -94,7 +109,9 @@ def test_agg_loss_by_hand(mode: str, expected: float) -> None:
 
 def test_the_guard_of_a_float64_mask_is_kept() -> None:
     x, mask = torch.ones(1, 2, dtype=F64), torch.ones(1, 2, dtype=F64)
-    assert float(verl.agg_loss(x, mask, "seq-mean-token-mean")) == pytest.approx(2 / (2 + 1e-8), rel=1e-15)
+    assert float(verl.agg_loss(x, mask, "seq-mean-token-mean")) == pytest.approx(
+        2 / (2 + 1e-8), rel=1e-15
+    )
     assert float(verl.agg_loss(x, mask.bool(), "seq-mean-token-mean")) == 1.0
     assert (guard(mask), guard(mask.bool()), guard(mask.float())) == (1e-8, 1e-30, 1e-30)
     assert share(x, mask.float()).dtype == torch.float32
@@ -107,9 +124,13 @@ def test_meanings_that_changed_between_releases() -> None:
     def agg(mode: str, release: str) -> float:
         return float(verl.agg_loss(x, mask, mode, release=release))
 
-    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(7 / 2, rel=1e-14)  # no mean over rows
+    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(
+        7 / 2, rel=1e-14
+    )  # no mean over rows
     assert agg("seq-mean-token-sum-norm", "0.7.1") == pytest.approx(7 / 2 / 2, rel=1e-14)
-    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(7 / 3, rel=1e-14)  # the empty row counts
+    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(
+        7 / 3, rel=1e-14
+    )  # the empty row counts
     assert agg("seq-mean-token-sum", "0.6.1") == 7 / 2
     assert agg("token-mean", "0.6.1") == pytest.approx(7 / (3 + 1e-8), rel=1e-15)
     with pytest.raises(pl.SpecError, match=r"0\.4\.0.*0\.4\.1"):
@@ -159,17 +180,34 @@ def test_kl_penalty_by_hand() -> None:
 
 BAD = {
     "no clip range": (lambda: verl.compute_policy_loss(OLD, NEW, A, MASK), "cliprange"),
-    "dual clip below one": (lambda: verl.compute_policy_loss(OLD, NEW, A, MASK, 0.2, clip_ratio_c=0.5), r"clip_ratio_c.*0\.5"),
+    "dual clip below one": (
+        lambda: verl.compute_policy_loss(OLD, NEW, A, MASK, 0.2, clip_ratio_c=0.5),
+        r"clip_ratio_c.*0\.5",
+    ),
     "unknown mode": (lambda: verl.agg_loss(A, MASK, "mean"), "loss_agg_mode.*'mean'"),
-    "ranks without tokens": (lambda: verl.agg_loss(A, MASK, "token-mean", dp_size=2), "batch_num_tokens.*dp_size=2"),
-    "ranks without rows": (lambda: verl.agg_loss(A, MASK, "seq-mean-token-sum", dp_size=2), "global_batch_size.*dp_size=2"),
+    "ranks without tokens": (
+        lambda: verl.agg_loss(A, MASK, "token-mean", dp_size=2),
+        "batch_num_tokens.*dp_size=2",
+    ),
+    "ranks without rows": (
+        lambda: verl.agg_loss(A, MASK, "seq-mean-token-sum", dp_size=2),
+        "global_batch_size.*dp_size=2",
+    ),
     "no config": (lambda: verl.compute_policy_loss_vanilla(OLD, NEW, A, MASK), "config"),
     "no beta": (
-        lambda: verl.compute_policy_loss_dro(OLD, NEW, A, MASK, config=config(policy_loss=Config(dro_beta=None))),
+        lambda: verl.compute_policy_loss_dro(
+            OLD, NEW, A, MASK, config=config(policy_loss=Config(dro_beta=None))
+        ),
         "dro_beta",
     ),
-    "no correction": (lambda: verl.compute_policy_loss_bypass_mode(OLD, NEW, A, MASK, config=config()), "rollout_correction"),
-    "unknown release": (lambda: verl.agg_loss(A, MASK, "token-mean", release="newest"), "release.*newest"),
+    "no correction": (
+        lambda: verl.compute_policy_loss_bypass_mode(OLD, NEW, A, MASK, config=config()),
+        "rollout_correction",
+    ),
+    "unknown release": (
+        lambda: verl.agg_loss(A, MASK, "token-mean", release="newest"),
+        "release.*newest",
+    ),
 }
 
 
@@ -213,7 +251,9 @@ def fake_verl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_register_puts_every_preset_into_the_registry(fake_verl: dict[str, Any]) -> None:
     mine = pl.preset("dapo").replace(trust=pl.Clip(0.1, 0.3))
     names = verl.register({"mine": mine})
-    assert set(names) == set(fake_verl) == {f"policyloss/{name}" for name in [*pl.presets(), "mine"]}
+    assert (
+        set(names) == set(fake_verl) == {f"policyloss/{name}" for name in [*pl.presets(), "mine"]}
+    )
     info = {"dp_size": 2, "batch_num_tokens": 12, "global_batch_size": 4, "loss_scale_factor": None}
     loss, metrics = fake_verl["policyloss/mine"](
         old_log_prob=OLD, log_prob=NEW, advantages=A, response_mask=MASK, loss_agg_mode="token-mean",
@@ -222,7 +262,9 @@ def test_register_puts_every_preset_into_the_registry(fake_verl: dict[str, Any])
     expected = pl.policy_loss(mine, NEW, OLD, A, MASK, totals=pl.Totals(12, 4, dp_size=2))
     assert float(loss) == pytest.approx(float(expected.loss), rel=1e-14)
     assert metrics["policyloss/clip_fraction"] == expected.metrics.compute()["clip_fraction"]
-    assert metrics["actor/ppo_kl"] == pytest.approx(-(math.log(2) + math.log(0.5) + math.log(1.1)) / 3)
+    assert metrics["actor/ppo_kl"] == pytest.approx(
+        -(math.log(2) + math.log(0.5) + math.log(1.1)) / 3
+    )
 
 
 def test_the_hook_registers_when_it_is_imported(fake_verl: dict[str, Any]) -> None:
@@ -233,7 +275,11 @@ def test_the_hook_registers_when_it_is_imported(fake_verl: dict[str, Any]) -> No
 
 
 def registered(
-    fake_verl: dict[str, Any], name: str, weights: Tensor | None = None, mode: str = "token-mean", **changes: Any
+    fake_verl: dict[str, Any],
+    name: str,
+    weights: Tensor | None = None,
+    mode: str = "token-mean",
+    **changes: Any,
 ) -> Tensor:
     verl.register()
     loss, _ = fake_verl[f"policyloss/{name}"](OLD, NEW, A, MASK, mode, unset(**changes), weights)
@@ -241,7 +287,11 @@ def registered(
     return loss
 
 
-SERVED = [name for name in pl.presets() if not set(pl.preset(name).reads) - {"old_logp"} or name in ("clip_cov", "kl_cov")]
+SERVED = [
+    name
+    for name in pl.presets()
+    if not set(pl.preset(name).reads) - {"old_logp"} or name in ("clip_cov", "kl_cov")
+]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -252,12 +302,19 @@ def test_a_registered_preset_is_the_preset(fake_verl: dict[str, Any], name: str)
 
 
 def test_a_preset_with_kl_leaves_it_to_verl_or_says_what_to_set(fake_verl: dict[str, Any]) -> None:
-    with pytest.raises(pl.SpecError, match=r"use_kl_loss=true.*kl_loss_type=k3.*kl_loss_coef=0\.04"):
+    with pytest.raises(
+        pl.SpecError, match=r"use_kl_loss=true.*kl_loss_type=k3.*kl_loss_coef=0\.04"
+    ):
         registered(fake_verl, "grpo")
     with pytest.raises(pl.SpecError, match=r"0\.04.*0\.001"):
-        registered(fake_verl, "grpo", use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.001)
+        registered(
+            fake_verl, "grpo", use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.001
+        )
     kl = {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.04}
-    with pytest.raises(pl.SpecError, match=r"SeqMeanTokenMean.*'token-mean'; set actor\.loss_agg_mode=seq-mean-token-mean"):
+    with pytest.raises(
+        pl.SpecError,
+        match=r"SeqMeanTokenMean.*'token-mean'; set actor\.loss_agg_mode=seq-mean-token-mean",
+    ):
         registered(fake_verl, "grpo", **kl)
     with pytest.raises(pl.SpecError, match="kl_loss_type=k3,"):  # "k3+" has another gradient
         registered(fake_verl, "grpo", mode="seq-mean-token-mean", **{**kl, "kl_loss_type": "k3+"})
@@ -311,7 +368,9 @@ def test_only_means_are_reported_as_verl_averages_them(fake_verl: dict[str, Any]
 def test_the_gradient_at_the_ends_of_a_clipped_value_is_verls() -> None:
     # v = v₀ + clip exactly, R = 0: both errors are equal, so each gets half; verl's max(min(…)) passes half of the clipped one's.
     v = torch.tensor([[1.5]], dtype=F64, requires_grad=True)
-    loss, _ = verl.compute_value_loss(v, torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=F64), torch.ones(1, 1), 0.5)
+    loss, _ = verl.compute_value_loss(
+        v, torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=F64), torch.ones(1, 1), 0.5
+    )
     loss.backward()
     assert v.grad.item() == pytest.approx(1.5 * (0.5 + 0.25))
 
@@ -335,11 +394,24 @@ class NumpyLike:
 def test_numbers_of_any_kind() -> None:
     plain = verl.agg_loss(A, MASK, "token-mean", dp_size=4, batch_num_tokens=30)
     for kind in (NumpyLike, torch.tensor, float):
-        assert float(verl.agg_loss(A, MASK, "token-mean", dp_size=kind(4), batch_num_tokens=kind(30))) == float(plain)
-        horizon = verl.agg_loss(A, MASK, "seq-mean-token-sum-norm", dp_size=kind(4), global_batch_size=8, loss_scale_factor=kind(7))
+        assert float(
+            verl.agg_loss(A, MASK, "token-mean", dp_size=kind(4), batch_num_tokens=kind(30))
+        ) == float(plain)
+        horizon = verl.agg_loss(
+            A,
+            MASK,
+            "seq-mean-token-sum-norm",
+            dp_size=kind(4),
+            global_batch_size=8,
+            loss_scale_factor=kind(7),
+        )
         assert float(horizon) == pytest.approx(4 * (1 - 1 - 2) / 8 / 7, rel=1e-15)
-        clipped = verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=kind(0.25), clip_ratio_c=kind(3))
-        assert float(clipped[0]) == float(verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=0.25)[0])
+        clipped = verl.compute_policy_loss(
+            OLD, NEW, A, MASK, cliprange=kind(0.25), clip_ratio_c=kind(3)
+        )
+        assert float(clipped[0]) == float(
+            verl.compute_policy_loss(OLD, NEW, A, MASK, cliprange=0.25)[0]
+        )
 
 
 def test_kl_penalty_takes_any_shape() -> None:
@@ -353,11 +425,15 @@ def test_sapo_holds_its_temperatures_as_the_advantages() -> None:
     loss, _ = verl.compute_policy_loss_sapo(OLD, NEW, A.to(torch.bfloat16), MASK, config=config())
     tau = torch.tensor(1.05, dtype=torch.bfloat16).item()
     spec = pl.LossSpec(trust=pl.SoftGate(1.0, tau), aggregate=pl.SeqMeanTokenMean())
-    assert float(loss) == pytest.approx(float(pl.policy_loss(spec, NEW, OLD, A, MASK).loss), rel=1e-14)
+    assert float(loss) == pytest.approx(
+        float(pl.policy_loss(spec, NEW, OLD, A, MASK).loss), rel=1e-14
+    )
 
 
 def test_a_hook_without_its_framework_says_so() -> None:
-    with pytest.raises(ImportError, match=r"verl is not installed here.*policyloss\.compat\.verl work without it"):
+    with pytest.raises(
+        ImportError, match=r"verl is not installed here.*policyloss\.compat\.verl work without it"
+    ):
         verl.install()
     with pytest.raises(ImportError, match="openrlhf is not installed here"):
         pl.compat.openrlhf.install()

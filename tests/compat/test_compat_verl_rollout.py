@@ -49,16 +49,25 @@ WEIGHTS = [
 @pytest.mark.parametrize("mask_dtype", [torch.float64, torch.int64, torch.bool])
 def test_weights(rollout_is, threshold, expected, mask_dtype):
     ratio = LOG_RATIO.clone().requires_grad_()
-    weights, _ = verl.compute_rollout_correction_weights(ratio, MASK.to(mask_dtype), rollout_is, threshold)
+    weights, _ = verl.compute_rollout_correction_weights(
+        ratio, MASK.to(mask_dtype), rollout_is, threshold
+    )
     assert weights.dtype == torch.float64
     assert not weights.requires_grad
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0
+    )
 
 
 def test_the_logarithm_is_held_at_twenty():
-    far, one = torch.tensor([[30.0, -30.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    far, one = (
+        torch.tensor([[30.0, -30.0]], dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.float64),
+    )
     weights, metrics = verl.compute_rollout_correction_weights(far, one, "token", "1e-30_1e30")
-    torch.testing.assert_close(weights, torch.tensor([[20.0, -20.0]], dtype=torch.float64).exp(), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        weights, torch.tensor([[20.0, -20.0]], dtype=torch.float64).exp(), rtol=1e-15, atol=0
+    )
     assert metrics["rollout_is_oob_ratio"] == 0
 
 
@@ -96,12 +105,20 @@ def test_sequence_metrics_look_at_every_row():
     _, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "sequence", 1.5)
     third = single(1 / 3)
     expected = {"max": 2, "min": 0.125, "ratio_fraction_high": third, "ratio_fraction_low": third}
-    check(metrics, {f"rollout_is_{name}": value for name, value in {**expected, "mean": 3.125 / (3 + E)}.items()})
+    check(
+        metrics,
+        {
+            f"rollout_is_{name}": value
+            for name, value in {**expected, "mean": 3.125 / (3 + E)}.items()
+        },
+    )
 
 
 def test_the_first_releases_measured_weights_before_they_were_truncated():
     def of(release):
-        weights, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.2, release=release)
+        weights, metrics = verl.compute_rollout_correction_weights(
+            LOG_RATIO, MASK, "token", 2.2, release=release
+        )
         assert weights.max().item() == 2.2
         return metrics
 
@@ -109,24 +126,54 @@ def test_the_first_releases_measured_weights_before_they_were_truncated():
     assert of("0.9.0") == of(None)
     check(of("0.8.0"), {**of(None), "rollout_is_seq_fraction_high": 0.0})
     # 0.7.1: raw weights 4, ½, ⅛; their spread within [1/2.2, 2.2]: 2.2, ½, 1/2.2.
-    old, mean, square = of("0.7.1"), (2.7 + 1 / 2.2) / (3 + E), (2.2**2 + 0.25 + 1 / 2.2**2) / (3 + E)
-    check(old, {"rollout_is_mean": 4.625 / (3 + E), "rollout_is_max": 4, "rollout_is_std": sqrt(square - mean**2)})
-    check(old, {"rollout_is_seq_fraction_high": single(1 / 3), "rollout_is_eff_sample_size": (mean + E) ** 2 / square})
+    old, mean, square = (
+        of("0.7.1"),
+        (2.7 + 1 / 2.2) / (3 + E),
+        (2.2**2 + 0.25 + 1 / 2.2**2) / (3 + E),
+    )
+    check(
+        old,
+        {
+            "rollout_is_mean": 4.625 / (3 + E),
+            "rollout_is_max": 4,
+            "rollout_is_std": sqrt(square - mean**2),
+        },
+    )
+    check(
+        old,
+        {
+            "rollout_is_seq_fraction_high": single(1 / 3),
+            "rollout_is_eff_sample_size": (mean + E) ** 2 / square,
+        },
+    )
 
 
 def test_icepop_reports_what_it_zeroes_and_survives_zeroing_all():
     _, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "0.25_2")
     check(metrics, {"rollout_is_oob_ratio": 2 / (3 + E), "rollout_is_mean": 0.5 / (3 + E)})
-    weights, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "0.6_0.7", True)
+    weights, metrics = verl.compute_rollout_correction_weights(
+        LOG_RATIO, MASK, "token", "0.6_0.7", True
+    )
     assert not weights.any()
-    check(metrics, {"rollout_is_oob_ratio": 3 / (3 + E), "rollout_is_eff_sample_size": 0.0, "rollout_is_batch_norm_factor": 1.0})
+    check(
+        metrics,
+        {
+            "rollout_is_oob_ratio": 3 / (3 + E),
+            "rollout_is_eff_sample_size": 0.0,
+            "rollout_is_batch_norm_factor": 1.0,
+        },
+    )
 
 
 def test_batch_normalisation():
     def factor(level, **extra):
-        weights, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0, True, **extra)
+        weights, metrics = verl.compute_rollout_correction_weights(
+            LOG_RATIO, MASK, level, 2.0, True, **extra
+        )
         plain, _ = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0, **extra)
-        torch.testing.assert_close(weights * metrics["rollout_is_batch_norm_factor"], plain, rtol=1e-15, atol=0)
+        torch.testing.assert_close(
+            weights * metrics["rollout_is_batch_norm_factor"], plain, rtol=1e-15, atol=0
+        )
         return metrics["rollout_is_batch_norm_factor"]
 
     assert factor("token") == pytest.approx(2.625 / (3 + E), rel=1e-15)
@@ -138,10 +185,14 @@ def test_batch_normalisation():
 
 
 def test_batch_normalisation_is_exact_with_a_process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         _, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0, True)
-        _, first = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0, True, release="0.6.1")
+        _, first = verl.compute_rollout_correction_weights(
+            LOG_RATIO, MASK, "token", 2.0, True, release="0.6.1"
+        )
     finally:
         torch.distributed.destroy_process_group()
     assert metrics["rollout_is_batch_norm_factor"] == pytest.approx(2.625 / 3, rel=1e-15)
@@ -153,7 +204,11 @@ def test_batch_normalisation_is_exact_with_a_process_group(tmp_path):
 # d in units of ln 2: 2, −1 | −3. k1 = −d; k2 = ½d²: 0.961, 0.240 | 2.162; k3 = eᵈ − 1 − d: 1.614, 0.193 | 1.204.
 # Sums: k1 −0.693 | 2.079, k2 1.201 | 2.162, k3 1.807 | 1.204; means of the first row are half of that.
 REJECTIONS = [
-    ("token_k1", "0.25_2.0", [[1, 1], [0, 0]]),  # π_rollout/π_train is ¼, 2 | 8, and a bound itself is kept
+    (
+        "token_k1",
+        "0.25_2.0",
+        [[1, 1], [0, 0]],
+    ),  # π_rollout/π_train is ¼, 2 | 8, and a bound itself is kept
     ("token_k1", "0.3_9", [[0, 1], [1, 0]]),
     ("token_k1", "4", [[1, 1], [0, 0]]),  # ¼ … 4
     ("token_k1", 3, [[0, 1], [0, 0]]),
@@ -184,7 +239,9 @@ def test_rejection(rollout_rs, threshold, expected, mask_dtype):
     assert kept.dtype == mask_dtype
     assert torch.equal(kept.long(), expected)
     lost = 3 - expected.sum().item()
-    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(lost / 3, abs=4e-9)  # 1e-8 in some denominators
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(
+        lost / 3, abs=4e-9
+    )  # 1e-8 in some denominators
     lost_rows = ((MASK - expected) > 0).any(-1)
     assert metrics["rollout_rs_seq_masked_fraction"] == single(lost_rows.sum().item() / 3)
     for option in {part.strip() for part in rollout_rs.split(",")}:
@@ -214,7 +271,13 @@ def test_rejection_metrics_of_a_token_option():
         "seq_masked_fraction": 1.0,  # both rows that have tokens lose one
     }
     check(metrics, {f"rollout_rs_token_k1_{name}": value for name, value in expected.items()})
-    check(metrics, {"rollout_rs_masked_fraction": 2 / (3 + E), "rollout_rs_seq_masked_fraction": single(2 / 3)})
+    check(
+        metrics,
+        {
+            "rollout_rs_masked_fraction": 2 / (3 + E),
+            "rollout_rs_seq_masked_fraction": single(2 / 3),
+        },
+    )
     assert len(metrics) == len(expected) + 2
 
 
@@ -240,8 +303,17 @@ def test_rejection_metrics_of_a_sequence_option():
 
 def test_rejection_holds_the_logarithm_at_twenty_and_has_epsilon_in_a_rows_mean():
     ratio = torch.tensor([[30.0, -30.0]], dtype=torch.float64)
-    _, metrics = verl.compute_rollout_rejection_mask(ratio, torch.ones_like(ratio), "seq_mean_k2,token_k1", "500,1e9")
-    check(metrics, {"rollout_rs_seq_mean_k2_max": 400 / (2 + E), "rollout_rs_token_k1_max": 20, "rollout_rs_token_k1_min": -20})
+    _, metrics = verl.compute_rollout_rejection_mask(
+        ratio, torch.ones_like(ratio), "seq_mean_k2,token_k1", "500,1e9"
+    )
+    check(
+        metrics,
+        {
+            "rollout_rs_seq_mean_k2_max": 400 / (2 + E),
+            "rollout_rs_token_k1_max": 20,
+            "rollout_rs_token_k1_min": -20,
+        },
+    )
 
 
 def test_k3_is_computed_as_verl_writes_it():
@@ -277,18 +349,26 @@ def test_rejection_by_weight_before_071(rollout_rs, high, low, expected, rows):
     assert kept.tolist() == [*expected, [0, 0]]
     assert metrics["rollout_rs_seq_masked_fraction"] == single(rows)
     assert metrics["rollout_rs_masked_fraction"] == single(1 - sum(map(sum, expected)) / 3)
-    assert {"rollout_rs_mean", "rollout_rs_eff_sample_size", "rollout_rs_seq_fraction_low"} < metrics.keys()
+    assert {
+        "rollout_rs_mean",
+        "rollout_rs_eff_sample_size",
+        "rollout_rs_seq_fraction_low",
+    } < metrics.keys()
 
 
 def test_a_geometric_mean_before_071_has_epsilon_in_its_exponent():
-    _, metrics = verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "geometric", 2.0, release="0.7.0")
+    _, metrics = verl.compute_rollout_rejection_mask(
+        LOG_RATIO, MASK, "geometric", 2.0, release="0.7.0"
+    )
     check(metrics, {"rollout_rs_max": 2 ** (1 / (2 + E)), "rollout_rs_min": 2 ** (-3 / (1 + E))})
 
 
 # --- Together ------------------------------------------------------------------------------------------------------------------
 
 
-ROLLOUT = torch.zeros_like(LOG_RATIO)  # so that the trainer's log-probability is the log-ratio, to the bit
+ROLLOUT = torch.zeros_like(
+    LOG_RATIO
+)  # so that the trainer's log-probability is the log-ratio, to the bit
 
 
 def both(**words):
@@ -303,16 +383,28 @@ def test_nothing_asked_for_is_the_diagnostics_alone():
     assert metrics == {f"rollout_corr/{name}": value for name, value in plain.items()}
     assert metrics == verl.compute_rollout_corr_metrics_from_logprobs(LOG_RATIO, ROLLOUT, MASK)
     # kl = mean of −d = (−2 + 1 + 3) ln 2 / 3; χ² = mean of w², less 1.
-    check(plain, {"kl": 2 * LN2 / (3 + E), "chi2_token": (16 + 0.25 + 1 / 64) / (3 + E) - 1, "chi2_seq": (4 + 1 / 64 + 1) / 3 - 1})
+    check(
+        plain,
+        {
+            "kl": 2 * LN2 / (3 + E),
+            "chi2_token": (16 + 0.25 + 1 / 64) / (3 + E) - 1,
+            "chi2_seq": (4 + 1 / 64 + 1) / 3 - 1,
+        },
+    )
     assert len(plain) == 13
-    assert verl.compute_offpolicy_metrics(LOG_RATIO, None, MASK).keys() == {"training_ppl", "training_log_ppl"}
+    assert verl.compute_offpolicy_metrics(LOG_RATIO, None, MASK).keys() == {
+        "training_ppl",
+        "training_log_ppl",
+    }
 
 
 def test_weights_and_rejection_together(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.protocol", None)
     proto, mask, metrics = both(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.5)
     assert isinstance(proto, verl.TensorBatch)
-    assert proto.batch["rollout_is_weights"].reshape(-1).tolist() == pytest.approx([2, 0.5, 0.125, 0, 0, 0])
+    assert proto.batch["rollout_is_weights"].reshape(-1).tolist() == pytest.approx(
+        [2, 0.5, 0.125, 0, 0, 0]
+    )
     assert mask.tolist() == [[0, 1], [0, 0], [0, 0]]
     alone = (
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK)[1]
@@ -329,7 +421,9 @@ def test_weights_come_in_verls_own_type_where_there_is_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.protocol", SimpleNamespace(DataProto=made))
     kind, tensors = both(rollout_is="sequence")[0]
     assert kind == "DataProto"
-    assert tensors["rollout_is_weights"].reshape(-1).tolist() == pytest.approx([2, 2, 0.125, 0, 0, 0])
+    assert tensors["rollout_is_weights"].reshape(-1).tolist() == pytest.approx(
+        [2, 2, 0.125, 0, 0, 0]
+    )
 
 
 def test_the_veto_of_releases_before_071():
@@ -344,7 +438,11 @@ def test_the_veto_of_releases_before_071():
     )
     _, mask, metrics = both(release="0.7.0")
     assert torch.equal(mask, MASK)
-    assert metrics["rollout_corr/rollout_is_veto_fraction"] == metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == 0
+    assert (
+        metrics["rollout_corr/rollout_is_veto_fraction"]
+        == metrics["rollout_corr/rollout_is_catastrophic_token_fraction"]
+        == 0
+    )
     assert "rollout_corr/rollout_is_veto_fraction" not in both(release="0.7.1")[2]
 
 
@@ -352,9 +450,16 @@ def test_add_to_batch(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.protocol", None)
 
     def batch():
-        return verl.TensorBatch({"old_log_probs": LOG_RATIO, "rollout_log_probs": ROLLOUT, "response_mask": MASK})
+        return verl.TensorBatch(
+            {"old_log_probs": LOG_RATIO, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
+        )
 
-    words = {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.5}
+    words = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 3.0,
+        "rollout_rs": "token_k2",
+        "rollout_rs_threshold": 0.5,
+    }
     made, metrics = verl.compute_rollout_correction_and_add_to_batch(batch(), words)
     assert made.batch["response_mask"].tolist() == [[0, 1], [0, 0], [0, 0]]
     assert made.batch["rollout_is_weights"][0, 0].item() == 3
@@ -384,12 +489,19 @@ def test_bypass_mode():
 # --- Refusals ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threshold", ["", " ", "abc", "0.5_", "_2", "0.5_x", -1.0, 0, "0_2", "-1_2", "2_0.5", True, None, [2.0]])
+@pytest.mark.parametrize(
+    "threshold",
+    ["", " ", "abc", "0.5_", "_2", "0.5_x", -1.0, 0, "0_2", "-1_2", "2_0.5", True, None, [2.0]],
+)
 def test_malformed_weight_thresholds(threshold):
     with pytest.raises(SpecError, match="rollout_is_threshold") as caught:
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", threshold)
-    assert isinstance(caught.value, TypeError) == (not isinstance(threshold, (str, float)) and threshold != 0)
-    assert ("not a boolean" in str(caught.value)) == (threshold is True)  # what verl's own test looks for
+    assert isinstance(caught.value, TypeError) == (
+        not isinstance(threshold, (str, float)) and threshold != 0
+    )
+    assert ("not a boolean" in str(caught.value)) == (
+        threshold is True
+    )  # what verl's own test looks for
 
 
 @pytest.mark.parametrize(
@@ -421,7 +533,9 @@ def test_malformed_rejections(rollout_rs, threshold, said):
 
 
 def test_releases_differ_in_what_they_refuse():
-    kept, _ = verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token_k1", "2_0.5", release="0.8.0")
+    kept, _ = verl.compute_rollout_rejection_mask(
+        LOG_RATIO, MASK, "token_k1", "2_0.5", release="0.8.0"
+    )
     assert not kept.any()
     with pytest.raises(TypeError, match=r"up to verl 0\.7\.1"):
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "2.0", release="0.7.1")
@@ -460,13 +574,22 @@ def test_shapes_must_agree():
 
 
 def test_garbage_at_masked_positions_is_never_seen():
-    clean = both(rollout_is="sequence", rollout_rs="seq_mean_k3,token_k1", rollout_rs_threshold="2.0, 4")
+    clean = both(
+        rollout_is="sequence", rollout_rs="seq_mean_k3,token_k1", rollout_rs_threshold="2.0, 4"
+    )
     for garbage in (nan, inf, -inf):
         old = torch.where(MASK.bool(), LOG_RATIO, garbage)
         found = verl.compute_rollout_correction_and_rejection_mask(
-            old, ROLLOUT, MASK, "sequence", rollout_rs="seq_mean_k3,token_k1", rollout_rs_threshold="2.0, 4"
+            old,
+            ROLLOUT,
+            MASK,
+            "sequence",
+            rollout_rs="seq_mean_k3,token_k1",
+            rollout_rs_threshold="2.0, 4",
         )
-        assert torch.equal(found[0].batch["rollout_is_weights"], clean[0].batch["rollout_is_weights"])
+        assert torch.equal(
+            found[0].batch["rollout_is_weights"], clean[0].batch["rollout_is_weights"]
+        )
         assert torch.equal(found[1], clean[1])
         assert found[2] == clean[2]
 
@@ -509,6 +632,8 @@ def test_signatures(name):
 def test_constants():
     assert verl.SAFETY_BOUND == 20
     assert {"token_k1", "token_k2", "token_k3"} == verl.TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
-    sequence = {f"seq_{reduce}_{k}" for reduce in ("sum", "mean", "max") for k in ("k1", "k2", "k3")} - {"seq_max_k1"}
+    sequence = {
+        f"seq_{reduce}_{k}" for reduce in ("sum", "mean", "max") for k in ("k1", "k2", "k3")
+    } - {"seq_max_k1"}
     assert verl.TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence == verl.SUPPORTED_ROLLOUT_RS_OPTIONS
     assert set(SIGNATURES) < set(verl.__all__)

@@ -10,7 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 from conformance import __main__ as command
-from conformance import cases, driver, environments, one, peers, record, release, report, returned, signatures, standins
+from conformance import (
+    cases,
+    driver,
+    environments,
+    one,
+    peers,
+    record,
+    release,
+    report,
+    returned,
+    signatures,
+    standins,
+)
 from conformance.compare import compare, flatten
 from conformance.inputs import KINDS, draw
 from conformance.runner import run_function
@@ -23,14 +35,27 @@ def mean_square(inputs, options):
     """A toy loss: mean over valid tokens of scale·x², with one metric of each kind."""
     x, mask = inputs["x"], inputs["mask"]
     loss = (options["scale"] * x.square() * mask).sum() / mask.sum().clamp(min=1)
-    return {"loss": loss, "scale": options["scale"], "label": "square", "nothing": None, "kept": mask.bool()}
+    return {
+        "loss": loss,
+        "scale": options["scale"],
+        "label": "square",
+        "nothing": None,
+        "kept": mask.bool(),
+    }
 
 
 def batch_inputs(batch, options):
     return {"x": batch.logp, "mask": batch.mask}
 
 
-TOY = Function("toy", [{"scale": 0.5}, {"scale": 2.0}], batch_inputs, mean_square, mean_square, differentiate=("x",))
+TOY = Function(
+    "toy",
+    [{"scale": 0.5}, {"scale": 2.0}],
+    batch_inputs,
+    mean_square,
+    mean_square,
+    differentiate=("x",),
+)
 
 
 def twin(**changes):
@@ -51,7 +76,14 @@ def test_equal_sides_pass_in_every_kind_and_both_dtypes():
     score = run_function(TOY)
     assert score.failures == []
     assert score.total == score.compared == 2 * len(KINDS) * 2  # options × kinds × dtypes
-    assert score.worst["float64"] == {"loss": 0, "scale": 0, "label": 0, "nothing": 0, "kept": 0, "gradient of x": 0}
+    assert score.worst["float64"] == {
+        "loss": 0,
+        "scale": 0,
+        "label": 0,
+        "nothing": 0,
+        "kept": 0,
+        "gradient of x": 0,
+    }
 
 
 def test_a_difference_of_1e_11_fails_in_float64_only():
@@ -111,7 +143,12 @@ def test_a_difference_is_relative_to_the_framework_s_value_above_one():
 
 
 def test_nested_outputs_are_compared_by_name():
-    assert flatten({"m": {"a": 1.0, "b": {"c": None}}, "r": (2.0, 3.0)}) == {"m.a": 1.0, "m.b.c": None, "r.0": 2.0, "r.1": 3.0}
+    assert flatten({"m": {"a": 1.0, "b": {"c": None}}, "r": (2.0, 3.0)}) == {
+        "m.a": 1.0,
+        "m.b.c": None,
+        "r.0": 2.0,
+        "r.1": 3.0,
+    }
 
 
 def test_a_gradient_difference_with_equal_losses_fails():
@@ -121,22 +158,33 @@ def test_a_gradient_difference_with_equal_losses_fails():
         return outputs | {"loss": outputs["loss"] + extra - extra.detach()}
 
     score = run_function(replace(TOY, theirs=other_gradient))
-    assert {failure["output"] for failure in score.failures if failure["dtype"] == "float64"} == {"gradient of x"}
+    assert {failure["output"] for failure in score.failures if failure["dtype"] == "float64"} == {
+        "gradient of x"
+    }
     assert score.worst["float64"]["gradient of x"] == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_a_loss_without_gradient_fails_even_where_the_gradient_is_zero():
-    masked = replace(TOY, kinds=("all_masked",), ours=lambda i, o: mean_square({**i, "x": i["x"].detach()}, o))
+    masked = replace(
+        TOY, kinds=("all_masked",), ours=lambda i, o: mean_square({**i, "x": i["x"].detach()}, o)
+    )
     assert run_function(masked).failures[0]["problem"] == "our loss does not require a gradient"
 
 
 def test_the_gradient_of_a_loss_per_token_is_taken_with_random_weights():
     # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient; random weights tell y = x from y = flip(x).
     function = Function(
-        "rows", [{}], batch_inputs, lambda i, o: {"loss": i["x"]}, lambda i, o: {"loss": i["x"]}, differentiate=("x",)
+        "rows",
+        [{}],
+        batch_inputs,
+        lambda i, o: {"loss": i["x"]},
+        lambda i, o: {"loss": i["x"]},
+        differentiate=("x",),
     )
     assert run_function(function).failures == []
-    flipped = replace(function, theirs=lambda i, o: {"loss": i["x"] + (i["x"].flip(1) - i["x"].flip(1).detach())})
+    flipped = replace(
+        function, theirs=lambda i, o: {"loss": i["x"] + (i["x"].flip(1) - i["x"].flip(1).detach())}
+    )
     assert {failure["output"] for failure in run_function(flipped).failures} == {"gradient of x"}
 
 
@@ -165,7 +213,9 @@ def test_a_function_that_is_never_compared_fails():
 
 
 def test_an_input_to_differentiate_in_that_is_never_there_fails():
-    assert whats(run_function(replace(TOY, differentiate=("x", "y")))) == {"no case has the input y to differentiate in"}
+    assert whats(run_function(replace(TOY, differentiate=("x", "y")))) == {
+        "no case has the input y to differentiate in"
+    }
 
 
 NAN_ON_EMPTY = Defect("NaN on an empty mask", "loss 0", ("loss",))
@@ -173,7 +223,9 @@ NAN_ON_EMPTY = Defect("NaN on an empty mask", "loss 0", ("loss",))
 
 def nan_on_empty(inputs, options):
     return mean_square(inputs, options) | {
-        "loss": (inputs["x"].square() * inputs["mask"]).sum() * options["scale"] / inputs["mask"].sum()
+        "loss": (inputs["x"].square() * inputs["mask"]).sum()
+        * options["scale"]
+        / inputs["mask"].sum()
     }
 
 
@@ -202,14 +254,19 @@ def test_several_defects_may_concern_one_case():
     two = [NAN_ON_EMPTY, Defect("gradient of NaN", "zero", ("gradient",))]
     score = run_function(replace(TOY, theirs=nan_on_empty, defect=declared(two)))
     assert score.failures == []
-    assert {reason: tally.seen for reason, tally in score.defects.items()} == {"NaN on an empty mask": 4, "gradient of NaN": 4}
+    assert {reason: tally.seen for reason, tally in score.defects.items()} == {
+        "NaN on an empty mask": 4,
+        "gradient of NaN": 4,
+    }
 
 
 def test_a_defect_that_never_shows_is_stale():
     score = run_function(replace(TOY, defect=declared(Defect("wrong on an empty mask", "right"))))
     assert [failure["what"][:12] for failure in score.failures] == ["stale defect"]
     function = replace(TOY, defect=declared(Defect("wrong on an empty mask", "right")))
-    assert run_function(function, shift=1).failures == []  # 4 declared cases: by chance, with another seed
+    assert (
+        run_function(function, shift=1).failures == []
+    )  # 4 declared cases: by chance, with another seed
     assert whats(run_function(replace(function, seeds=3), shift=1)) == whats(score)
 
 
@@ -217,20 +274,31 @@ def test_ours_must_be_finite_and_run_where_a_defect_is_declared():
     every = Defect("NaN", "a number")
     nan = replace(TOY, ours=nan_on_empty, theirs=nan_on_empty, defect=declared(every))
     assert "ours is not finite where a defect says what we do instead" in whats(run_function(nan))
-    raises = replace(TOY, ours=lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o), defect=declared(every))
+    raises = replace(
+        TOY,
+        ours=lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o),
+        defect=declared(every),
+    )
     assert "ours raised where a defect says that it runs" in whats(run_function(raises))
 
 
 def test_a_defect_may_be_that_the_framework_raises():
-    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)  # noqa: E731
-    score = run_function(replace(TOY, theirs=theirs, defect=declared(Defect("raises on an empty mask", "loss 0"))))
+    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)
+    score = run_function(
+        replace(TOY, theirs=theirs, defect=declared(Defect("raises on an empty mask", "loss 0")))
+    )
     assert (score.failures, score.undefined, score.compared) == ([], 4, 36)
-    assert score.defects["raises on an empty mask"].example["values"]["error"]["theirs"] == "ValueError: no"
+    assert (
+        score.defects["raises on an empty mask"].example["values"]["error"]["theirs"]
+        == "ValueError: no"
+    )
 
 
 def test_a_case_can_be_run_again_from_what_a_failure_says():
     failure = run_function(twin(loss=lambda x: x + 1)).failures[0]
-    words = json.loads(json.dumps({key: failure[key] for key in ("seed", "kind", "dtype", "options")}))
+    words = json.loads(
+        json.dumps({key: failure[key] for key in ("seed", "kind", "dtype", "options")})
+    )
     text = one.replay(twin(loss=lambda x: x + 1), words)
     assert f"theirs loss = {failure['theirs']:.4f}"[:20] in text
     again = cases.Case(**words)
@@ -240,7 +308,9 @@ def test_a_case_can_be_run_again_from_what_a_failure_says():
 def test_other_seeds_draw_other_batches_and_both_dtypes_the_same_numbers():
     first, shifted = (list(cases.cases(TOY, shift)) for shift in (0, 1))
     assert {case.seed for case in first}.isdisjoint(case.seed for case in shifted)
-    assert [case.seed for case in first[::2]] == [case.seed for case in first[1::2]]  # float64, float32, float64, …
+    assert [case.seed for case in first[::2]] == [
+        case.seed for case in first[1::2]
+    ]  # float64, float32, float64, …
     assert len({case.seed for case in first}) == len(first) / 2
     assert torch.equal(draw(5, "extreme", F64).logp.float(), draw(5, "extreme", torch.float32).logp)
 
@@ -252,7 +322,9 @@ def test_one_case_in_three_still_shows_every_option_and_kind():
     assert {case.kind for case in some} == set(KINDS)
     assert {case.options["scale"] for case in some} == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
     assert {case.seed for case in some} <= {case.seed for case in cases.cases(many)}
-    assert list(cases.cases(TOY, every=3)) == list(cases.cases(TOY))  # a function with few cases is run whole
+    assert list(cases.cases(TOY, every=3)) == list(
+        cases.cases(TOY)
+    )  # a function with few cases is run whole
     assert cases.count(TOY, 3) == 40
 
 
@@ -268,7 +340,13 @@ def test_batches_are_what_their_kind_says():
         assert torch.equal(on_policy.logp, on_policy.old_logp)
         for kind in KINDS:
             batch = draw(seed, kind, F64)
-            assert max(x.max() for x in (batch.logp, batch.old_logp, batch.rollout_logp, batch.ref_logp)) <= 0
+            assert (
+                max(
+                    x.max()
+                    for x in (batch.logp, batch.old_logp, batch.rollout_logp, batch.ref_logp)
+                )
+                <= 0
+            )
     extreme = [draw(seed, "extreme", F64) for seed in range(20)]
     reach = [(b.logp - b.old_logp) for b in extreme]
     assert max(x.max() for x in reach) > 25
@@ -294,7 +372,11 @@ def test_the_table_has_a_row_for_each_function_and_the_sum():
 
 def test_the_table_shows_differences_and_defects():
     whole = replace(NAN_ON_EMPTY, outputs=("loss", "gradient"))
-    row = report.table([result(replace(TOY, theirs=nan_on_empty, defect=declared(whole)))]).splitlines()[2].split()
+    row = (
+        report.table([result(replace(TOY, theirs=nan_on_empty, defect=declared(whole)))])
+        .splitlines()[2]
+        .split()
+    )
     assert row[-1] == "4"
     listed = report.defects([result(replace(TOY, theirs=nan_on_empty, defect=declared(whole)))])
     assert "toy: NaN on an empty mask" in listed
@@ -305,16 +387,24 @@ def test_the_table_shows_differences_and_defects():
 
 def test_the_verdict():
     assert report.problems([result()]) == []
-    assert "failures, the first: different" in report.problems([result(twin(loss=lambda x: x + 1))])[0]
-    assert report.problems([result(minimum=41)]) == ["toy 1.0: 40 cases compared; at least 41 are wanted."]
+    assert (
+        "failures, the first: different" in report.problems([result(twin(loss=lambda x: x + 1))])[0]
+    )
+    assert report.problems([result(minimum=41)]) == [
+        "toy 1.0: 40 cases compared; at least 41 are wanted."
+    ]
     assert report.problems([result(minimum=41, pinned=False)]) == []
     assert report.problems([result(minimum=41)], whole=False) == []
-    assert report.problems([result() | {"signatures": ["x changed"]}]) == ["toy 1.0 signature: x changed"]
+    assert report.problems([result() | {"signatures": ["x changed"]}]) == [
+        "toy 1.0 signature: x changed"
+    ]
 
 
 def test_results_are_json_even_where_a_number_is_not_finite(tmp_path):
     one.write_json(tmp_path / "a" / "r.json", result(twin(loss=lambda x: x * math.nan)))
-    read = json.loads((tmp_path / "a" / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    read = json.loads(
+        (tmp_path / "a" / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name)
+    )
     assert read["functions"][0]["worst"]["float64"]["loss"] == "inf"
     assert "inf" in report.table([read])
 
@@ -324,12 +414,16 @@ def toy_peer(monkeypatch):
     peer = environments.Peer("toy", "1.0", ("toy_losses",), others=("0.9",), minimum=0)
     monkeypatch.setitem(environments.PEERS, "toy", peer)
     monkeypatch.setattr(one, "enter", lambda peer, version: release.set_current(version))
-    monkeypatch.setattr(one, "functions", lambda peer: [TOY, replace(TOY, name="new", releases=("1.0",))])
+    monkeypatch.setattr(
+        one, "functions", lambda peer: [TOY, replace(TOY, name="new", releases=("1.0",))]
+    )
     yield peer
     release._current.clear()
 
 
-def test_the_run_command_prints_the_table_and_its_status_is_the_verdict(toy_peer, monkeypatch, capsys):
+def test_the_run_command_prints_the_table_and_its_status_is_the_verdict(
+    toy_peer, monkeypatch, capsys
+):
     assert command.main(["run", "--peer", "toy"]) == 0
     assert "every compared case is within" in capsys.readouterr().out
     monkeypatch.setattr(one, "functions", lambda peer: [twin(loss=lambda x: x + 1)])
@@ -355,7 +449,11 @@ def test_the_environment_is_rebuilt_only_if_its_pins_changed(tmp_path, monkeypat
     ran = []
     monkeypatch.setattr(environments, "HOME", tmp_path)
     monkeypatch.setattr(environments, "CONSTRAINTS", tmp_path)
-    monkeypatch.setattr(environments, "_run", lambda words, name: (tmp_path / name).mkdir(exist_ok=True) or ran.append(words))
+    monkeypatch.setattr(
+        environments,
+        "_run",
+        lambda words, name: (tmp_path / name).mkdir(exist_ok=True) or ran.append(words),
+    )
     (tmp_path / "toy.txt").write_text("toy==1.0\n")
     peer = environments.Peer("toy", "1.0", (), steps=(("toy",),))
     environments.ensure(peer)
@@ -387,7 +485,9 @@ def test_every_peer_has_pins_for_its_release():
             assert f"{peer.name}=={peer.release}" in pins
             assert "torch==2.13.0" in pins
             named = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
-            assert {word for step in peer.steps for word in step if not word.startswith("-")} <= named
+            assert {
+                word for step in peer.steps for word in step if not word.startswith("-")
+            } <= named
 
 
 def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch, tmp_path, capsys):
@@ -404,7 +504,9 @@ def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch, tmp_path, ca
 
 
 def test_an_unknown_framework_is_named():
-    with pytest.raises(SystemExit, match="no framework called verll; there are verl, openrlhf, trl, colossalai"):
+    with pytest.raises(
+        SystemExit, match="no framework called verll; there are verl, openrlhf, trl, colossalai"
+    ):
         driver.chosen(["verll"])
 
 
@@ -412,7 +514,11 @@ def test_stand_ins_answer_only_for_what_is_missing(monkeypatch):
     import sys
 
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(standins, "MODULES", {("toy", None): ("no_such_package_at_all", "json"), ("toy", "0.9"): ("none_either",)})
+    monkeypatch.setattr(
+        standins,
+        "MODULES",
+        {("toy", None): ("no_such_package_at_all", "json"), ("toy", "0.9"): ("none_either",)},
+    )
     monkeypatch.setattr(standins, "NAMES", {"toy": (("json", "dropped"), ("json", "dumps"))})
     monkeypatch.setattr(json, "dropped", None, raising=False)
     monkeypatch.delattr(json, "dropped")
@@ -447,15 +553,31 @@ def test_parameters_and_return_values_are_seen():
 def test_ours_may_only_add_keywords_that_are_named():
     theirs, ours = signatures.parameters(lambda x, y=2: x), signatures.parameters(pair)
     assert signatures.drift("pair", theirs, ours, ("z",)) == []
-    assert signatures.drift("pair", theirs, ours) == ["pair: theirs (x, y=2); ours (x, y=2, z=None)"]
-    assert signatures.drift("pair", theirs, signatures.parameters(lambda x, y=2, z=None: x), ("z",)) != []
+    assert signatures.drift("pair", theirs, ours) == [
+        "pair: theirs (x, y=2); ours (x, y=2, z=None)"
+    ]
+    assert (
+        signatures.drift("pair", theirs, signatures.parameters(lambda x, y=2, z=None: x), ("z",))
+        != []
+    )
     assert signatures.drift("pair", None, ours) == ["pair: only we have it"]
 
 
 def test_returns_that_one_side_never_showed_count_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(signatures, "our_calls", lambda peer: {"toy:mean_square": (mean_square, ()), "toy:pair": (pair, ())})
-    described = {"callables": {"toy:mean_square": {"returns": ["dict"]}, "toy:pair": {"returns": ["2 values"]}}}
-    assert signatures.check_returns("toy", described, [TOY]) == ["toy:pair: theirs returns 2 values, ours nothing"]
+    monkeypatch.setattr(
+        signatures,
+        "our_calls",
+        lambda peer: {"toy:mean_square": (mean_square, ()), "toy:pair": (pair, ())},
+    )
+    described = {
+        "callables": {
+            "toy:mean_square": {"returns": ["dict"]},
+            "toy:pair": {"returns": ["2 values"]},
+        }
+    }
+    assert signatures.check_returns("toy", described, [TOY]) == [
+        "toy:pair: theirs returns 2 values, ours nothing"
+    ]
     assert signatures.check_returns("toy", described, [TOY], seen_only=True) == []
     described["callables"]["toy:mean_square"]["returns"] = ["2 values"]
     assert signatures.check_returns("toy", described, [TOY], seen_only=True) == [
@@ -495,7 +617,9 @@ def test_chosen_cases_show_every_option_and_kind():
     kept = record.spread(every, 12)
     assert len(kept) == 12
     assert {case.kind for case in kept} == set(KINDS)
-    assert {(case.options["a"], case.options["b"]) for case in kept} == {(a, b) for a in (1, 2, 3) for b in ("x", "y")}
+    assert {(case.options["a"], case.options["b"]) for case in kept} == {
+        (a, b) for a in (1, 2, 3) for b in ("x", "y")
+    }
     assert len(record.spread(every[:1], 12)) == 1
 
 
@@ -517,7 +641,9 @@ def test_a_record_is_replayed_and_leaves_out_what_a_defect_covers():
 
 def test_a_hook_that_needs_the_framework_is_not_recorded(monkeypatch):
     def ours(inputs, options):
-        return mean_square(inputs, options) | {"label": importlib.import_module("colorsys").__name__}
+        return mean_square(inputs, options) | {
+            "label": importlib.import_module("colorsys").__name__
+        }
 
     hook = replace(TOY, ours=ours, theirs=ours)
     release.set_current("1.0")

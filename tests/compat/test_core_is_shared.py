@@ -15,13 +15,21 @@ import policyloss as pl
 
 SOURCES = Path(pl.__file__).parent
 CORE = ("functional", "advantages", "slots", "tokens", "totals", "metrics", "spec", "loss", "value")
-Name = tuple[str, str]  # a module and a name at its top level; the name is "" for code outside of any definition
+Name = tuple[
+    str, str
+]  # a module and a name at its top level; the name is "" for code outside of any definition
 
 
 def modules_of(folder: Path) -> dict[str, str]:
     """The source of every module under `folder`, by its dotted name below that folder."""
-    paths = {path: path.relative_to(folder).with_suffix("").parts for path in sorted(folder.rglob("*.py"))}
-    return {".".join(parts).removesuffix("__init__").removesuffix("."): path.read_text() for path, parts in paths.items()}
+    paths = {
+        path: path.relative_to(folder).with_suffix("").parts
+        for path in sorted(folder.rglob("*.py"))
+    }
+    return {
+        ".".join(parts).removesuffix("__init__").removesuffix("."): path.read_text()
+        for path, parts in paths.items()
+    }
 
 
 @cache
@@ -33,7 +41,11 @@ def defined_by(statement: ast.stmt) -> list[str]:
     """The names that a statement defines: of a function, of a class, or of constants."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return [statement.name]
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    targets = (
+        statement.targets
+        if isinstance(statement, ast.Assign)
+        else [getattr(statement, "target", None)]
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -49,7 +61,11 @@ def imported_names(source: str) -> tuple[tuple[str, str, str], ...]:
     statements = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
     of_package = [node for node in statements if (node.module or "").split(".")[0] == "policyloss"]
     return tuple(
-        ((node.module or "").removeprefix("policyloss").removeprefix("."), alias.name, alias.asname or alias.name)
+        (
+            (node.module or "").removeprefix("policyloss").removeprefix("."),
+            alias.name,
+            alias.asname or alias.name,
+        )
         for node in of_package
         for alias in node.names
     )
@@ -71,7 +87,11 @@ def imported(source: str, modules: dict[str, str]) -> tuple[dict[str, str], dict
 def users(modules: dict[str, str]) -> dict[Name, set[Name]]:
     """Which definitions use each name of the package. A package's `__init__` passes a name on, and uses nothing."""
     tops = {module: definitions(source) for module, source in modules.items()}
-    passed_on = {(m, n): origin for m, source in modules.items() for n, origin in imported(source, modules)[1].items()}
+    passed_on = {
+        (m, n): origin
+        for m, source in modules.items()
+        for n, origin in imported(source, modules)[1].items()
+    }
     uses: dict[Name, set[Name]] = defaultdict(set)
     for module, source in modules.items():
         as_module, as_name = imported(source, modules)
@@ -82,13 +102,21 @@ def users(modules: dict[str, str]) -> dict[Name, set[Name]]:
             for node in ast.walk(statement):
                 target: Name | None = None
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                    target = as_name.get(node.id) or ((module, node.id) if node.id in tops[module] else None)
-                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in as_module:
+                    target = as_name.get(node.id) or (
+                        (module, node.id) if node.id in tops[module] else None
+                    )
+                elif (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id in as_module
+                ):
                     target = (as_module[node.value.id], node.attr)
                 while target in passed_on:
                     target = passed_on[target]
                 if target is not None:
-                    uses[target] |= {(module, owner) for owner in owners if (module, owner) != target}
+                    uses[target] |= {
+                        (module, owner) for owner in owners if (module, owner) != target
+                    }
     return uses
 
 
@@ -103,7 +131,12 @@ def framework_of(module: str) -> str | None:
 def names_of_one_framework(modules: dict[str, str], public: set[str]) -> dict[str, str]:
     """The names of the core that only one framework's drop-ins use, directly or through other such names."""
     uses = users(modules)
-    core = {(m, n) for m, source in modules.items() if m.split(".")[0] in CORE for n in definitions(source)}
+    core = {
+        (m, n)
+        for m, source in modules.items()
+        if m.split(".")[0] in CORE
+        for n in definitions(source)
+    }
     shared = {name for name in core if name[1] in public}
     serves: dict[Name, set[str]] = defaultdict(set)
     changed = True
@@ -120,7 +153,11 @@ def names_of_one_framework(modules: dict[str, str], public: set[str]) -> dict[st
                 if not more <= serves[name]:
                     serves[name] |= more
                     changed = True
-    single = {name: next(iter(serves[name])) for name in core - shared if len(serves[name]) == 1 and serves[name] != {"compat"}}
+    single = {
+        name: next(iter(serves[name]))
+        for name in core - shared
+        if len(serves[name]) == 1 and serves[name] != {"compat"}
+    }
     return {f"{module}.{name}": framework for (module, name), framework in sorted(single.items())}
 
 
@@ -149,7 +186,11 @@ def test_the_scan_sees_helpers_constants_and_names_passed_on() -> None:
         "head.loss": "from policyloss.loss import policy_loss\ndef head(x): return policy_loss(x)",
         "compat.verl.losses": "from policyloss.functional import guarded\ndef drop_in(x): return guarded(x)",
     }
-    only_verl = dict.fromkeys(("functional.counts.LIMIT", "functional.counts.guarded", "functional.counts.helper"), "verl")
+    only_verl = dict.fromkeys(
+        ("functional.counts.LIMIT", "functional.counts.guarded", "functional.counts.helper"), "verl"
+    )
     assert names_of_one_framework(modules, {"Public"}) == only_verl
-    modules["compat.trl.counts"] = "from policyloss.functional.counts import guarded\nx = guarded(1)"
+    modules["compat.trl.counts"] = (
+        "from policyloss.functional.counts import guarded\nx = guarded(1)"
+    )
     assert names_of_one_framework(modules, {"Public"}) == {}

@@ -102,7 +102,9 @@ def test_the_trainer_says_when_others_are_chosen() -> None:
     assert TrainConfig(loss="mine.json", advantage="rloo").advantage_notice is None
 
 
-def test_the_line_is_said_at_the_start_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_is_said_at_the_start_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from policyloss.train import loop
 
     said: list[str] = []
@@ -130,7 +132,9 @@ def test_the_explanation_shows_them() -> None:
 def test_a_spec_is_known_by_what_it_is() -> None:
     assert defined_with(pl.preset("gspo")) == "grpo"
     assert defined_with(pl.preset("dr_grpo").with_horizon(99)) == "dr_grpo"
-    assert defined_with(pl.preset("bnpo")) is None  # the same spec as ppo's, which has others: nobody can tell
+    assert (
+        defined_with(pl.preset("bnpo")) is None
+    )  # the same spec as ppo's, which has others: nobody can tell
     assert defined_with(pl.LossSpec(trust=pl.Clip(0.1, 0.1))) is None
 
 
@@ -143,30 +147,51 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "scale_rewards", "words"),
     [
-        ("dr_grpo", "group", ["'dr_grpo'", "advantage.dr_grpo", "scale_rewards='group'", "advantage.grpo", "scale_rewards='none'"]),
+        (
+            "dr_grpo",
+            "group",
+            [
+                "'dr_grpo'",
+                "advantage.dr_grpo",
+                "scale_rewards='group'",
+                "advantage.grpo",
+                "scale_rewards='none'",
+            ],
+        ),
         ("dr_grpo", True, ["scale_rewards=True", "set scale_rewards='none'"]),
         ("gspo", "none", ["advantage.grpo", "set scale_rewards='group'"]),
         ("gspo", "batch", ["scale_rewards='batch'", "others", "set scale_rewards='group'"]),
         ("rloo_loss", "group", ["advantage.rloo", "cannot make them"]),
-        (pl.preset("dr_grpo"), "group", ["policy_loss, the preset 'dr_grpo',", "advantage.dr_grpo", "set scale_rewards='none'"]),
+        (
+            pl.preset("dr_grpo"),
+            "group",
+            ["policy_loss, the preset 'dr_grpo',", "advantage.dr_grpo", "set scale_rewards='none'"],
+        ),
     ],
 )
-def test_trl_says_that_the_advantages_are_others(loss: Any, scale_rewards: Any, words: list[str]) -> None:
+def test_trl_says_that_the_advantages_are_others(
+    loss: Any, scale_rewards: Any, words: list[str]
+) -> None:
     (text,) = warnings_of(lambda: checked_loss(loss, trl_args(scale_rewards)), times=2)
     assert not [word for word in words if word not in text]
 
 
 @pytest.mark.parametrize(
-    ("loss", "scale_rewards"), [("dr_grpo", "none"), ("dr_grpo", False), ("gspo", "group"), ("gspo", True), ("bnpo", "batch")]
+    ("loss", "scale_rewards"),
+    [("dr_grpo", "none"), ("dr_grpo", False), ("gspo", "group"), ("gspo", True), ("bnpo", "batch")],
 )
 def test_trl_is_quiet_where_they_fit(loss: str, scale_rewards: Any) -> None:
     checked_loss(loss, trl_args(scale_rewards))  # a warning is an error here
 
 
 def test_the_page_on_a_config_says_it_too() -> None:
-    trap = "Dr. GRPO's advantages are not divided by a standard deviation; set scale_rewards='none'."
+    trap = (
+        "Dr. GRPO's advantages are not divided by a standard deviation; set scale_rewards='none'."
+    )
     assert trap in " ".join(explain_config(trl_config(loss_type="dr_grpo")).split())
-    assert trap not in " ".join(explain_config(trl_config(loss_type="dr_grpo", scale_rewards="none")).split())
+    assert trap not in " ".join(
+        explain_config(trl_config(loss_type="dr_grpo", scale_rewards="none")).split()
+    )
     assert trap not in " ".join(explain_config(trl_config(loss_type="grpo")).split())
 
 
@@ -220,18 +245,34 @@ def called(name: str, config: ActorConfig, spec: pl.LossSpec | None = None) -> f
 
 OVERRIDDEN: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ppo", {"clip_ratio": 0.3}, ["actor.clip_ratio=0.3"]),
-    ("ppo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}, ["actor.clip_ratio_low=0.1", "actor.clip_ratio_high=0.4"]),
+    (
+        "ppo",
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4},
+        ["actor.clip_ratio_low=0.1", "actor.clip_ratio_high=0.4"],
+    ),
     ("ppo_dual_clip", {"clip_ratio_c": 10.0}, ["actor.clip_ratio_c=10.0", "dual=3.0"]),
     ("gspo", {"clip_ratio_high": 0.28}, ["actor.clip_ratio_high=0.28", "0.0004"]),
-    ("dapo", {"loss_agg_mode": "seq-mean-token-mean"}, ["actor.loss_agg_mode=seq-mean-token-mean", "TokenMean()"]),
+    (
+        "dapo",
+        {"loss_agg_mode": "seq-mean-token-mean"},
+        ["actor.loss_agg_mode=seq-mean-token-mean", "TokenMean()"],
+    ),
     ("sapo", {"tau_neg": 1.2}, ["actor.tau_neg=1.2"]),
     ("dro", {"policy_loss": PolicyLossConfig(dro_beta=0.5)}, ["actor.policy_loss.dro_beta=0.5"]),
-    ("kl_cov", {"policy_loss": PolicyLossConfig(ppo_kl_coef=0.5)}, ["actor.policy_loss.ppo_kl_coef=0.5"]),
+    (
+        "kl_cov",
+        {"policy_loss": PolicyLossConfig(ppo_kl_coef=0.5)},
+        ["actor.policy_loss.ppo_kl_coef=0.5"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "words"), OVERRIDDEN, ids=[f"{n} {w[0]}" for n, _, w in OVERRIDDEN])
-def test_verl_names_the_settings_a_preset_overrides_once(name: str, options: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "words"), OVERRIDDEN, ids=[f"{n} {w[0]}" for n, _, w in OVERRIDDEN]
+)
+def test_verl_names_the_settings_a_preset_overrides_once(
+    name: str, options: dict[str, Any], words: list[str]
+) -> None:
     plain = called(name, ActorConfig())  # a warning is an error here
     changed: list[float] = []
     (text,) = warnings_of(lambda: changed.append(called(name, ActorConfig(**options))), times=2)
@@ -249,24 +290,44 @@ def test_verl_names_the_settings_a_preset_overrides_once(name: str, options: dic
         ("ppo", {}),
     ],
 )
-def test_verl_is_quiet_where_a_setting_says_what_the_preset_does(name: str, options: dict[str, Any]) -> None:
+def test_verl_is_quiet_where_a_setting_says_what_the_preset_does(
+    name: str, options: dict[str, Any]
+) -> None:
     called(name, ActorConfig(**options))
 
 
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
     """Whoever adds a field to these configs must say what a preset does to it."""
-    known = {*settings._OF_THE_ACTOR, *settings._OF_ONE_LOSS, "loss_agg_mode", "loss_scale_factor", "policy_loss", "loss_mode"}
-    known |= {"entropy_coeff", "use_kl_loss", "kl_loss_type", "kl_loss_coef", "global_batch_info"}  # verl's own terms and counts
+    known = {
+        *settings._OF_THE_ACTOR,
+        *settings._OF_ONE_LOSS,
+        "loss_agg_mode",
+        "loss_scale_factor",
+        "policy_loss",
+        "loss_mode",
+    }
+    known |= {
+        "entropy_coeff",
+        "use_kl_loss",
+        "kl_loss_type",
+        "kl_loss_coef",
+        "global_batch_info",
+    }  # verl's own terms and counts
     fields = [f.name for cls in (ActorConfig, PolicyLossConfig) for f in dataclasses.fields(cls)]
     assert set(fields) == known
 
 
 def test_verl_gives_its_scale_factor_as_the_horizon() -> None:
-    with pytest.raises(pl.SpecError, match=r"policyloss/dr_grpo.*actor\.loss_scale_factor.*data\.max_response_length"):
+    with pytest.raises(
+        pl.SpecError,
+        match=r"policyloss/dr_grpo.*actor\.loss_scale_factor.*data\.max_response_length",
+    ):
         called("dr_grpo", ActorConfig())
     # Sums of the surrogate, ratios and clips by hand are in test_hand_computed; here only the constant changes.
     sums = called("dr_grpo", ActorConfig(loss_scale_factor=1.0))
-    assert called("dr_grpo", ActorConfig(loss_scale_factor=8.0)) == pytest.approx(sums / 8, rel=1e-15)
+    assert called("dr_grpo", ActorConfig(loss_scale_factor=8.0)) == pytest.approx(
+        sums / 8, rel=1e-15
+    )
     own = pl.preset("dr_grpo").with_horizon(100)
     assert called("mine", ActorConfig(), own) == pytest.approx(sums / 100, rel=1e-15)
     with pytest.raises(pl.SpecError, match=r"policyloss/mine.*100.*loss_scale_factor=8\.0"):
@@ -275,24 +336,44 @@ def test_verl_gives_its_scale_factor_as_the_horizon() -> None:
 
 
 def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any]:
-    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode), loss_scale_factor=more.pop("loss_scale_factor", None))
-    return {"actor_rollout_ref": {"actor": actor}, "algorithm": {"adv_estimator": adv_estimator, **more}}
+    actor = ActorConfig(
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode),
+        loss_scale_factor=more.pop("loss_scale_factor", None),
+    )
+    return {
+        "actor_rollout_ref": {"actor": actor},
+        "algorithm": {"adv_estimator": adv_estimator, **more},
+    }
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (run_config("policyloss/gspo", "gae"), ["advantage.grpo", "adv_estimator=gae", "set algorithm.adv_estimator=grpo"]),
-        (run_config("policyloss/ppo", "grpo"), ["advantage.gae", "set algorithm.adv_estimator=gae"]),
+        (
+            run_config("policyloss/gspo", "gae"),
+            ["advantage.grpo", "adv_estimator=gae", "set algorithm.adv_estimator=grpo"],
+        ),
+        (
+            run_config("policyloss/ppo", "grpo"),
+            ["advantage.gae", "set algorithm.adv_estimator=gae"],
+        ),
         (
             run_config("policyloss/dr_grpo", "grpo", loss_scale_factor=8),
             ["advantage.dr_grpo", "adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"],
         ),
-        (run_config("policyloss/gspo", "grpo", norm_adv_by_std_in_grpo=False), ["norm_adv_by_std_in_grpo=false makes those of"]),
-        (run_config("policyloss/rloo_loss", "my_own"), ["advantage.rloo", "adv_estimator=my_own makes others", "=rloo"]),
+        (
+            run_config("policyloss/gspo", "grpo", norm_adv_by_std_in_grpo=False),
+            ["norm_adv_by_std_in_grpo=false makes those of"],
+        ),
+        (
+            run_config("policyloss/rloo_loss", "my_own"),
+            ["advantage.rloo", "adv_estimator=my_own makes others", "=rloo"],
+        ),
     ],
 )
-def test_a_verl_run_says_that_the_advantages_are_others(config: dict[str, Any], words: list[str]) -> None:
+def test_a_verl_run_says_that_the_advantages_are_others(
+    config: dict[str, Any], words: list[str]
+) -> None:
     (text,) = warnings_of(lambda: verl.check_config(config), times=2)
     assert not [word for word in words if word not in text]
 
@@ -301,9 +382,13 @@ def test_a_verl_run_says_that_the_advantages_are_others(config: dict[str, Any], 
     "config",
     [
         run_config("policyloss/gspo", "grpo"),
-        run_config("policyloss/gspo", SimpleNamespace(value="grpo_vectorized")),  # verl has them as an enumeration, too
+        run_config(
+            "policyloss/gspo", SimpleNamespace(value="grpo_vectorized")
+        ),  # verl has them as an enumeration, too
         run_config("policyloss/ppo", "gae"),
-        run_config("policyloss/dr_grpo", "grpo", norm_adv_by_std_in_grpo=False, loss_scale_factor=8),
+        run_config(
+            "policyloss/dr_grpo", "grpo", norm_adv_by_std_in_grpo=False, loss_scale_factor=8
+        ),
         run_config("policyloss/tis", "rloo"),
         run_config("policyloss/mine", "gae"),
         run_config("vanilla", "grpo"),
@@ -339,4 +424,7 @@ def test_the_check_follows_verl_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sentence_is_said_once() -> None:
-    assert warnings_of(lambda: [warn_once(text) for text in ("a", "b", "a", "b")], times=2) == ["a", "b"]
+    assert warnings_of(lambda: [warn_once(text) for text in ("a", "b", "a", "b")], times=2) == [
+        "a",
+        "b",
+    ]

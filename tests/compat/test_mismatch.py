@@ -35,7 +35,10 @@ def check(found, expected):
 
 def test_policy_gap_by_hand():
     # In units of ln 2: logp −1 −2 | −3 |, rollout −2 −3 | 0 |, so d = 1 1 | −3 |, and the sums of d are 2, −3, 0.
-    logp, rollout = LN2 * tensor([-1, -2], [-3, nan], [inf, 5]), LN2 * tensor([-2, -3], [0, 7], [nan, -inf])
+    logp, rollout = (
+        LN2 * tensor([-1, -2], [-3, nan], [inf, 5]),
+        LN2 * tensor([-2, -3], [0, 7], [nan, -inf]),
+    )
     found = mismatch.policy_gap(logp, rollout, means())
     check(
         found,
@@ -63,7 +66,10 @@ def test_policy_gap_by_hand():
 
 def test_policy_gap_without_the_engine_is_the_trainers_perplexity():
     logp = LN2 * tensor([-1, -2], [-3, nan], [inf, 5])
-    check(mismatch.policy_gap(logp, None, means()), {"training_ppl": (2**1.5 + 9) / 3, "training_log_ppl": 1.5 * LN2})
+    check(
+        mismatch.policy_gap(logp, None, means()),
+        {"training_ppl": (2**1.5 + 9) / 3, "training_log_ppl": 1.5 * LN2},
+    )
 
 
 def test_chi_square_clamps_the_logarithm_and_k3_does_not():
@@ -91,7 +97,9 @@ def test_counts_are_taken_in_the_masks_own_dtype(dtype):
     # 10 / (3 + 1e-8) in float64; an integer count plus 1e-8 is float32, where 1e-8 vanishes beside 3.
     m = means(epsilon=1e-8, mask=MASK.to(dtype))
     expected = 10 / (3 + 1e-8) if dtype == torch.float64 else 10 / 3
-    assert m.of_tokens(tensor([1, 2], [7, nan], [nan, nan])).item() == pytest.approx(expected, rel=1e-15)
+    assert m.of_tokens(tensor([1, 2], [7, nan], [nan, nan])).item() == pytest.approx(
+        expected, rel=1e-15
+    )
     assert m.of_sequences(tensor([1, 2], [7, nan], [nan, nan]))[2].item() == 0
 
 
@@ -104,7 +112,10 @@ def test_sums_are_taken_in_the_wider_dtype_of_values_and_mask():
 
 def test_flags_are_averaged_in_float32():
     flags = torch.tensor([[True, False], [False, True], [True, True]])
-    assert means(mask=MASK.float(), epsilon=1e-8).of_tokens(flags).item() == torch.tensor(1 / 3, dtype=torch.float32).item()
+    assert (
+        means(mask=MASK.float(), epsilon=1e-8).of_tokens(flags).item()
+        == torch.tensor(1 / 3, dtype=torch.float32).item()
+    )
     assert means(epsilon=1e-8).of_tokens(flags).item() == 1 / (3 + 1e-8)
 
 
@@ -137,7 +148,9 @@ def test_normalised_has_epsilon_in_the_mean_over_the_tokens_of_one_process():
 def test_normalised_over_ranks(monkeypatch):
     # The other rank has 5 tokens of weight 31 in all: (9 + 31) / (3 + 5), with no epsilon.
     others = {9.0: 31.0, 3.0: 5.0}
-    monkeypatch.setattr(mismatch, "all_sum", lambda x, group: x + others[x.item()] if group == "two ranks" else x)
+    monkeypatch.setattr(
+        mismatch, "all_sum", lambda x, group: x + others[x.item()] if group == "two ranks" else x
+    )
     w = tensor([1, 2], [6, 0], [0, 0])
     assert mismatch.normalised(w, means(epsilon=1.0), "tokens", group="two ranks")[1].item() == 5
 
@@ -150,7 +163,11 @@ def test_weights_that_are_all_zero_stay_so():
     assert mismatch.normalised(zero + 1e-9, means(), "tokens")[1].item() == 1
     for epsilon in (0.0, TINY, 1e-8):
         found = mismatch.weight_spread(zero, means(epsilon), 0.0, 2.0)
-        assert {name: x.item() for name, x in found.items()} == {"mean": 0, "std": 0, "eff_sample_size": 0}
+        assert {name: x.item() for name, x in found.items()} == {
+            "mean": 0,
+            "std": 0,
+            "eff_sample_size": 0,
+        }
 
 
 def test_token_weight_limits_judge_the_raw_weights():
@@ -192,7 +209,9 @@ def test_spread_of_one_token_is_zero():
 
 def test_weights_by_sequence_by_hand():
     # Applied means 1.5, 4, 0; raw means 3, 4, 0 against [0.5, 2].
-    found = mismatch.weights_by_sequence(tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9]), means(), 0.5, 2.0)
+    found = mismatch.weights_by_sequence(
+        tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9]), means(), 0.5, 2.0
+    )
     third = torch.tensor(1 / 3, dtype=torch.float32).item()
     two_thirds = torch.tensor(2 / 3, dtype=torch.float32).item()
     mean = 5.5 / 3
@@ -218,7 +237,9 @@ HALF, THIRD = 0.5, 1 / 3
 def rejection(low, high, by_sequence, of_sequence=None):
     m = means()
     values = None if of_sequence is None else torch.tensor(of_sequence, dtype=torch.float64)
-    return mismatch.rejection_statistics(tensor(*STAT), values, m.nonempty, m, low, high, by_sequence)
+    return mismatch.rejection_statistics(
+        tensor(*STAT), values, m.nonempty, m, low, high, by_sequence
+    )
 
 
 def test_rejection_statistics_over_tokens():
@@ -245,8 +266,17 @@ def test_rejection_statistics_over_sequences_that_have_tokens():
     # The empty sequence's 9 is not looked at.
     found = rejection(-3.0, 3.0, by_sequence=True, of_sequence=[-6.0, 4.0, 9.0])
     values = {name: x.item() for name, x in found.items()}
-    assert (values["max"], values["min"], values["fraction_high"], values["fraction_low"]) == (4, -6, HALF, HALF)
-    assert (values["seq_mean"], values["seq_max_deviation"], values["seq_fraction_low"]) == (-1, 6, HALF)
+    assert (values["max"], values["min"], values["fraction_high"], values["fraction_low"]) == (
+        4,
+        -6,
+        HALF,
+        HALF,
+    )
+    assert (values["seq_mean"], values["seq_max_deviation"], values["seq_fraction_low"]) == (
+        -1,
+        6,
+        HALF,
+    )
     assert values["mean"] == 0  # always over tokens
 
 
@@ -263,7 +293,11 @@ def test_rejection_statistics_of_no_sequence():
     none = torch.zeros(3, dtype=torch.bool)
     found = mismatch.rejection_statistics(tensor(*STAT), None, none, m, None, 3.0, by_sequence=True)
     assert {name: x.item() for name, x in found.items() if name.startswith("seq")} == dict.fromkeys(
-        (f"seq_{x}" for x in ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")), 0
+        (
+            f"seq_{x}"
+            for x in ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
+        ),
+        0,
     )
     assert found["max"].item() == 4
 
@@ -272,7 +306,10 @@ def test_rejected_shares():
     # Valid tokens kept, dropped | kept |: one of three tokens, one of two sequences with tokens, one of three in all.
     keep = torch.tensor([[True, False], [True, False], [False, False]])
     assert mismatch.rejected_tokens(keep, means(), torch.float64).item() == THIRD
-    assert mismatch.rejected_sequences(keep, means()).item() == torch.tensor(THIRD, dtype=torch.float32).item()
+    assert (
+        mismatch.rejected_sequences(keep, means()).item()
+        == torch.tensor(THIRD, dtype=torch.float32).item()
+    )
     assert mismatch.rejected_sequences(keep, means(), "nonempty", torch.float64).item() == HALF
     assert mismatch.rejected_sequences(keep, means().everywhere).item() == 1
 
@@ -295,7 +332,10 @@ def test_a_pack_gives_the_numbers_of_its_rows():
     for kind in (torch.float64, torch.bool):
         rows = Means(mask.to(kind), Sequences.of(mask), TINY)
         pack = Means(mask.reshape(-1).to(kind), Sequences.of(mask.reshape(-1), cu), TINY)
-        check(mismatch.policy_gap(x.reshape(-1), y.reshape(-1), pack), as_numbers(mismatch.policy_gap(x, y, rows)))
+        check(
+            mismatch.policy_gap(x.reshape(-1), y.reshape(-1), pack),
+            as_numbers(mismatch.policy_gap(x, y, rows)),
+        )
 
 
 def as_numbers(found):
@@ -325,4 +365,6 @@ def test_k3_as_written_keeps_the_rounding_of_the_exponential():
     assert estimate(d, "k3").item() < 1e-17
     assert estimate(d, "k3", as_written="exp(d) - 1 - d").item() == d.exp().item() - 1 - 1e-9 != 0
     large = tensor(3.0)
-    assert estimate(large, "k3", as_written="exp(d) - 1 - d").item() == pytest.approx(estimate(large, "k3").item(), rel=1e-15)
+    assert estimate(large, "k3", as_written="exp(d) - 1 - d").item() == pytest.approx(
+        estimate(large, "k3").item(), rel=1e-15
+    )

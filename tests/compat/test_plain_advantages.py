@@ -27,7 +27,9 @@ def float64(x):
 
 
 def close(actual, expected, atol=1e-14):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol
+    )
 
 
 def sized_groups(seed, dtype, sizes=(1, 2, 3, 5, 5, 8, 9, 16, 21), offset=3.0):
@@ -51,7 +53,9 @@ def test_stacked_is_bit_for_bit_the_mean_and_deviation_of_each_group_alone(dtype
                 continue
             assert (g.mean[rows] == rewards[rows].mean()).all()
             assert (g.std[rows] == torch.std(rewards[rows])).all()
-            assert (weighted.mean[rows] == (weights[rows] * rewards[rows]).sum() / weights[rows].sum()).all()
+            assert (
+                weighted.mean[rows] == (weights[rows] * rewards[rows]).sum() / weights[rows].sum()
+            ).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -75,7 +79,11 @@ def test_in_float64_plain_and_exact_agree():
     indexed = [PlainGroups.indexed(rewards, ids, variance=v) for v in ("centered", "moments")]
     for g in (PlainGroups.stacked(rewards, ids), *indexed):
         close(g.centered, group_advantages(rewards, ids, scale=None, single="raw"), atol=1e-13)
-        close(g.scaled(g.centered, 0.0), group_advantages(rewards, ids, eps=0.0, single="raw"), atol=1e-12)
+        close(
+            g.scaled(g.centered, 0.0),
+            group_advantages(rewards, ids, eps=0.0, single="raw"),
+            atol=1e-12,
+        )
         close(g.left_out_of_total(), rloo(rewards, ids), atol=1e-13)
         close(g.left_out(), rloo(rewards, ids, single="raw"), atol=1e-13)
 
@@ -97,7 +105,9 @@ def test_the_two_variances_and_the_floor():
         close(PlainGroups.indexed(rewards, ids, variance=variance, floor=4.0).std, [2, 2])
     # In float32 the moments of 10000 ± 0.1 cancel: Σr² − (Σr)²/2 is a multiple of 16 (the spacing of numbers near 2e8), not 0.02.
     near = torch.tensor([9999.9, 10000.1])
-    moments, centered = (PlainGroups.indexed(near, ids, variance=v).std[0].item() for v in ("moments", "centered"))
+    moments, centered = (
+        PlainGroups.indexed(near, ids, variance=v).std[0].item() for v in ("moments", "centered")
+    )
     assert centered == pytest.approx(0.1 * math.sqrt(2), rel=5e-3)
     assert moments**2 % 16 == 0
 
@@ -105,7 +115,11 @@ def test_the_two_variances_and_the_floor():
 def test_a_group_of_one_divides_by_a_float32_number():
     g = PlainGroups.stacked(float64([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1]))
     # 1 + 1e-6 in float32 is 1 + 8·2⁻²³; in the group of two the deviation is √2.
-    close(g.scaled(g.centered, 1e-6), [5 / (1 + 8 * 2**-23), -1 / (math.sqrt(2) + 1e-6), 1 / (math.sqrt(2) + 1e-6)], atol=1e-15)
+    close(
+        g.scaled(g.centered, 1e-6),
+        [5 / (1 + 8 * 2**-23), -1 / (math.sqrt(2) + 1e-6), 1 / (math.sqrt(2) + 1e-6)],
+        atol=1e-15,
+    )
 
 
 def test_a_group_without_weight_has_baseline_zero():
@@ -125,7 +139,10 @@ def test_per_nonzero_by_hand():
 
 
 def test_scores_and_tokens():
-    rewards, mask = float64([[1.0, 2.0, 4.0], [0.0, 8.0, 16.0]]), torch.tensor([[1, 0, 1], [0, 0, 1]])
+    rewards, mask = (
+        float64([[1.0, 2.0, 4.0], [0.0, 8.0, 16.0]]),
+        torch.tensor([[1, 0, 1], [0, 0, 1]]),
+    )
     close(sequence_scores(rewards), [7, 24])
     tokens = over_tokens(torch.tensor([2.0, math.inf]), mask)
     assert tokens.tolist() == [[2, 0, 2], [0, 0, math.inf]]
@@ -139,9 +156,17 @@ def test_whiten_with_its_small_constants():
     # 15.44/5·4/3, to which eps is added. Masked tokens are measured from 2.4 too.
     scale = (15.44 / 5 * 4 / 3 + 0.2) ** -0.5
     out = plain_whiten(x, mask.double(), eps=0.2, count_eps=1.0)
-    close(out, [[-1.4 * scale, -0.4 * scale, 97.6 * scale], [3.6 * scale, 4.6 * scale, 0.6 * scale]], atol=1e-13)
+    close(
+        out,
+        [[-1.4 * scale, -0.4 * scale, 97.6 * scale], [3.6 * scale, 4.6 * scale, 0.6 * scale]],
+        atol=1e-13,
+    )
     exact = whiten(x, mask)
-    close(torch.where(mask.bool(), plain_whiten(x, mask.double(), count_eps=0.0), 0), exact, atol=1e-14)
+    close(
+        torch.where(mask.bool(), plain_whiten(x, mask.double(), count_eps=0.0), 0),
+        exact,
+        atol=1e-14,
+    )
     # An integer mask has a float32 count: n + 1e-8 is n, and 4/3 is rounded.
     bessel = torch.tensor(4 / 3, dtype=torch.float32).item()
     close(plain_whiten(x, mask)[0, 0], -2 * (14 / 4 * bessel + 1e-8) ** -0.5, atol=1e-15)
@@ -154,7 +179,11 @@ def test_whiten_refuses_what_has_no_variance(count):
 
 
 def test_gae_by_hand_at_masked_tokens_too():
-    rewards, values, mask = float64([[1.0, 2.0, 3.0, 9.0]]), float64([[0.5, 1.0, 1.5, 7.0]]), torch.tensor([[1, 0, 1, 0]])
+    rewards, values, mask = (
+        float64([[1.0, 2.0, 3.0, 9.0]]),
+        float64([[0.5, 1.0, 1.5, 7.0]]),
+        torch.tensor([[1, 0, 1, 0]]),
+    )
     out = plain_gae(rewards, values, mask, 0.9, 0.5)
     # δ₃ = 3 − 1.5 = 1.5; the second token is skipped: δ₁ = 1 + 0.9·1.5 − 0.5 = 1.85, A₁ = 1.85 + 0.45·1.5 = 2.525.
     # A masked token carries the next valid one's, and adds its own value for its return.
@@ -162,17 +191,25 @@ def test_gae_by_hand_at_masked_tokens_too():
     close(out.returns, [[3.025, 2.5, 3.0, 7.0]])
     # Unbridged, the masked tokens are tokens: A₄ = 9 − 7 = 2, A₃ = 3 + 6.3 − 1.5 + 0.9 = 8.7, A₂ = 2 + 1.35 − 1 + 3.915 = 6.265,
     # A₁ = 1 + 0.9 − 0.5 + 2.81925 = 4.21925.
-    close(plain_gae(rewards, values, mask, 0.9, 0.5, bridge=False).advantages, [[4.21925, 6.265, 8.7, 2]])
+    close(
+        plain_gae(rewards, values, mask, 0.9, 0.5, bridge=False).advantages,
+        [[4.21925, 6.265, 8.7, 2]],
+    )
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
 def test_gae_and_returns_are_the_exact_ones_at_valid_tokens(gamma, lam):
     g = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 3, 5, generator=g, dtype=torch.float64)
-    plain, exact = plain_gae(rewards, values, HOLES, gamma, lam), gae(rewards, values, HOLES, gamma, lam)
+    plain, exact = (
+        plain_gae(rewards, values, HOLES, gamma, lam),
+        gae(rewards, values, HOLES, gamma, lam),
+    )
     for a, b in zip(plain, exact, strict=True):
         close(torch.where(HOLES.bool(), a, 0), b, atol=1e-13)
-    close(plain_returns(rewards, HOLES, gamma), discounted_returns(rewards, HOLES, gamma), atol=1e-13)
+    close(
+        plain_returns(rewards, HOLES, gamma), discounted_returns(rewards, HOLES, gamma), atol=1e-13
+    )
 
 
 def test_returns_cut_at_holes_by_hand():
@@ -214,7 +251,10 @@ def test_no_rows():
         (lambda: over_tokens(torch.ones(2), torch.full((2, 3), 0.5)), "only 0 and 1"),
         (lambda: PlainGroups.stacked(torch.ones(2), torch.tensor([1])), "give one id each"),
         (lambda: PlainGroups.indexed(torch.ones(2), [1, 2]), "tensor of integers"),
-        (lambda: plain_gae(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2), 1.0, 1.0), "mask has shape"),
+        (
+            lambda: plain_gae(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2), 1.0, 1.0),
+            "mask has shape",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

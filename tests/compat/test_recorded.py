@@ -51,7 +51,11 @@ def test_ours_gives_the_recorded_numbers(peer, name):
 def test_every_function_of_the_pinned_release_is_recorded(peer):
     release.set_current(PEERS[peer].release)
     expected = {f.name for f in of_the_pinned_release(peer) if not needs_framework(f)}
-    of_the_release = {name for name, cases in recorded(peer).items() if any(c["release"] == PEERS[peer].release for c in cases)}
+    of_the_release = {
+        name
+        for name, cases in recorded(peer).items()
+        if any(c["release"] == PEERS[peer].release for c in cases)
+    }
     assert of_the_release == expected
 
 
@@ -64,12 +68,23 @@ def test_our_signatures_are_the_recorded_ones(peer):
 
 
 def test_openrlhf_takes_either_family_of_arguments():
-    shown = recorded_signatures(PEERS["openrlhf"])["callables"]["openrlhf.models.loss:PolicyLoss.__init__"]["parameters"]
+    shown = recorded_signatures(PEERS["openrlhf"])["callables"][
+        "openrlhf.models.loss:PolicyLoss.__init__"
+    ]["parameters"]
     newer = {name: ast.literal_eval(default) for name, _, default in shown}
-    assert list(newer)[5:] == ["is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold"]
+    assert list(newer)[5:] == [
+        "is_correction_level",
+        "is_correction_mode",
+        "is_correction_gating",
+        "is_correction_threshold",
+    ]
     assert forms.constructor_problems(newer, "0.11.2") == []
     older = dict(list(newer.items())[:5])
-    older |= {"enable_vllm_is_correction": False, "vllm_is_truncated_threshold": None, "vllm_is_correction_type": "tis"}
+    older |= {
+        "enable_vllm_is_correction": False,
+        "vllm_is_truncated_threshold": None,
+        "vllm_is_correction_type": "tis",
+    }
     for version in ("0.11.1", "0.11.0", "0.10.3"):
         assert forms.constructor_problems(older, version) == []
 
@@ -81,7 +96,9 @@ def test_every_pinned_callable_of_verl_is_recorded_with_what_it_returns():
     assert sum("POLICY_LOSS_REGISTRY" in name for name in found) == 12
     assert sum("ADV_ESTIMATOR_REGISTRY" in name for name in found) == 14
     # apply_bypass_mode changes its argument and returns nothing; every other callable was seen to return something.
-    assert {name.rpartition(":")[2] for name, one in found.items() if not one["returns"]} == {"apply_bypass_mode"}
+    assert {name.rpartition(":")[2] for name, one in found.items() if not one["returns"]} == {
+        "apply_bypass_mode"
+    }
 
 
 def changed(peer, path, change):
@@ -97,10 +114,16 @@ VALUE_LOSS = "verl.trainer.ppo.core_algos:compute_value_loss"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: one["parameters"].append(["kind", "POSITIONAL_OR_KEYWORD", "'mse'"]), "kind='mse'"),
+        (
+            lambda one: one["parameters"].append(["kind", "POSITIONAL_OR_KEYWORD", "'mse'"]),
+            "kind='mse'",
+        ),
         (lambda one: one["parameters"].pop(), "compute_value_loss"),
         (lambda one: one["parameters"].reverse(), "compute_value_loss"),
-        (lambda one: one["parameters"][5].__setitem__(2, "'token-sum'"), "loss_agg_mode='token-sum'"),
+        (
+            lambda one: one["parameters"][5].__setitem__(2, "'token-sum'"),
+            "loss_agg_mode='token-sum'",
+        ),
         (lambda one: one["parameters"][0].__setitem__(0, "values_now"), "values_now"),
         (lambda one: one["parameters"][5].__setitem__(1, "KEYWORD_ONLY"), "compute_value_loss"),
     ],
@@ -116,7 +139,9 @@ def test_another_number_of_return_values_fails():
     described = changed("verl", VALUE_LOSS, lambda one: one["returns"].__setitem__(0, "3 values"))
     described["callables"] = {VALUE_LOSS: described["callables"][VALUE_LOSS]}
     value_loss = [entry("verl", "compute_value_loss", PEERS["verl"].release)]
-    assert signatures.check_returns("verl", described, value_loss) == [f"{VALUE_LOSS}: theirs returns 3 values, ours 2 values"]
+    assert signatures.check_returns("verl", described, value_loss) == [
+        f"{VALUE_LOSS}: theirs returns 3 values, ours 2 values"
+    ]
 
 
 def test_a_new_or_missing_name_in_a_registry_fails():
@@ -132,21 +157,33 @@ def test_a_new_or_missing_name_in_a_registry_fails():
 def test_a_new_field_of_grpo_config_fails():
     fields = recorded_signatures(PEERS["trl"])["fields"]
     assert forms.field_problems(fields) == []
-    assert forms.field_problems(fields | {"new_trick": 0.5}) == ["GRPOConfig.new_trick is new: does it make the loss?"]
-    assert forms.field_problems({k: v for k, v in fields.items() if k != "delta"}) == ["GRPOConfig.delta is gone"]
-    assert forms.field_problems(fields | {"epsilon": 0.1}) == ["GRPOConfig.epsilon is 0.1 by default, ours 0.2"]
+    assert forms.field_problems(fields | {"new_trick": 0.5}) == [
+        "GRPOConfig.new_trick is new: does it make the loss?"
+    ]
+    assert forms.field_problems({k: v for k, v in fields.items() if k != "delta"}) == [
+        "GRPOConfig.delta is gone"
+    ]
+    assert forms.field_problems(fields | {"epsilon": 0.1}) == [
+        "GRPOConfig.epsilon is 0.1 by default, ours 0.2"
+    ]
 
 
 def test_a_hook_of_trl_s_trainer_that_changed_fails():
     described = recorded_signatures(PEERS["trl"])
     hook = "trl:GRPOTrainer._compute_loss"
-    other = changed("trl", hook, lambda one: one["parameters"].append(["scale", "POSITIONAL_OR_KEYWORD", "1.0"]))
+    other = changed(
+        "trl", hook, lambda one: one["parameters"].append(["scale", "POSITIONAL_OR_KEYWORD", "1.0"])
+    )
     assert signatures.check_hooks("trl", described, described) == []
-    assert signatures.check_hooks("trl", other, described) == [f"{hook} is not as it was recorded: (model, inputs, scale=1.0)"]
+    assert signatures.check_hooks("trl", other, described) == [
+        f"{hook} is not as it was recorded: (model, inputs, scale=1.0)"
+    ]
 
 
 def test_a_new_argument_of_openrlhf_fails():
-    assert forms.constructor_problems({"clip_eps_low": 0.2, "magic": 1}, "0.11.2") == ["PolicyLoss has a new argument: magic"]
+    assert forms.constructor_problems({"clip_eps_low": 0.2, "magic": 1}, "0.11.2") == [
+        "PolicyLoss has a new argument: magic"
+    ]
     assert (
         forms.constructor_problems({"clip_eps_low": 0.3}, "0.11.2")[0]
         == "PolicyLoss without arguments: clip_eps_low is 0.2, not 0.3"
@@ -166,7 +203,11 @@ def perturbed(case, factor):
     """The case with one recorded number moved: the loss, or the first number of the first tensor."""
     moved = copy.deepcopy(case)
     outputs = moved["outputs"]
-    name = "loss" if "loss" in outputs else next(n for n, x in outputs.items() if isinstance(x, dict) and x["tensor"] == "float64")
+    name = (
+        "loss"
+        if "loss" in outputs
+        else next(n for n, x in outputs.items() if isinstance(x, dict) and x["tensor"] == "float64")
+    )
     outputs[name]["numbers"][0] += factor * max(1.0, abs(outputs[name]["numbers"][0]))
     return moved
 
@@ -175,23 +216,32 @@ def perturbed(case, factor):
 def test_a_recorded_number_that_is_off_by_1e_11_fails(name):
     case = next(c for c in recorded("verl")[name] if "loss" in c.get("outputs", ()))
     assert worst("verl", name, [case])[0] <= TOLERANCE
-    assert worst("verl", name, [perturbed(case, 1e-11)])[:2] == (pytest.approx(1e-11, rel=0.1), "loss")
+    assert worst("verl", name, [perturbed(case, 1e-11)])[:2] == (
+        pytest.approx(1e-11, rel=0.1),
+        "loss",
+    )
 
 
 def test_a_recorded_gradient_that_is_off_fails():
-    case = copy.deepcopy(next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full"))
+    case = copy.deepcopy(
+        next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full")
+    )
     case["outputs"]["gradient of log_prob"]["numbers"][-1] += 1e-11
     assert worst("verl", "compute_policy_loss", [case])[1] == "gradient of log_prob"
 
 
 def test_a_missing_output_fails():
-    case = copy.deepcopy(next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full"))
+    case = copy.deepcopy(
+        next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full")
+    )
     del case["outputs"]["ppo_kl"]
     assert worst("verl", "compute_policy_loss", [case])[0] == float("inf")
 
 
 def test_numbers_where_the_framework_raised_fail():
-    case = copy.deepcopy(next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full"))
+    case = copy.deepcopy(
+        next(c for c in recorded("verl")["compute_policy_loss"] if c["kind"] == "full")
+    )
     del case["outputs"]
     case["raises"] = "ValueError: no"
     assert worst("verl", "compute_policy_loss", [case])[0] == float("inf")

@@ -15,7 +15,9 @@ from conformance.upstream import Reached, drop_ins, run_tests, spoil
 
 def test_every_number_is_spoiled_wherever_it_is() -> None:
     x = torch.tensor([0.0, 2.0])
-    loss, metrics, mask, none = spoil((x, {"kl": 1.0, "name": "k3"}, torch.tensor([True, False]), None))
+    loss, metrics, mask, none = spoil(
+        (x, {"kl": 1.0, "name": "k3"}, torch.tensor([True, False]), None)
+    )
     assert loss.tolist() == [0.25, 3.25]  # x·1.5 + 0.25, so that a 0 changes too
     assert metrics == {"kl": 1.75, "name": "k3"}
     assert mask.tolist() == [False, True]
@@ -25,7 +27,10 @@ def test_every_number_is_spoiled_wherever_it_is() -> None:
 
 def test_calls_are_noted_and_only_the_one_asked_for_is_spoiled() -> None:
     reached = Reached(test="a")
-    double, half = (reached.watch(name, function) for name, function in (("double", lambda x: 2 * x), ("half", lambda x: x / 2)))
+    double, half = (
+        reached.watch(name, function)
+        for name, function in (("double", lambda x: 2 * x), ("half", lambda x: x / 2))
+    )
     assert (double(1.0), half(1.0)) == (2.0, 0.5)
     reached.test, reached.spoiled = "b", "half"
     assert (double(1.0), half(1.0)) == (2.0, 1.0)
@@ -33,13 +38,25 @@ def test_calls_are_noted_and_only_the_one_asked_for_is_spoiled() -> None:
 
 
 def test_the_drop_ins_are_all_that_stand_in_for_something() -> None:
-    assert set(drop_ins(PEERS["openrlhf"])) == {"PolicyLoss", "ValueLoss", "aggregate_loss", "compute_approx_kl"}
+    assert set(drop_ins(PEERS["openrlhf"])) == {
+        "PolicyLoss",
+        "ValueLoss",
+        "aggregate_loss",
+        "compute_approx_kl",
+    }
     of_verl = drop_ins(PEERS["verl"])
-    assert {"compute_policy_loss", "agg_loss", "compute_gae_advantage_return", "compute_rollout_rejection_mask"} <= set(of_verl)
+    assert {
+        "compute_policy_loss",
+        "agg_loss",
+        "compute_gae_advantage_return",
+        "compute_rollout_rejection_mask",
+    } <= set(of_verl)
     assert not {"register", "install", "check_config", "POLICY_LOSSES"} & set(of_verl)
 
 
-def test_a_test_that_looks_is_told_from_one_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_looks_is_told_from_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -62,9 +79,16 @@ def test_a_test_that_looks_is_told_from_one_that_does_not(tmp_path: Path, monkey
 
     try:
         plain = run_tests([str(folder)], reached, place)
-        assert {name.split("::")[1] for name in plain.passed} == {"test_looks", "test_looks_away", "test_something_else"}
+        assert {name.split("::")[1] for name in plain.passed} == {
+            "test_looks",
+            "test_looks_away",
+            "test_something_else",
+        }
         assert [Path(path).name for path in plain.unimported] == ["test_missing.py"]
-        assert {name.split("::")[1] for name in reached.tests["double"]} == {"test_looks", "test_looks_away"}
+        assert {name.split("::")[1] for name in reached.tests["double"]} == {
+            "test_looks",
+            "test_looks_away",
+        }
         assert upstream.noticed(reached, "double", place) == 1
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:

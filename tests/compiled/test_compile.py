@@ -24,8 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about it
 BATCH = make_batch(seed=9)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 # Presets that differ in numbers only (ppo, dapo, bnpo) are one graph with other constants; the first of each kind is traced.
-KINDS = {re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name for name, spec in reversed(PRESETS.items())}
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler")
+KINDS = {
+    re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name
+    for name, spec in reversed(PRESETS.items())
+}
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +50,27 @@ def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = No
         return out.loss, dict(out.metrics)
 
     compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=False)
-    logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_(spec.entropy_coef != 0)
+    logp, entropy = (
+        batch.logp.clone().requires_grad_(),
+        batch.entropy.clone().requires_grad_(spec.entropy_coef != 0),
+    )
     value, records = compiled(logp, entropy)
     (2 * value).backward()  # a loss is often scaled before its backward
     dentropy = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad / 2
     assert logp.grad is not None
-    return Result(value.detach(), batch.as_rows(logp.grad / 2), batch.as_rows(dentropy), pl.Metrics(records))
+    return Result(
+        value.detach(), batch.as_rows(logp.grad / 2), batch.as_rows(dentropy), pl.Metrics(records)
+    )
 
 
 FULL = pl.LossSpec(
     ratio=pl.SequenceRatio(grad="token"),
     trust=pl.CovClip(fraction=0.2, cov_low=-1.0, seed=3),
-    correction=(pl.Band(0.8, 1.25), pl.Reject("k3", "max", high=0.05), pl.SelfNormalise("sequences")),
+    correction=(
+        pl.Band(0.8, 1.25),
+        pl.Reject("k3", "max", high=0.05),
+        pl.SelfNormalise("sequences"),
+    ),
     rejected="renormalise",
     kl=pl.KL("k3", 0.1, weight="ratio"),
     entropy_coef=0.01,
@@ -72,12 +86,22 @@ OF_FRAMEWORKS = pl.LossSpec(
 
 @pytest.mark.parametrize("name", sorted(KINDS.values()))
 def test_every_preset_is_one_graph(name: str) -> None:
-    assert_same_result(compiled_run(PRESETS[name], LAYOUTS["packed"], "eager"), run(PRESETS[name], LAYOUTS["packed"]))
+    assert_same_result(
+        compiled_run(PRESETS[name], LAYOUTS["packed"], "eager"),
+        run(PRESETS[name], LAYOUTS["packed"]),
+    )
 
 
 @pytest.mark.parametrize(
     "spec",
-    [PRESETS["grpo"], PRESETS["gspo_token"], PRESETS["clip_cov"], PRESETS["gmpo"], FULL, OF_FRAMEWORKS],
+    [
+        PRESETS["grpo"],
+        PRESETS["gspo_token"],
+        PRESETS["clip_cov"],
+        PRESETS["gmpo"],
+        FULL,
+        OF_FRAMEWORKS,
+    ],
     ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots", "parts of frameworks"],
 )
 def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
@@ -90,7 +114,9 @@ def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
 def test_inductor_gives_the_same_numbers(name: str, layout: str) -> None:
     batch = LAYOUTS[layout]
     totals = pl.Totals(tokens=int(batch.mask.sum()) + 40, sequences=9)
-    assert_same_result(compiled_run(PRESETS[name], batch, "inductor", totals), run(PRESETS[name], batch, totals))
+    assert_same_result(
+        compiled_run(PRESETS[name], batch, "inductor", totals), run(PRESETS[name], batch, totals)
+    )
 
 
 def test_a_step_of_another_size_does_not_recompile() -> None:

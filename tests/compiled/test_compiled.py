@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import policyloss as pl
-from cases import PRESETS, TOKEN_TENSORS, Batch, Result, assert_same, assert_same_result, make_batch, run, step_totals
+from cases import (
+    PRESETS,
+    TOKEN_TENSORS,
+    Batch,
+    Result,
+    assert_same,
+    assert_same_result,
+    make_batch,
+    run,
+    step_totals,
+)
 from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.compiled import loss as compiled
 from policyloss.compiled import two_stage_sums as two_stages
@@ -26,12 +36,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about it
 BATCH = make_batch(seed=9)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 # Presets that differ in numbers only are one graph with other constants; the first of each kind is traced.
-KINDS = {re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name for name, spec in reversed(PRESETS.items())}
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler")
+KINDS = {
+    re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name
+    for name, spec in reversed(PRESETS.items())
+}
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler"
+)
 FULL = pl.LossSpec(
     ratio=pl.SequenceRatio(grad="token"),
     trust=pl.CovClip(fraction=0.2, cov_low=-1.0, seed=3),
-    correction=(pl.Band(0.8, 1.25), pl.Reject("k3", "max", high=0.05), pl.SelfNormalise("sequences")),
+    correction=(
+        pl.Band(0.8, 1.25),
+        pl.Reject("k3", "max", high=0.05),
+        pl.SelfNormalise("sequences"),
+    ),
     rejected="renormalise",
     kl=pl.KL("k3", 0.1, weight="ratio"),
     entropy_coef=0.01,
@@ -50,7 +69,9 @@ def compiled_run(loss: CompiledLoss, batch: Batch, totals: Any = None) -> Result
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
     out = loss(**{**batch.kwargs, "logp": logp, "entropy": entropy}, totals=totals)
     dlogp, dentropy = torch.autograd.grad(4 * out.loss, (logp, entropy))
-    return Result(out.loss.detach(), batch.as_rows(dlogp / 4), batch.as_rows(dentropy / 4), out.metrics)
+    return Result(
+        out.loss.detach(), batch.as_rows(dlogp / 4), batch.as_rows(dentropy / 4), out.metrics
+    )
 
 
 def check_bare(loss: CompiledLoss, batch: Batch) -> None:
@@ -81,7 +102,9 @@ def test_every_preset_traced_is_the_eager_loss(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("spec", "layout"), [(PRESETS["ppo_dual_clip"], "padded"), (FULL, "packed")], ids=["ppo_dual_clip", "all slots, packed"]
+    ("spec", "layout"),
+    [(PRESETS["ppo_dual_clip"], "padded"), (FULL, "packed")],
+    ids=["ppo_dual_clip", "all slots, packed"],
 )
 def test_inductor_gives_the_same_numbers(spec: pl.LossSpec, layout: str) -> None:
     batch = LAYOUTS[layout]
@@ -172,7 +195,9 @@ def test_only_what_carries_a_gradient_is_differentiated() -> None:
     loss, expected = compiled_loss(spec), run(spec, BATCH)
     entropy = BATCH.entropy.clone().requires_grad_()
     out = loss(**{**BATCH.kwargs, "entropy": entropy})
-    assert_same(torch.autograd.grad(out.loss, entropy)[0], expected.dentropy, what="entropy gradient")
+    assert_same(
+        torch.autograd.grad(out.loss, entropy)[0], expected.dentropy, what="entropy gradient"
+    )
     with torch.no_grad():
         silent = loss(**{**BATCH.kwargs, "entropy": entropy}).loss
     assert not silent.requires_grad
@@ -215,11 +240,16 @@ def test_value_and_gradient_are_those_of_the_backward(totals: Any, dtype: torch.
     assert_same(out.metrics.compute(), expected.metrics, tol, "metric")
     # One rounding to bfloat16 of numbers that agree to float32: a last digit at most.
     last_digit = tol if dtype == torch.float64 else 2**-8
-    for got, wanted, name in ((gradients.logp, expected.dlogp, "logp"), (gradients.entropy, expected.dentropy, "entropy")):
+    for got, wanted, name in (
+        (gradients.logp, expected.dlogp, "logp"),
+        (gradients.entropy, expected.dentropy, "entropy"),
+    ):
         assert got.dtype == dtype
         assert_same(got, wanted, last_digit, f"gradient of {name}")
     bare = {name: x for name, x in batch.kwargs.items() if name != "entropy"}
-    assert compiled_loss(PRESETS["ppo"]).value_and_gradient(**bare, totals=totals)[1].entropy is None
+    assert (
+        compiled_loss(PRESETS["ppo"]).value_and_gradient(**bare, totals=totals)[1].entropy is None
+    )
 
 
 def test_value_and_gradient_where_there_is_no_graph() -> None:
@@ -228,7 +258,11 @@ def test_value_and_gradient_where_there_is_no_graph() -> None:
     out, gradients = loss.value_and_gradient(**BATCH.kwargs)
     assert loss.graphs == 0
     assert not out.loss.requires_grad
-    assert_same(gradients.logp, torch.where(BATCH.mask, -2.0 / BATCH.mask.sum().double(), 0.0), what="gradient")
+    assert_same(
+        gradients.logp,
+        torch.where(BATCH.mask, -2.0 / BATCH.mask.sum().double(), 0.0),
+        what="gradient",
+    )
     assert gradients.entropy.count_nonzero() == 0
 
 
@@ -261,13 +295,21 @@ def test_where_a_sum_is_cut(rows: int, n: int, wanted: int) -> None:
 
 
 @pytest.mark.usefixtures("as_traced")
-@pytest.mark.parametrize("spec", [PRESETS["ppo_dual_clip"], FULL, PRESETS["gspo"]], ids=["ppo_dual_clip", "all slots", "gspo"])
+@pytest.mark.parametrize(
+    "spec",
+    [PRESETS["ppo_dual_clip"], FULL, PRESETS["gspo"]],
+    ids=["ppo_dual_clip", "all slots", "gspo"],
+)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_sums_in_two_stages_are_the_same_sums(spec: pl.LossSpec, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_two_stages_are_the_same_sums(
+    spec: pl.LossSpec, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(two_stages, "FEWEST", 2)
     seen: list[int] = []
     second_stage = two_stages._second_stage
-    monkeypatch.setattr(two_stages, "_second_stage", lambda *args: seen.append(1) or second_stage(*args))
+    monkeypatch.setattr(
+        two_stages, "_second_stage", lambda *args: seen.append(1) or second_stage(*args)
+    )
     batch = LAYOUTS[layout]
     assert_same_result(compiled_run(compiled_loss(spec, two_stages=True), batch), run(spec, batch))
     assert len(seen) > 10
@@ -280,7 +322,10 @@ def test_sums_in_two_stages_keep_nan_and_infinity(monkeypatch: pytest.MonkeyPatc
     for value in (float("nan"), float("inf")):
         batch = BATCH.map(lambda x: x.clone(), "logp")
         batch.logp[batch.mask.nonzero()[0].unbind()] = value
-        got, wanted = (f(**batch.kwargs).metrics.compute() for f in (compiled_loss(PRESETS["ppo"], two_stages=True), eager_ppo))
+        got, wanted = (
+            f(**batch.kwargs).metrics.compute()
+            for f in (compiled_loss(PRESETS["ppo"], two_stages=True), eager_ppo)
+        )
         assert sum(x != x for x in wanted.values()) > 1 or value == float("inf")
         assert_same(got, wanted, what="metric")
 
@@ -289,9 +334,17 @@ def test_a_nan_in_one_sum_does_not_reach_the_others(monkeypatch: pytest.MonkeyPa
     """The second stages share a read of the first sum's partial results; y: 1 + 2 + 3 − 4 = 2, between −4 and 3."""
     monkeypatch.setattr(two_stages, "FEWEST", 2)
     x, y = torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[1.0, 2.0], [3.0, -4.0]])
-    graph = make_fx(lambda x, y: [x.sum(), x.amax(), y.sum(), y.amax(), y.amin(), y.int().amax(), (y > 1).sum(dtype=torch.int32)])(
-        x, y
-    )
+    graph = make_fx(
+        lambda x, y: [
+            x.sum(),
+            x.amax(),
+            y.sum(),
+            y.amax(),
+            y.amin(),
+            y.int().amax(),
+            (y > 1).sum(dtype=torch.int32),
+        ]
+    )(x, y)
     before = len(graph.graph.nodes)
     found = two_stages.in_two_stages(graph, 4)(x, y)
     assert len(graph.graph.nodes) > before
@@ -336,14 +389,18 @@ def test_a_callable_in_a_slot_runs_eagerly() -> None:
 
 def test_a_context_parallel_call_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(compiled, "loss_of", lambda spec, inputs, step: seen.append(inputs.cp_group))
+    monkeypatch.setattr(
+        compiled, "loss_of", lambda spec, inputs, step: seen.append(inputs.cp_group)
+    )
     compiled_loss(PRESETS["ppo"])(**BATCH.kwargs, cp_group="ranks")
     assert seen == ["ranks"]
 
 
 def test_a_batch_without_tokens_is_zero() -> None:
     logp = torch.zeros(3, 0, requires_grad=True)
-    out = compiled_loss(PRESETS["ppo"])(logp, logp.detach(), torch.zeros(3), torch.zeros(3, 0, dtype=torch.bool))
+    out = compiled_loss(PRESETS["ppo"])(
+        logp, logp.detach(), torch.zeros(3), torch.zeros(3, 0, dtype=torch.bool)
+    )
     out.loss.backward()
     assert out.loss.item() == 0
     assert logp.grad is not None
@@ -352,7 +409,11 @@ def test_a_batch_without_tokens_is_zero() -> None:
 def test_it_may_stand_inside_a_compiled_function() -> None:
     torch._dynamo.reset()
     loss = compiled_loss(PRESETS["ppo"])
-    step = torch.compile(lambda logp: 2 * loss(**{**BATCH.kwargs, "logp": logp}).loss, backend="eager", fullgraph=True)
+    step = torch.compile(
+        lambda logp: 2 * loss(**{**BATCH.kwargs, "logp": logp}).loss,
+        backend="eager",
+        fullgraph=True,
+    )
     assert_same(step(BATCH.logp), 2 * run(PRESETS["ppo"], BATCH).loss, what="loss")
 
 
@@ -381,7 +442,9 @@ def test_bad_input_is_told_in_the_same_words(change: dict[str, Any], spec: str) 
         pl.policy_loss(PRESETS[spec], **arguments)
     loss = compiled_loss(PRESETS[spec])
     compiled_loss_of_good_input = loss(**BATCH.kwargs).loss
-    assert_same(compiled_loss_of_good_input, pl.policy_loss(PRESETS[spec], **BATCH.kwargs).loss, what="loss")
+    assert_same(
+        compiled_loss_of_good_input, pl.policy_loss(PRESETS[spec], **BATCH.kwargs).loss, what="loss"
+    )
     with pytest.raises(InputError) as seen:
         loss(**arguments)
     assert str(seen.value) == str(eager.value)

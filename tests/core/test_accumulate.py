@@ -10,14 +10,32 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from accumulate_ranks import BATCH, DP_CASES, MEASURED, PROMPT, SHARES, SPECS, Share, current, micro_batches, taken, work
+from accumulate_ranks import (
+    BATCH,
+    DP_CASES,
+    MEASURED,
+    PROMPT,
+    SHARES,
+    SPECS,
+    Share,
+    current,
+    micro_batches,
+    taken,
+    work,
+)
 from started import started_once
 
 import policyloss as pl
 from cases import PRESETS, assert_same, run
 
 CUTS: dict[str, Share] = {
-    "uneven, layouts mixed": [([6], "padded"), ([5, 0, 4, 1], "packed"), ([], "packed"), ([2, 3], "padded"), ([], "padded")],
+    "uneven, layouts mixed": [
+        ([6], "padded"),
+        ([5, 0, 4, 1], "packed"),
+        ([], "packed"),
+        ([2, 3], "padded"),
+        ([], "padded"),
+    ],
     "one by one": [([i], "padded" if i % 2 else "packed") for i in range(7)],
 }
 REINFORCE = pl.LossSpec(trust=pl.Unbounded("ratio"))
@@ -26,9 +44,15 @@ REINFORCE = pl.LossSpec(trust=pl.Unbounded("ratio"))
 def check(said: list[dict[str, Any]], spec: pl.LossSpec, ranks: int = 1) -> None:
     """The mean over `ranks` of loss and gradients, and each rank's reduced metrics, are those of the whole batch in one call."""
     expected = run(spec, BATCH)
-    assert_same(torch.tensor(sum(s["loss"] for s in said) / ranks, dtype=torch.float64), expected.loss, what="loss")
+    assert_same(
+        torch.tensor(sum(s["loss"] for s in said) / ranks, dtype=torch.float64),
+        expected.loss,
+        what="loss",
+    )
     assert_same(sum(s["dlogp"] for s in said) / ranks, expected.dlogp, what="gradient")
-    assert_same(sum(s["dentropy"] for s in said) / ranks, expected.dentropy, what="entropy gradient")
+    assert_same(
+        sum(s["dentropy"] for s in said) / ranks, expected.dentropy, what="entropy gradient"
+    )
     for one in said:
         assert_same(one["metrics"], expected.metrics, what="metric")
 
@@ -43,14 +67,20 @@ def test_any_cut_is_the_whole_batch(name: str, cut: str) -> None:
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_is_measured_first_is_the_whole_batch_too(name: str) -> None:
     spec = MEASURED[name]
-    check([taken(pl.accumulate(spec, micro_batches(CUTS["uneven, layouts mixed"]), logp=current))], spec)
+    check(
+        [taken(pl.accumulate(spec, micro_batches(CUTS["uneven, layouts mixed"]), logp=current))],
+        spec,
+    )
 
 
 def hand_made() -> list[dict[str, Any]]:
     """One sequence of one token with advantage 5, and two of one and two tokens with advantage −1; ratios are 1."""
     masks = torch.tensor([[True]]), torch.tensor([[True, False], [True, True]])
     advantages = torch.tensor([5.0]), torch.tensor([-1.0, -1.0])
-    return [{"mask": m, "old_logp": torch.zeros(m.shape), "advantages": a} for m, a in zip(masks, advantages, strict=True)]
+    return [
+        {"mask": m, "old_logp": torch.zeros(m.shape), "advantages": a}
+        for m, a in zip(masks, advantages, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +110,19 @@ def test_by_hand(aggregate: Any, losses: list[float], gradients: list[Any]) -> N
 
 def test_survivors_by_hand() -> None:
     """One of two tokens is rejected here and none of two there, so three survive: −(2 + 3 + 4) / 3 = −3, not −(2 + 7/2) / 2."""
-    spec = REINFORCE.replace(correction=pl.Band(0.5, 2.0), rejected="renormalise", aggregate=pl.TokenMean())
-    rollout = torch.tensor([[0.0, -5.0]]), torch.zeros(1, 2)  # old/rollout = exp(5) is outside the band
+    spec = REINFORCE.replace(
+        correction=pl.Band(0.5, 2.0), rejected="renormalise", aggregate=pl.TokenMean()
+    )
+    rollout = (
+        torch.tensor([[0.0, -5.0]]),
+        torch.zeros(1, 2),
+    )  # old/rollout = exp(5) is outside the band
     advantages = torch.tensor([[2.0, 9.0]]), torch.tensor([[3.0, 4.0]])
     shared = {"mask": torch.ones(1, 2), "old_logp": torch.zeros(1, 2)}
-    micros = [{**shared, "rollout_logp": r, "advantages": a} for r, a in zip(rollout, advantages, strict=True)]
+    micros = [
+        {**shared, "rollout_logp": r, "advantages": a}
+        for r, a in zip(rollout, advantages, strict=True)
+    ]
     step = pl.accumulate(spec, micros, logp=lambda _: torch.zeros(1, 2))
     assert (int(step.counts.tokens), int(step.totals.tokens)) == (4, 3)
     losses = [float(micro.loss(torch.zeros(1, 2))) for micro in step]
@@ -105,7 +143,9 @@ def test_a_micro_batch_is_the_trainers_own_mapping() -> None:
 def test_arguments_are_what_the_loss_functions_take() -> None:
     positions = torch.arange(2)
     first, second = hand_made()
-    step = pl.accumulate(REINFORCE, [{**first, "ref_logp": None}, {**second, "positions": positions}])
+    step = pl.accumulate(
+        REINFORCE, [{**first, "ref_logp": None}, {**second, "positions": positions}]
+    )
     without, with_positions = (micro.arguments() for micro in step)
     names = {"mask", "old_logp", "advantages", "totals", "cp_group"}
     assert set(without) == names  # linear_policy_loss makes the entropy itself, and takes none
@@ -124,7 +164,9 @@ def test_the_head_in_one_pass() -> None:
         return torch.autograd.grad(loss, head)[0]
 
     head = weight.clone().requires_grad_()
-    whole = pl.linear_policy_loss(spec, hidden, head, ids, BATCH.old_logp, BATCH.advantages, BATCH.mask)
+    whole = pl.linear_policy_loss(
+        spec, hidden, head, ids, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    )
     expected = gradient(whole.loss, head)
     step = pl.accumulate(spec, micro_batches([([4, 0], "padded"), ([1, 2, 3, 6, 5], "padded")]))
     total = torch.zeros_like(weight)
@@ -142,7 +184,10 @@ def test_the_head_in_one_pass() -> None:
 def test_what_is_known_only_after_the_forward() -> None:
     """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 are −0.2 beside (−5 + 1 + 1 + 1) / 4."""
     step = pl.accumulate(REINFORCE.replace(entropy_coef=0.1, aggregate=pl.TokenMean()), hand_made())
-    losses = [float(m.loss(torch.zeros(m["mask"].shape), entropy=torch.full(m["mask"].shape, 2.0))) for m in step]
+    losses = [
+        float(m.loss(torch.zeros(m["mask"].shape), entropy=torch.full(m["mask"].shape, 2.0)))
+        for m in step
+    ]
     assert sum(losses) == pytest.approx(-0.5 - 0.2, rel=1e-6)
 
 
@@ -166,7 +211,9 @@ def test_one_advantage_per_sequence_is_measured_as_one_per_token() -> None:
     given = micro_batches(CUTS["uneven, layouts mixed"])
     for micro, (rows, layout) in zip(given, CUTS["uneven, layouts mixed"], strict=True):
         micro["advantages"] = per_sequence[rows] if layout == "padded" else per_sequence[rows, None]
-    spec = MEASURED["Truncate(1.1)+SelfNormalise():renormalise"].replace(trust=pl.CovKL(fraction=0.2))
+    spec = MEASURED["Truncate(1.1)+SelfNormalise():renormalise"].replace(
+        trust=pl.CovKL(fraction=0.2)
+    )
     said = taken(pl.accumulate(spec, given, logp=current))
     expected = run(spec, BATCH.map(lambda _: per_sequence, "advantages"))
     assert_same(said["dlogp"], expected.dlogp, what="gradient")
@@ -183,26 +230,43 @@ def test_local_means_stay_local(aggregate: Any) -> None:
 def test_a_step_is_iterated_once() -> None:
     step = pl.accumulate(REINFORCE, hand_made())
     assert len(list(step)) == 2
-    with pytest.raises(pl.InputError, match=r"add its gradients again; call policyloss\.accumulate anew"):
+    with pytest.raises(
+        pl.InputError, match=r"add its gradients again; call policyloss\.accumulate anew"
+    ):
         iter(step)
 
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
 ONE = {"mask": MASK, "old_logp": torch.zeros(1, 2), "advantages": torch.ones(1)}
 WRONG: dict[str, tuple[Any, str]] = {
-    "one mapping": (ONE, r"micro_batches must be a list of mappings, got dict; .* put a single micro-batch in a list"),
+    "one mapping": (
+        ONE,
+        r"micro_batches must be a list of mappings, got dict; .* put a single micro-batch in a list",
+    ),
     "an iterator": (iter([ONE]), r"got list_iterator; .* by list\("),
     "a tensor": (MASK, "got Tensor"),
-    "tensors": ([ONE, MASK], r"micro_batches\[1\] must be a mapping of names to tensors, got Tensor"),
+    "tensors": (
+        [ONE, MASK],
+        r"micro_batches\[1\] must be a mapping of names to tensors, got Tensor",
+    ),
     "nothing": ([], "rank 0 of 1 was given no micro-batch; .* give it one with an all-False mask"),
-    "no mask": ([ONE, {"ids": MASK, "mask": None}], r"micro_batches\[1\] has no mask \(it has ids, mask\)"),
+    "no mask": (
+        [ONE, {"ids": MASK, "mask": None}],
+        r"micro_batches\[1\] has no mask \(it has ids, mask\)",
+    ),
     "an empty mapping": ([{}], r"micro_batches\[0\] has no mask \(it has nothing\)"),
     "a mask of weights": (
         [ONE, {**ONE, "mask": torch.full((1, 2), 0.5)}],
         r"micro_batches\[1\]: mask must be bool or hold only 0 and 1",
     ),
-    "a flat mask": ([{**ONE, "mask": MASK[0]}], r"micro_batches\[0\]: expected padded tokens \[B, T\].*pass cu_seqlens="),
-    "groups of some": ([{**ONE, "group_ids": torch.tensor([1])}, ONE], r"micro_batches\[1\] has no group_ids, but others have"),
+    "a flat mask": (
+        [{**ONE, "mask": MASK[0]}],
+        r"micro_batches\[0\]: expected padded tokens \[B, T\].*pass cu_seqlens=",
+    ),
+    "groups of some": (
+        [{**ONE, "group_ids": torch.tensor([1])}, ONE],
+        r"micro_batches\[1\] has no group_ids, but others have",
+    ),
     "groups of tokens": (
         [{**ONE, "group_ids": torch.ones(1, 2)}],
         r"micro_batches\[0\]: group_ids must be a tensor of one integer",
@@ -219,33 +283,43 @@ def test_wrong_micro_batches_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["group", "cp_group"])
 def test_a_group_needs_torch_distributed(name: str) -> None:
-    with pytest.raises(pl.InputError, match=f"^{name} was given, but torch.distributed is not initialised"):
+    with pytest.raises(
+        pl.InputError, match=f"^{name} was given, but torch.distributed is not initialised"
+    ):
         pl.accumulate(REINFORCE, [ONE], **{name: object()})
 
 
 def test_a_spec_is_not_a_part() -> None:
-    with pytest.raises(pl.InputError, match="spec must be a LossSpec or the name of a preset, got Clip"):
+    with pytest.raises(
+        pl.InputError, match="spec must be a LossSpec or the name of a preset, got Clip"
+    ):
         pl.accumulate(pl.Clip(0.2), [ONE])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("logp", [None, torch.zeros(1, 2)], ids=["missing", "a tensor"])
 def test_a_loss_that_must_be_measured_needs_log_probabilities(logp: Any) -> None:
-    with pytest.raises(pl.InputError, match=r'survivors of a rejection.*pass logp=, a function.*rejected="keep"'):
+    with pytest.raises(
+        pl.InputError, match=r'survivors of a rejection.*pass logp=, a function.*rejected="keep"'
+    ):
         pl.accumulate(PRESETS["clip_cov"], [ONE], logp=logp)
 
 
 @pytest.mark.parametrize(
-    ("returned", "seen"), [((torch.zeros(1, 2), None), "tuple"), (torch.zeros(2), r"shape \(2,\)"), (None, "NoneType")]
+    ("returned", "seen"),
+    [((torch.zeros(1, 2), None), "tuple"), (torch.zeros(2), r"shape \(2,\)"), (None, "NoneType")],
 )
 def test_log_probabilities_of_another_shape_are_refused(returned: Any, seen: str) -> None:
     with pytest.raises(
-        pl.InputError, match=rf"logp of micro_batches\[0\] must be a tensor of its mask's shape \(1, 2\), got {seen}"
+        pl.InputError,
+        match=rf"logp of micro_batches\[0\] must be a tensor of its mask's shape \(1, 2\), got {seen}",
     ):
         pl.accumulate(PRESETS["clip_cov"], [ONE], logp=lambda _: returned)
 
 
 def test_missing_advantages_are_named() -> None:
-    (micro,) = pl.accumulate(REINFORCE, [{"ids": MASK, "mask": MASK, "old_logp": torch.zeros(1, 2)}])
+    (micro,) = pl.accumulate(
+        REINFORCE, [{"ids": MASK, "mask": MASK, "old_logp": torch.zeros(1, 2)}]
+    )
     with pytest.raises(pl.InputError, match=r"no advantages \(it has ids, mask, old_logp\)"):
         micro.loss(torch.zeros(1, 2))
     assert float(micro.loss(torch.zeros(1, 2), advantages=torch.tensor([3.0]))) == -3.0
@@ -253,7 +327,9 @@ def test_missing_advantages_are_named() -> None:
 
 def test_what_was_counted_cannot_be_replaced() -> None:
     (micro,) = pl.accumulate(REINFORCE, [ONE])
-    with pytest.raises(pl.InputError, match="mask cannot be replaced now: the step was counted with"):
+    with pytest.raises(
+        pl.InputError, match="mask cannot be replaced now: the step was counted with"
+    ):
         micro.arguments(mask=MASK)
     with pytest.raises(pl.InputError, match="unknown tensor 'entropies'; did you mean 'entropy'"):
         micro.loss(torch.zeros(1, 2), entropies=MASK)
@@ -266,7 +342,9 @@ Said = list[dict[str, Any]]
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
     folder = started_once(
-        tmp_path_factory, "accumulate_ranks", lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2)
+        tmp_path_factory,
+        "accumulate_ranks",
+        lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2),
     )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
@@ -296,7 +374,9 @@ def test_a_step_is_of_the_group_named(said: Said) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_rank_with_fewer_micro_batches_repeats_one_that_adds_nothing(name: str, said: Said) -> None:
+def test_a_rank_with_fewer_micro_batches_repeats_one_that_adds_nothing(
+    name: str, said: Said
+) -> None:
     """Three on rank 0 and one on rank 1, which makes two empty ones: loss and gradient are exactly 0 there."""
     first, second = both(said, f"dp: {name}, different numbers")
     assert len(first["parts"]) == len(second["parts"]) == 3
@@ -305,7 +385,9 @@ def test_a_rank_with_fewer_micro_batches_repeats_one_that_adds_nothing(name: str
 
 def test_every_rank_runs_its_forward_equally_often(said: Said) -> None:
     """Before the step, to measure it, and in the step: three times on both ranks, on an all-False mask where there is no more."""
-    tokens = [[int(BATCH.mask[rows].sum()) for rows, _ in share] for share in SHARES["different numbers"]]
+    tokens = [
+        [int(BATCH.mask[rows].sum()) for rows, _ in share] for share in SHARES["different numbers"]
+    ]
     first, second = both(said, "forwards")
     assert first == {"tokens": tokens[0], "number": 3, "last": [False, False, True]}
     assert second == {"tokens": [*tokens[1], 0, 0], "number": 3, "last": [False, False, True]}
@@ -336,7 +418,9 @@ def test_context_parallel_beside_a_data_parallel_group(said: Said) -> None:
         ("cp and group", {"all_reduce": 1, "all_gather": 1}),
     ],
 )
-def test_a_step_is_counted_by_one_collective_per_group(case: str, calls: dict[str, int], said: Said) -> None:
+def test_a_step_is_counted_by_one_collective_per_group(
+    case: str, calls: dict[str, int], said: Said
+) -> None:
     assert both(said, f"collectives {case}") == [calls, calls]
 
 

@@ -39,8 +39,16 @@ def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) 
     for spoilt, right in arguments.items():
         is_tensor = isinstance(right, torch.Tensor)
         for what, value in {**PLAIN, **(spoiled(right) if is_tensor else {})}.items():
-            seen = outcome(function, {**arguments, spoilt: value}, [BY_MEANING, *(arguments if what in DISAGREES else [spoilt])])
-            never = is_tensor and what in NEVER_A_TENSOR | NEVER_RIGHT and not (alone and what == "on another device")
+            seen = outcome(
+                function,
+                {**arguments, spoilt: value},
+                [BY_MEANING, *(arguments if what in DISAGREES else [spoilt])],
+            )
+            never = (
+                is_tensor
+                and what in NEVER_A_TENSOR | NEVER_RIGHT
+                and not (alone and what == "on another device")
+            )
             if not (seen == "named" or (seen == "result" and not never)):
                 wrong.append(f"{spoilt} = {what}: {seen}")
     assert not wrong, f"{len(wrong)} of {name}:\n" + "\n".join(wrong)
@@ -48,8 +56,26 @@ def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) 
 
 # What is not called with a user's own values: results, protocols and errors; parts without a field; what trains or reads modules.
 NO_CALLS = {
-    *("Accumulation", "MicroBatch", "CompiledLoss", "Corrected", "HeadOutput", "LogProbs", "LossOutput", "PartitionReport", "Plan"),
-    *("Surrogate", "Tokens", "InputError", "PolicyLossError", "SpecError", "presets", "partition_check"),
+    *(
+        "Accumulation",
+        "MicroBatch",
+        "CompiledLoss",
+        "Corrected",
+        "HeadOutput",
+        "LogProbs",
+        "LossOutput",
+        "PartitionReport",
+        "Plan",
+    ),
+    *(
+        "Surrogate",
+        "Tokens",
+        "InputError",
+        "PolicyLossError",
+        "SpecError",
+        "presets",
+        "partition_check",
+    ),
     *(
         "LengthWeighted",
         "LocalSeqMeanTokenMean",

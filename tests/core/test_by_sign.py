@@ -65,7 +65,9 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float, dict[str, f
         (5.0, 0.0, 0.0, 0.0, None),
     ],
 )
-def test_up_grpo_by_hand(ratio: float, advantage: float, loss: float, gradient: float, flag: str | None) -> None:
+def test_up_grpo_by_hand(
+    ratio: float, advantage: float, loss: float, gradient: float, flag: str | None
+) -> None:
     value, slope, metrics = one_token(ratio, advantage)
     assert value == pytest.approx(loss, rel=1e-14, abs=1e-15)
     assert slope == pytest.approx(gradient, rel=1e-14, abs=1e-15)
@@ -77,7 +79,9 @@ def test_up_grpo_is_a_sequence_mean() -> None:
     """A = 1 with 1 token and A = −1 with 3, at ratio 1: (−1 + 1) / 2 = 0; gradients −1/2 and 1/6."""
     logp = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, False, False], [True, True, True]])
-    out = pl.policy_loss(UP, logp, logp.detach(), torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
+    out = pl.policy_loss(
+        UP, logp, logp.detach(), torch.tensor([1.0, -1.0], dtype=torch.float64), mask
+    )
     out.loss.backward()
     assert out.loss.item() == pytest.approx(0, abs=1e-15)
     assert_same(logp.grad, torch.tensor([[-0.5, 0, 0], [1 / 6, 1 / 6, 1 / 6]], dtype=torch.float64))
@@ -85,7 +89,9 @@ def test_up_grpo_is_a_sequence_mean() -> None:
 
 def test_the_positive_side_has_reinforces_gradient_and_not_its_value() -> None:
     batch = make_batch(seed=1)
-    current, logp = (run(pl.LossSpec(trust=pl.Unbounded(form)), batch) for form in ("current", "logp"))
+    current, logp = (
+        run(pl.LossSpec(trust=pl.Unbounded(form)), batch) for form in ("current", "logp")
+    )
     assert_same(current.dlogp, logp.dlogp)
     valid = batch.advantages[batch.mask]
     assert current.loss.item() == pytest.approx(-valid.mean().item(), rel=1e-13)  # exp(0) = 1
@@ -94,7 +100,9 @@ def test_the_positive_side_has_reinforces_gradient_and_not_its_value() -> None:
 
 
 # Two parts that each choose tokens of the whole step are refused.
-@pytest.mark.parametrize("part", [t for t in TRUSTS if not getattr(t, "statistics_names", ())], ids=label)
+@pytest.mark.parametrize(
+    "part", [t for t in TRUSTS if not getattr(t, "statistics_names", ())], ids=label
+)
 def test_the_same_part_on_both_sides_is_that_part(part: Any) -> None:
     for ratio in RATIOS:
         spec = swapped(pl.LossSpec(), ratio=ratio, trust=part)
@@ -125,7 +133,9 @@ def test_each_side_is_its_part_alone(trust: Any) -> None:
         expected += alone.dlogp
         flagged += alone.metrics.get("clip_fraction", 0.0) * alone.metrics["tokens"]
     assert_same(whole.dlogp, expected)
-    assert whole.metrics.get("clip_fraction", 0.0) * whole.metrics["tokens"] == pytest.approx(flagged, abs=1e-9)
+    assert whole.metrics.get("clip_fraction", 0.0) * whole.metrics["tokens"] == pytest.approx(
+        flagged, abs=1e-9
+    )
     assert flagged > 0 or trust in (PAIRS[4], PAIRS[5])
 
 
@@ -168,7 +178,10 @@ def test_any_cut_gives_the_same_gradient(trust: Any) -> None:
     spec = pl.LossSpec(trust=trust)
     totals = step_totals(spec, batch)
     whole = run(spec, batch, totals=totals).dlogp
-    pieces = [run(spec, batch.rows(index), totals=totals).dlogp for index in ([0, 3, 5], [1, 2], [4, 6, 7])]
+    pieces = [
+        run(spec, batch.rows(index), totals=totals).dlogp
+        for index in ([0, 3, 5], [1, 2], [4, 6, 7])
+    ]
     order = torch.tensor([0, 3, 5, 1, 2, 4, 6, 7])
     assert_same(torch.cat(pieces), whole[order])
     with pytest.raises(pl.InputError, match=r"policyloss\.measure"):
@@ -216,7 +229,9 @@ def test_a_pair_as_data_is_read_strictly() -> None:
             ["CovClip and CovKL", "whole step", "one side"],
         ),
         (
-            lambda: pl.LossSpec(ratio=pl.SequenceRatio(), trust=pl.BySign(CLIP, pl.GeometricClip(0.4, 0.4))),
+            lambda: pl.LossSpec(
+                ratio=pl.SequenceRatio(), trust=pl.BySign(CLIP, pl.GeometricClip(0.4, 0.4))
+            ),
             ["GeometricClip", "TokenRatio", "SequenceRatio"],
         ),
     ],

@@ -31,7 +31,13 @@ def long_pack() -> tuple[Tensor, Tensor]:
 def long_tokens() -> Tokens:
     mask, cu_seqlens = long_pack()
     ones = torch.ones(()).expand(mask.shape)
-    return Inputs(logp=ones, advantages=torch.ones(2), mask=mask, cu_seqlens=cu_seqlens, group_ids=torch.tensor([7, 7])).tokens()
+    return Inputs(
+        logp=ones,
+        advantages=torch.ones(2),
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        group_ids=torch.tensor([7, 7]),
+    ).tokens()
 
 
 def test_totals_of_a_long_pack() -> None:
@@ -58,13 +64,17 @@ def test_averages_of_a_long_pack() -> None:
     mask, cu_seqlens = long_pack()
     ones = torch.ones(()).expand(mask.shape)
     for aggregate in (pl.SeqMeanTokenMean(), pl.PromptMean()):
-        mean = pl.aggregate_tokens(ones, mask, aggregate, cu_seqlens=cu_seqlens, group_ids=torch.tensor([7, 7]))
+        mean = pl.aggregate_tokens(
+            ones, mask, aggregate, cu_seqlens=cu_seqlens, group_ids=torch.tensor([7, 7])
+        )
         assert float(mean) == pytest.approx(1, rel=1e-6)
 
 
 def test_the_share_of_a_rank() -> None:
     mask, cu_seqlens = long_pack()
-    counts, members = _share([{"mask": mask, "cu_seqlens": cu_seqlens, "group_ids": torch.tensor([7, 9])}], None)
+    counts, members = _share(
+        [{"mask": mask, "cu_seqlens": cu_seqlens, "group_ids": torch.tensor([7, 9])}], None
+    )
     assert counts.tolist() == [MANY + 3, 2, 1, 2]
     assert members.tolist() == [[7, 9], [3, MANY]]
 
@@ -75,9 +85,16 @@ class NoNarrowCounts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ("_to_copy", "copy_") and isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
+        if (
+            name in ("_to_copy", "copy_")
+            and isinstance(out, Tensor)
+            and out.is_floating_point()
+            and out.dtype != torch.float64
+        ):
             source = args[-1] if name == "copy_" else args[0]
-            assert not isinstance(source, Tensor) or source.dtype != torch.bool or source.dim() == 0, "flags as float32"
+            assert (
+                not isinstance(source, Tensor) or source.dtype != torch.bool or source.dim() == 0
+            ), "flags as float32"
         return out
 
 
@@ -136,7 +153,10 @@ def test_sums_over_packs_are_rounded_once() -> None:
 
 def test_flags_add_up_to_integers() -> None:
     flags = torch.tensor([True, False, True, True])
-    rows, pack = pl.functional.Sequences.of(flags.view(2, 2)), pl.functional.Sequences.of(flags, torch.tensor([0, 3, 4]))
+    rows, pack = (
+        pl.functional.Sequences.of(flags.view(2, 2)),
+        pl.functional.Sequences.of(flags, torch.tensor([0, 3, 4])),
+    )
     for actual, expected in ((rows.sum(flags.view(2, 2)), [1, 2]), (pack.sum(flags), [2, 1])):
         assert actual.dtype == torch.int64
         assert actual.tolist() == expected
@@ -144,5 +164,7 @@ def test_flags_add_up_to_integers() -> None:
 
 def test_sizes_of_plain_groups_in_half_precision() -> None:
     """300 rewards of one prompt: bfloat16 counts to 256."""
-    actual = PlainGroups.indexed(torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64))
+    actual = PlainGroups.indexed(
+        torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
+    )
     assert float(actual.size[0]) == 300

@@ -25,7 +25,9 @@ def equal(batch: Batch, seed: int) -> Batch:
 
 def nearly_equal(batch: Batch, seed: int) -> Batch:
     """Equal but for the last bit, as normalised rewards are."""
-    step = torch.finfo(batch.advantages.dtype).eps * torch.arange(batch.advantages.numel()).remainder(3).view(7, 8)
+    step = torch.finfo(batch.advantages.dtype).eps * torch.arange(
+        batch.advantages.numel()
+    ).remainder(3).view(7, 8)
     return batch.map(lambda x: (0.7 * (1 + step)).to(x.dtype), "advantages")
 
 
@@ -50,7 +52,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
     """The batch cut in three, rows out of order and one part packed, with the totals of the whole step."""
     totals = step_totals(spec, batch)
-    loss, records, dlogp = torch.zeros((), dtype=batch.logp.dtype), pl.Metrics({}), torch.zeros_like(batch.logp)
+    loss, records, dlogp = (
+        torch.zeros((), dtype=batch.logp.dtype),
+        pl.Metrics({}),
+        torch.zeros_like(batch.logp),
+    )
     for rows, packed in (([5, 1], False), ([0, 2, 6], True), ([4, 3], False)):
         part = batch.rows(rows)
         actual = run(spec, part.packed() if packed else part, totals)
@@ -103,6 +109,9 @@ def test_the_threshold_lies_between_the_chosen_and_the_next() -> None:
     batch = hand_batch([-1.0, -1.8, -2.4, -2.8])
     totals = pl.measure(spec, **batch)
     assert float(totals.statistics["cov_threshold"]) == pytest.approx(0.6, abs=1e-12)
-    moved = {**batch, "logp": batch["logp"] - torch.tensor([[1e-6, 0, 0, -1e-6]], dtype=torch.float64)}
+    moved = {
+        **batch,
+        "logp": batch["logp"] - torch.tensor([[1e-6, 0, 0, -1e-6]], dtype=torch.float64),
+    }
     flagged = pl.policy_loss(spec, totals=totals, **moved).metrics["clip_fraction_upper"]
     assert (float(flagged.sum), float(flagged.count)) == (2, 4)

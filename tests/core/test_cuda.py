@@ -24,7 +24,9 @@ BATCH = Batch.random(rows=8, width=33, seed=3)
 
 def on_gpu(batch: Batch, dtype: torch.dtype = torch.float64) -> Batch:
     moved = {name: x.cuda() for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    return replace(batch, **{name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()})
+    return replace(
+        batch, **{name: x.to(dtype) if x.is_floating_point() else x for name, x in moved.items()}
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -98,7 +100,10 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
     case = recorded(peer)[name][i]
     function = entry(peer, name, case["release"])  # which may set another release while it looks
     release.set_current(case["release"])
-    inputs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in decode(case["inputs"]).items()}
+    inputs = {
+        key: x.cuda() if isinstance(x, torch.Tensor) else x
+        for key, x in decode(case["inputs"]).items()
+    }
     side = run_side(function.ours, function, inputs, case["options"], case["seed"])
     assert (side.error is not None) == ("raises" in case), side.error
     if "raises" in case:
@@ -114,7 +119,9 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
 @pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
 def test_a_recorded_loss_is_the_compiled_loss(name, packed):
     """The same bits; and what a call returned is not changed by the next, though both write to the same memory of the graph."""
-    plain, recorded_once = (pl.compiled_loss(PRESETS[name], cuda_graph=graph) for graph in (False, True))
+    plain, recorded_once = (
+        pl.compiled_loss(PRESETS[name], cuda_graph=graph) for graph in (False, True)
+    )
     found, wanted = [], []
     for seed in (3, 4, 5):
         batch = Batch.random(rows=8, width=33, seed=seed)
@@ -124,10 +131,16 @@ def test_a_recorded_loss_is_the_compiled_loss(name, packed):
             moved = moved.map(lambda x: x.reshape(-1), *TOKEN_TENSORS, "mask")
             extra = {"cu_seqlens": torch.arange(0, shape[0] + 1, device="cuda") * shape[1]}
         torch.cuda.synchronize()  # another stream does not wait for the copies to the GPU
-        arguments = {"totals": pl.Totals(tokens=100 + seed, sequences=7), "rollout_logp": moved.rollout_logp, **extra}
+        arguments = {
+            "totals": pl.Totals(tokens=100 + seed, sequences=7),
+            "rollout_logp": moved.rollout_logp,
+            **extra,
+        }
         tensors = (moved.logp, moved.old_logp, moved.advantages, moved.mask)
         for loss, seen in ((plain, wanted), (recorded_once, found)):
-            with torch.cuda.stream(torch.cuda.Stream() if seed == 5 else torch.cuda.current_stream()):
+            with torch.cuda.stream(
+                torch.cuda.Stream() if seed == 5 else torch.cuda.current_stream()
+            ):
                 out, gradients = loss.value_and_gradient(*tensors, **arguments)
                 seen.append((out.loss, gradients.logp, out.metrics))
             torch.cuda.synchronize()
@@ -144,7 +157,9 @@ def test_an_expanded_tensor_is_not_recorded():
     batch = on_gpu(BATCH, torch.float32)
     advantages = batch.advantages[:, :1].expand_as(batch.logp)
     found, wanted = (
-        pl.compiled_loss(pl.preset("ppo"), cuda_graph=graph)(batch.logp, batch.old_logp, advantages, batch.mask).loss
+        pl.compiled_loss(pl.preset("ppo"), cuda_graph=graph)(
+            batch.logp, batch.old_logp, advantages, batch.mask
+        ).loss
         for graph in (True, False)
     )
     assert torch.equal(found, wanted)

@@ -24,12 +24,18 @@ OF_THE_HEAD = {name: x for name, x in ARGUMENTS.items() if name != "entropy"}
 TAKES_A_SPEC: dict[str, Callable[[Any], Any]] = {
     "policy_loss": lambda spec: pl.policy_loss(spec, **BATCH.kwargs).loss,
     "measure": lambda spec: pl.measure(spec, **BATCH.kwargs).tokens,
-    "linear_policy_loss": lambda spec: pl.linear_policy_loss(spec, HIDDEN, WEIGHT, IDS, **OF_THE_HEAD).loss,
-    "explain_plan": lambda spec: pl.explain_plan(spec, HIDDEN.requires_grad_(), WEIGHT, IDS, **OF_THE_HEAD),
+    "linear_policy_loss": lambda spec: (
+        pl.linear_policy_loss(spec, HIDDEN, WEIGHT, IDS, **OF_THE_HEAD).loss
+    ),
+    "explain_plan": lambda spec: pl.explain_plan(
+        spec, HIDDEN.requires_grad_(), WEIGHT, IDS, **OF_THE_HEAD
+    ),
     "compiled_loss": lambda spec: pl.compiled_loss(spec).spec,
     "accumulate": lambda spec: pl.accumulate(spec, [ARGUMENTS]).spec,
     "check_loss": lambda spec: str(pl.check_loss(spec)),
-    "check_loss base": lambda spec: str(pl.check_loss(lambda t: -t.advantages * t.ratio, base=spec)),
+    "check_loss base": lambda spec: str(
+        pl.check_loss(lambda t: -t.advantages * t.ratio, base=spec)
+    ),
     "explain": lambda spec: pl.explain(spec).spec,
     "diff": lambda spec: pl.diff(spec, "ppo").changes,
 }
@@ -64,8 +70,12 @@ def test_the_suggestion_sees_through_letter_case(typed: str) -> None:
 
 def test_one_number_is_changed_by_its_name() -> None:
     assert pl.preset("dapo", eps_high=0.3) == pl.preset("dapo").replace(trust=pl.Clip(0.2, 0.3))
-    assert pl.preset("tis", high=5.0).correction == (dataclasses.replace(pl.preset("tis").correction[0], high=5.0),)
-    assert pl.preset("grpo", coef=0.001, entropy_coef=0.01) == pl.preset("grpo").replace(kl=pl.KL("k3", 0.001), entropy_coef=0.01)
+    assert pl.preset("tis", high=5.0).correction == (
+        dataclasses.replace(pl.preset("tis").correction[0], high=5.0),
+    )
+    assert pl.preset("grpo", coef=0.001, entropy_coef=0.01) == pl.preset("grpo").replace(
+        kl=pl.KL("k3", 0.001), entropy_coef=0.01
+    )
 
 
 def test_a_changed_number_is_checked() -> None:
@@ -74,12 +84,17 @@ def test_a_changed_number_is_checked() -> None:
 
 
 def test_an_ambiguous_number_is_refused_with_its_places() -> None:
-    with pytest.raises(pl.SpecError, match=r"log_clamp is ambiguous: this loss has ratio\.log_clamp and correction\.0\.log_clamp"):
+    with pytest.raises(
+        pl.SpecError,
+        match=r"log_clamp is ambiguous: this loss has ratio\.log_clamp and correction\.0\.log_clamp",
+    ):
         pl.preset("tis", log_clamp=10.0)
 
 
 def test_an_unknown_number_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(pl.SpecError, match="unknown number of this loss 'eps_hi'; did you mean 'eps_high'"):
+    with pytest.raises(
+        pl.SpecError, match="unknown number of this loss 'eps_hi'; did you mean 'eps_high'"
+    ):
         pl.preset("dapo", eps_hi=0.3)
 
 
@@ -88,7 +103,9 @@ def test_every_number_can_be_set_to_itself(name: str) -> None:
     """Each field of each part, by its name alone: the same loss, or an error because two parts have it."""
     spec = pl.preset(name)
     parts = [spec.ratio, spec.trust, *spec.correction, spec.kl, spec.aggregate]
-    fields = [(f.name, getattr(p, f.name)) for p in parts if p is not None for f in dataclasses.fields(p)]
+    fields = [
+        (f.name, getattr(p, f.name)) for p in parts if p is not None for f in dataclasses.fields(p)
+    ]
     names = [field for field, _ in fields]
     for field, value in fields:
         if dataclasses.is_dataclass(value):
@@ -104,7 +121,12 @@ def test_a_clip_of_one_number_is_symmetric() -> None:
     assert pl.Clip(0.2) == pl.Clip(0.2, 0.2)
     assert pl.Clip(0.1, dual=3.0) == pl.Clip(0.1, 0.1, 3.0)
     assert pl.Clip(math.inf).eps_high == math.inf
-    assert pl.LossSpec(trust=pl.Clip(0.3)).to_dict()["trust"] == {"type": "Clip", "eps_low": 0.3, "eps_high": 0.3, "dual": None}
+    assert pl.LossSpec(trust=pl.Clip(0.3)).to_dict()["trust"] == {
+        "type": "Clip",
+        "eps_low": 0.3,
+        "eps_high": 0.3,
+        "dual": None,
+    }
     assert pl.Clip(0.2, None) == pl.Clip(0.2)  # type: ignore[arg-type]  # as TRL's epsilon_high=None
 
 

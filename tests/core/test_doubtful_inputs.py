@@ -92,7 +92,10 @@ def test_other_functions_of_a_pack_know_what_they_pass_on():
     ambiguous.
     """
     mask = torch.ones(2, dtype=torch.bool)
-    assert pl.aggregate_tokens(torch.tensor([1.0, 2.0]), mask, pl.TokenSum(), cu_seqlens=TWO_AND_NONE) == 3
+    assert (
+        pl.aggregate_tokens(torch.tensor([1.0, 2.0]), mask, pl.TokenSum(), cu_seqlens=TWO_AND_NONE)
+        == 3
+    )
     spec = pl.LossSpec(correction=pl.Band(0.5, 2.0), rejected="renormalise")
     micro = {
         "mask": mask,
@@ -136,7 +139,9 @@ def test_a_mask_of_other_values_shows_and_raises_when_the_host_waits(dtype):
 def test_a_mask_that_was_checked_has_no_counter():
     tokens = torch.full((2, 3), -1.0)
     for mask in (torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.int64)):
-        assert "invalid_mask_values" not in pl.policy_loss(SUM, tokens, tokens, tokens, mask).metrics
+        assert (
+            "invalid_mask_values" not in pl.policy_loss(SUM, tokens, tokens, tokens, mask).metrics
+        )
     with pytest.raises(pl.InputError, match="mask must be bool or hold only 0 and 1"):
         pl.policy_loss(SUM, tokens, tokens, tokens, torch.full((2, 3), -100))
 
@@ -148,7 +153,9 @@ def test_wrong_offsets_show_and_raise_when_the_host_waits():
 
     @compiled
     def call(cu_seqlens):
-        return pl.policy_loss(pl.preset("grpo").replace(kl=None), tokens, tokens, tokens, mask, cu_seqlens=cu_seqlens)
+        return pl.policy_loss(
+            pl.preset("grpo").replace(kl=None), tokens, tokens, tokens, mask, cu_seqlens=cu_seqlens
+        )
 
     good = call(torch.tensor([0, 1, 4]))
     assert good.metrics.compute()["tokens"] == 4
@@ -209,7 +216,9 @@ def test_probabilities_in_the_place_of_log_probabilities_are_told():
     metrics = call(old_logp=BATCH.old_logp.exp()).metrics
     expected = (BATCH.old_logp.exp() > 0.1)[BATCH.mask].sum()
     assert metrics["positive_logp_tokens"].item() == expected > valid / 2
-    with pytest.warns(UserWarning, match="more than half of the valid tokens have a positive log-probability"):
+    with pytest.warns(
+        UserWarning, match="more than half of the valid tokens have a positive log-probability"
+    ):
         metrics.compute()
 
 
@@ -245,7 +254,9 @@ def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it(spec
 )
 def test_totals_below_what_a_call_holds_are_told(aggregate, totals, beyond):
     x = torch.full((2, 3), -1.0)
-    metrics = pl.policy_loss(pl.LossSpec(aggregate=aggregate), x, x, x, x < 0, totals=totals).metrics
+    metrics = pl.policy_loss(
+        pl.LossSpec(aggregate=aggregate), x, x, x, x < 0, totals=totals
+    ).metrics
     if not beyond:
         assert metrics.compute().get("beyond_totals") == beyond
         return
@@ -260,7 +271,9 @@ def test_totals_below_what_a_call_holds_are_told(aggregate, totals, beyond):
 
 def step_of(number):
     x = torch.full((1, 2), -1.0)
-    return x, pl.accumulate(pl.preset("ppo"), [{"mask": x < 0, "old_logp": x, "advantages": x} for _ in range(number)])
+    return x, pl.accumulate(
+        pl.preset("ppo"), [{"mask": x < 0, "old_logp": x, "advantages": x} for _ in range(number)]
+    )
 
 
 def test_a_loss_is_taken_once_of_each_micro_batch():
@@ -316,8 +329,14 @@ def test_ids_that_are_all_different_are_told(name):
 
 
 def test_percentages_are_no_bounds():
-    for make in (lambda: pl.Clip(20, 28), lambda: pl.TwoSidedClip(4.0, 20, 28), lambda: pl.CovClip(20, 28)):
-        with pytest.raises(pl.SpecError, match=r"eps_low=20 puts the lower bound at -19.*0\.2 for 20 %.*math\.inf"):
+    for make in (
+        lambda: pl.Clip(20, 28),
+        lambda: pl.TwoSidedClip(4.0, 20, 28),
+        lambda: pl.CovClip(20, 28),
+    ):
+        with pytest.raises(
+            pl.SpecError, match=r"eps_low=20 puts the lower bound at -19.*0\.2 for 20 %.*math\.inf"
+        ):
             make()
 
 
@@ -376,7 +395,9 @@ def test_with_context_parallel_a_packs_numbers_in_one_dimension_are_of_tokens():
     offsets = torch.tensor([0, 2, 3])
     shard = Sequences((3,), offsets, torch.tensor([0, 0, 1]), one_rank_of_several)
     assert shard.with_clear_shape(torch.zeros(3), "advantages").shape == (1, 3)
-    with pytest.raises(pl.InputError, match=r"with cp_group the 1-D numbers of a pack are one per token"):
+    with pytest.raises(
+        pl.InputError, match=r"with cp_group the 1-D numbers of a pack are one per token"
+    ):
         shard.with_clear_shape(torch.zeros(2), "advantages")
     full = Sequences((2,), TWO_AND_NONE, torch.tensor([0, 0]), one_rank_of_several)
     assert full.with_clear_shape(torch.zeros(2), "advantages").shape == (1, 2)

@@ -25,7 +25,9 @@ def cu(*offsets, dtype=torch.int64):
     return torch.tensor(offsets, dtype=dtype)
 
 
-SQUARE = make_batch(seed=1, rows=8)  # as many rows as columns: numbers per row look like numbers per column
+SQUARE = make_batch(
+    seed=1, rows=8
+)  # as many rows as columns: numbers per row look like numbers per column
 
 
 def per_row(t):
@@ -46,12 +48,27 @@ BAD = {
         ["correction", "(8, 8)", "(8,)", "expand"],
     ),
     "logp is a list": (lambda: call(logp=[[1.0]]), ["logp", "tensor", "list"]),
-    "logp is integer": (lambda: call(logp=torch.zeros(7, 8, dtype=torch.int64)), ["logp", "floating-point", "int64"]),
+    "logp is integer": (
+        lambda: call(logp=torch.zeros(7, 8, dtype=torch.int64)),
+        ["logp", "floating-point", "int64"],
+    ),
     "logp is 3-D": (lambda: call(logp=torch.zeros(7, 8, 2)), ["[B, T]", "(7, 8, 2)", "cu_seqlens"]),
-    "logp is 1-D without cu_seqlens": (lambda: call(logp=torch.zeros(7)), ["[B, T]", "(7,)", "cu_seqlens"]),
-    "logp is 2-D with cu_seqlens": (lambda: call(cu_seqlens=cu(0, 56)), ["cu_seqlens", "[N]", "(7, 8)"]),
-    "old_logp shape": (lambda: call(old_logp=BATCH.old_logp[:, :-1]), ["old_logp", "(7, 7)", "(7, 8)"]),
-    "rollout_logp shape": (lambda: call(rollout_logp=BATCH.rollout_logp[:1]), ["rollout_logp", "(1, 8)", "(7, 8)"]),
+    "logp is 1-D without cu_seqlens": (
+        lambda: call(logp=torch.zeros(7)),
+        ["[B, T]", "(7,)", "cu_seqlens"],
+    ),
+    "logp is 2-D with cu_seqlens": (
+        lambda: call(cu_seqlens=cu(0, 56)),
+        ["cu_seqlens", "[N]", "(7, 8)"],
+    ),
+    "old_logp shape": (
+        lambda: call(old_logp=BATCH.old_logp[:, :-1]),
+        ["old_logp", "(7, 7)", "(7, 8)"],
+    ),
+    "rollout_logp shape": (
+        lambda: call(rollout_logp=BATCH.rollout_logp[:1]),
+        ["rollout_logp", "(1, 8)", "(7, 8)"],
+    ),
     "ref_logp shape": (lambda: call(ref_logp=BATCH.ref_logp.T), ["ref_logp", "(8, 7)"]),
     "entropy shape": (lambda: call(entropy=torch.zeros(7)), ["entropy", "(7,)"]),
     "old_logp broadcasts": (lambda: call(old_logp=torch.zeros(7, 1)), ["old_logp", "(7, 1)"]),
@@ -63,18 +80,45 @@ BAD = {
     "mask has nan": (lambda: call(mask=torch.full((7, 8), float("nan"))), ["mask", "0 and 1"]),
     "mask is two": (lambda: call(mask=2 * BATCH.mask.long()), ["mask", "0 and 1"]),
     "advantages are a number": (lambda: call(advantages=1.0), ["advantages", "tensor", "float"]),
-    "advantages per column": (lambda: call(advantages=torch.zeros(8)), ["advantages", "(8,)", "(7, 8)", "(7,)"]),
+    "advantages per column": (
+        lambda: call(advantages=torch.zeros(8)),
+        ["advantages", "(8,)", "(7, 8)", "(7,)"],
+    ),
     "advantages 3-D": (lambda: call(advantages=torch.zeros(7, 8, 1)), ["advantages", "(7, 8, 1)"]),
     "advantages scalar": (lambda: call(advantages=torch.tensor(1.0)), ["advantages", "()"]),
-    "packed advantages": (lambda: call(PACKED, advantages=torch.zeros(3)), ["advantages", "(3,)", "packed", f"({N},)", "(7,)"]),
-    "cu_seqlens float": (lambda: call(PACKED, cu_seqlens=cu(0, N, dtype=torch.float32)), ["cu_seqlens", "float32", "cumsum"]),
-    "cu_seqlens 2-D": (lambda: call(PACKED, cu_seqlens=cu(0, N)[None]), ["cu_seqlens", "1-D", "(1, 2)"]),
+    "packed advantages": (
+        lambda: call(PACKED, advantages=torch.zeros(3)),
+        ["advantages", "(3,)", "packed", f"({N},)", "(7,)"],
+    ),
+    "cu_seqlens float": (
+        lambda: call(PACKED, cu_seqlens=cu(0, N, dtype=torch.float32)),
+        ["cu_seqlens", "float32", "cumsum"],
+    ),
+    "cu_seqlens 2-D": (
+        lambda: call(PACKED, cu_seqlens=cu(0, N)[None]),
+        ["cu_seqlens", "1-D", "(1, 2)"],
+    ),
     "cu_seqlens too short": (lambda: call(PACKED, cu_seqlens=cu(0)), ["cu_seqlens", "S+1"]),
-    "cu_seqlens not from 0": (lambda: call(PACKED, cu_seqlens=cu(1, N)), ["cu_seqlens", "from 0", str(N)]),
-    "cu_seqlens not to N": (lambda: call(PACKED, cu_seqlens=cu(0, N - 1)), ["cu_seqlens", str(N), str(N - 1)]),
-    "cu_seqlens falls": (lambda: call(PACKED, cu_seqlens=cu(0, 9, 5, N)), ["cu_seqlens", "rise", "[0, 9, 5"]),
-    "cu_seqlens are lengths": (lambda: call(PACKED, cu_seqlens=BATCH.lengths), ["cu_seqlens", "rise"]),
-    "group_ids per token": (lambda: call(group_ids=torch.zeros(7, 8)), ["group_ids", "(7, 8)", "(7,)"]),
+    "cu_seqlens not from 0": (
+        lambda: call(PACKED, cu_seqlens=cu(1, N)),
+        ["cu_seqlens", "from 0", str(N)],
+    ),
+    "cu_seqlens not to N": (
+        lambda: call(PACKED, cu_seqlens=cu(0, N - 1)),
+        ["cu_seqlens", str(N), str(N - 1)],
+    ),
+    "cu_seqlens falls": (
+        lambda: call(PACKED, cu_seqlens=cu(0, 9, 5, N)),
+        ["cu_seqlens", "rise", "[0, 9, 5"],
+    ),
+    "cu_seqlens are lengths": (
+        lambda: call(PACKED, cu_seqlens=BATCH.lengths),
+        ["cu_seqlens", "rise"],
+    ),
+    "group_ids per token": (
+        lambda: call(group_ids=torch.zeros(7, 8)),
+        ["group_ids", "(7, 8)", "(7,)"],
+    ),
     "spec is a number": (lambda: call(spec=0.2), ["LossSpec", "float", "preset"]),
     "spec is a part": (lambda: call(spec=pl.Clip(0.2, 0.2)), ["LossSpec", "Clip"]),
     "totals is a number": (lambda: call(totals=64), ["totals", "Totals", '"local"', "64"]),
@@ -92,7 +136,9 @@ def test_bad_tensors(name):
 
 
 ENGINE = RolloutProduct()
-FULL = pl.LossSpec(correction=pl.Veto(), kl=pl.KL("k3", 0.1), entropy_coef=0.1, aggregate=pl.PromptMean())
+FULL = pl.LossSpec(
+    correction=pl.Veto(), kl=pl.KL("k3", 0.1), entropy_coef=0.1, aggregate=pl.PromptMean()
+)
 SPECS = {
     **PRESETS,
     "everything": FULL,
@@ -107,7 +153,9 @@ SPECS = {
     "an engine in a ratio that the KL uses": pl.LossSpec(
         ratio=ENGINE, trust=pl.Unbounded("logp"), kl=pl.KL("k3", 0.1, weight="ratio")
     ),
-    "ratio-weighted KL": pl.LossSpec(trust=pl.Unbounded("logp"), kl=pl.KL("k2", 0.1, weight="ratio")),
+    "ratio-weighted KL": pl.LossSpec(
+        trust=pl.Unbounded("logp"), kl=pl.KL("k2", 0.1, weight="ratio")
+    ),
 }
 
 
@@ -144,7 +192,9 @@ def test_batch_wide_losses_refuse_plain_counts(name):
         call(spec=spec, totals=counted)
     local = call(spec=spec, totals="local").loss
     assert torch.equal(local, call(spec=spec).loss)
-    torch.testing.assert_close(call(spec=spec, totals=step_totals(spec, BATCH)).loss, local, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        call(spec=spec, totals=step_totals(spec, BATCH)).loss, local, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_rejection_that_moves_the_denominator_refuses_plain_counts():
@@ -152,7 +202,9 @@ def test_rejection_that_moves_the_denominator_refuses_plain_counts():
     with pytest.raises(pl.InputError, match="measure"):
         call(spec=spec, totals=pl.Totals.count(BATCH.mask))
     kept = spec.replace(rejected="keep")
-    assert torch.equal(call(spec=kept, totals=pl.Totals.count(BATCH.mask)).loss, call(spec=kept).loss)
+    assert torch.equal(
+        call(spec=kept, totals=pl.Totals.count(BATCH.mask)).loss, call(spec=kept).loss
+    )
 
 
 def test_prompt_mean_refuses_totals_without_groups():

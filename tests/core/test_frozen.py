@@ -14,10 +14,16 @@ import policyloss as pl
 from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch
 
 FROZEN = ("old_logp", "rollout_logp", "ref_logp", "advantages")
-_WEIGHTED = pl.LossSpec(correction=(pl.Truncate(1.1), pl.OPSM(0.01)), kl=pl.KL("k3", 0.1, weight="ratio"), entropy_coef=0.01)
+_WEIGHTED = pl.LossSpec(
+    correction=(pl.Truncate(1.1), pl.OPSM(0.01)),
+    kl=pl.KL("k3", 0.1, weight="ratio"),
+    entropy_coef=0.01,
+)
 LOSSES = {
     **{f"trust={label(part)}": _WEIGHTED.replace(trust=part) for part in TRUSTS},
-    **{f"kl={label(part)}": _WEIGHTED.replace(trust=pl.Unbounded("ratio"), kl=part) for part in KLS},
+    **{
+        f"kl={label(part)}": _WEIGHTED.replace(trust=pl.Unbounded("ratio"), kl=part) for part in KLS
+    },
     **{name: spec.replace(trust=pl.Unbounded("ratio")) for name, spec in BY_CORRECTION.items()},
 }
 
@@ -47,7 +53,9 @@ def test_only_logp_and_entropy_get_a_gradient(layout: str, per_sequence: bool) -
 
 def test_values_alone_get_a_gradient() -> None:
     batch = make_batch(seed=3)
-    values, returns, old = (getattr(batch, n).clone().requires_grad_() for n in ("logp", "ref_logp", "old_logp"))
+    values, returns, old = (
+        getattr(batch, n).clone().requires_grad_() for n in ("logp", "ref_logp", "old_logp")
+    )
     out = pl.value_loss(values, returns, old, batch.mask)
     moved, *others = torch.autograd.grad(out.loss, [values, returns, old], allow_unused=True)
     assert moved.abs().max() > 0
@@ -60,7 +68,12 @@ def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
     hidden, weight = (x.clone().requires_grad_() for x in (batch.hidden, batch.weight))
     frozen = {name: batch.kwargs[name].clone().requires_grad_() for name in FROZEN}
     out = pl.linear_policy_loss(
-        _WEIGHTED.replace(trust=pl.Unbounded("ratio")), hidden, weight, batch.ids, plan=plan, **{**batch.kwargs, **frozen}
+        _WEIGHTED.replace(trust=pl.Unbounded("ratio")),
+        hidden,
+        weight,
+        batch.ids,
+        plan=plan,
+        **{**batch.kwargs, **frozen},
     )
     moved = torch.autograd.grad(out.loss, [hidden, weight, *frozen.values()], allow_unused=True)
     assert [g is not None for g in moved] == [True, True, False, False, False, False]
@@ -70,7 +83,13 @@ def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
 def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
     """At a log-ratio held at ln(max), or next to it, exp may be infinite: a clipped token still has gradient 0, not 0·inf."""
     edge = math.log(torch.finfo(dtype).max)
-    limits: list[Any] = [math.nextafter(edge, 0), edge, math.nextafter(edge, math.inf), edge * (1 - 1e-9), edge + 1]
+    limits: list[Any] = [
+        math.nextafter(edge, 0),
+        edge,
+        math.nextafter(edge, math.inf),
+        edge * (1 - 1e-9),
+        edge + 1,
+    ]
     for limit in [*limits, *((None, x) for x in limits)]:
         # Ratios e^2·max held at about max, and e: with A = 1 both are clipped at 1.2, the loss is −1.2 and its slope 0.
         logp = torch.tensor([[0.0, 0.0]], dtype=dtype, requires_grad=True)

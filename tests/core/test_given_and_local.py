@@ -15,7 +15,13 @@ from policyloss.compat.counts import guarded_mean, together
 from policyloss.compat.parts import GuardedSeqMeanTokenMean
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 from policyloss.compat.verl.counts import masked_mean, outside_by_sign
-from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip, OfThisCall
+from policyloss.compat.verl.parts import (
+    GeometricMeanWeight,
+    LocalCovClip,
+    LocalCovKL,
+    MeanAdvantageGeometricClip,
+    OfThisCall,
+)
 from policyloss.inputs import Inputs
 from policyloss.metrics import Stat, Sum
 from policyloss.parts.precomputed import GivenWeight
@@ -29,7 +35,13 @@ def call(spec: pl.LossSpec, **changes: torch.Tensor) -> tuple[torch.Tensor, torc
     """Loss and gradient of `spec` on BATCH."""
     logp = BATCH.logp.clone().requires_grad_()
     out = pl.policy_loss(
-        spec, logp, BATCH.old_logp, BATCH.advantages, BATCH.mask, rollout_logp=BATCH.rollout_logp, ref_logp=BATCH.ref_logp
+        spec,
+        logp,
+        BATCH.old_logp,
+        BATCH.advantages,
+        BATCH.mask,
+        rollout_logp=BATCH.rollout_logp,
+        ref_logp=BATCH.ref_logp,
     )
     return out.loss.detach(), torch.autograd.grad(out.loss, logp)[0]
 
@@ -55,10 +67,15 @@ def test_a_given_weight_may_be_anything_where_masked() -> None:
 def test_the_geometric_mean_of_a_given_weight() -> None:
     log_weight = BATCH.old_logp - BATCH.rollout_logp
     given = GeometricMeanWeight(log_weight.exp(), floor=0.0, epsilon=0.0)
-    same(pl.LossSpec(correction=given), pl.LossSpec(correction=pl.Truncate(math.inf, level="geomean")))
+    same(
+        pl.LossSpec(correction=given),
+        pl.LossSpec(correction=pl.Truncate(math.inf, level="geomean")),
+    )
     # One sequence of weights 4 and 0: exp((log(4 + 0.25) + log(0.25)) / (2 + 0.5)).
     t = Inputs(logp=X[:1, :2], advantages=X[:1, :2], mask=MASK[:1, :2]).tokens()
-    weight = GeometricMeanWeight(torch.tensor([[4.0, 0.0]], dtype=torch.float64), floor=0.25, epsilon=0.5)(t).weight
+    weight = GeometricMeanWeight(
+        torch.tensor([[4.0, 0.0]], dtype=torch.float64), floor=0.25, epsilon=0.5
+    )(t).weight
     expected = math.exp((math.log(4.25) + math.log(0.25)) / 2.5)
     torch.testing.assert_close(weight, torch.full((1, 2), expected, dtype=torch.float64))
 
@@ -75,7 +92,9 @@ def test_a_given_penalty_is_scaled_and_keeps_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("part", [pl.CovKL(0.3), pl.CovClip(fraction=0.3, cov_low=-1.0)])
-def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(part: pl.CovKL | pl.CovClip) -> None:
+def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(
+    part: pl.CovKL | pl.CovClip,
+) -> None:
     same(pl.LossSpec(trust=OfThisCall(part)), pl.LossSpec(trust=part))
     # With totals of a larger step the wrapped part still runs, where the part itself asks to be measured.
     totals = pl.Totals(1000, 100)
@@ -93,7 +112,13 @@ def test_local_kl_cov_is_kl_cov_without_ties() -> None:
 
 def test_local_kl_cov_penalises_exactly_k_tokens_whatever_the_ties() -> None:
     advantages = torch.ones_like(BATCH.advantages)  # every covariance is 0
-    out = pl.policy_loss(pl.LossSpec(trust=LocalCovKL(pl.CovKL(0.25))), BATCH.logp, BATCH.old_logp, advantages, BATCH.mask)
+    out = pl.policy_loss(
+        pl.LossSpec(trust=LocalCovKL(pl.CovKL(0.25))),
+        BATCH.logp,
+        BATCH.old_logp,
+        advantages,
+        BATCH.mask,
+    )
     n = int(BATCH.mask.sum())
     record = out.metrics["clip_fraction_upper"]
     assert isinstance(record, Stat)
@@ -127,7 +152,9 @@ def test_local_parts_of_an_empty_call() -> None:
     nothing = torch.zeros_like(BATCH.mask)
     for part in (LocalCovKL(pl.CovKL()), LocalCovClip(pl.CovClip(), 1e-8)):
         logp = BATCH.logp.clone().requires_grad_()
-        out = pl.policy_loss(pl.LossSpec(trust=part), logp, BATCH.old_logp, BATCH.advantages, nothing)
+        out = pl.policy_loss(
+            pl.LossSpec(trust=part), logp, BATCH.old_logp, BATCH.advantages, nothing
+        )
         out.loss.backward()
         assert out.loss.item() == 0
         assert torch.count_nonzero(logp.grad) == 0
@@ -155,7 +182,9 @@ def test_aggregate_tokens(aggregate: object, expected: float) -> None:
     torch.testing.assert_close(got.detach(), torch.tensor(expected, dtype=torch.float64))
     got.backward()
     # A weighted sum is its own gradient's product with x; masked positions have none.
-    torch.testing.assert_close((x.grad * x).sum().detach(), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        (x.grad * x).sum().detach(), torch.tensor(expected, dtype=torch.float64)
+    )
     assert torch.count_nonzero(x.grad[~MASK]) == 0
 
 
@@ -176,7 +205,9 @@ def test_epsilon_in_the_geometric_clip() -> None:
     trust = MeanAdvantageGeometricClip(pl.GeometricClip(0.2, 0.3), epsilon=0.5)
     spec = pl.LossSpec(trust=trust, aggregate=pl.SeqMeanTokenMean())
     loss = pl.policy_loss(spec, logp, old, torch.full_like(logp, 2.0), torch.ones_like(logp)).loss
-    torch.testing.assert_close(loss, torch.tensor(-4 / 2.5 * math.exp(0.4 / 2.5), dtype=torch.float64))
+    torch.testing.assert_close(
+        loss, torch.tensor(-4 / 2.5 * math.exp(0.4 / 2.5), dtype=torch.float64)
+    )
 
 
 def test_the_cap_of_a_probability_band_is_reported() -> None:
@@ -184,7 +215,9 @@ def test_the_cap_of_a_probability_band_is_reported() -> None:
     logp = torch.tensor([[0.5, 0.42, 0.9]], dtype=torch.float64).log()
     old = torch.full_like(logp, 0.4).log()
     spec = pl.LossSpec(trust=pl.ProbabilityBand("tv", 0.2, 0.2, cap=1.2))
-    metrics = pl.policy_loss(spec, logp, old, torch.ones_like(logp), torch.ones_like(logp)).metrics.compute()
+    metrics = pl.policy_loss(
+        spec, logp, old, torch.ones_like(logp), torch.ones_like(logp)
+    ).metrics.compute()
     assert metrics["clip_fraction_dual"] == pytest.approx(1 / 3)
     assert metrics["clip_fraction_upper"] == pytest.approx(1 / 3)
     assert metrics["clip_fraction"] == pytest.approx(2 / 3)
@@ -192,7 +225,9 @@ def test_the_cap_of_a_probability_band_is_reported() -> None:
 
 def test_dropped_tokens_are_reported() -> None:
     spec = pl.LossSpec(trust=pl.CovClip(fraction=0.3, cov_low=-1.0))
-    metrics = pl.policy_loss(spec, BATCH.logp, BATCH.old_logp, BATCH.advantages, BATCH.mask).metrics.compute()
+    metrics = pl.policy_loss(
+        spec, BATCH.logp, BATCH.old_logp, BATCH.advantages, BATCH.mask
+    ).metrics.compute()
     n = int(BATCH.mask.sum())
     assert metrics["clip_fraction_dropped"] == pytest.approx(int(0.3 * n) / n)
     parts = ("clip_fraction_upper", "clip_fraction_lower", "clip_fraction_dropped")
@@ -278,13 +313,19 @@ def test_framework_parts_run_in_the_head() -> None:
     assert ALL_THREE.reads == ("old_logp", "rollout_logp", "ref_logp")
     assert FRAMEWORK_PARTS[0].reach == "token"
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(*BATCH.mask.shape, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(
+        *BATCH.mask.shape, 5, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 11, BATCH.mask.shape, generator=generator)
     logp = pl.linear_logprobs(hidden, weight, ids)
     old = logp.detach() + 0.1 * (BATCH.old_logp - BATCH.logp)
     others = {"rollout_logp": old + 0.1, "ref_logp": old - 0.2}
     plain = pl.policy_loss(ALL_THREE, logp, old, BATCH.advantages, BATCH.mask, **others).loss
-    head = pl.linear_policy_loss(ALL_THREE, hidden, weight, ids, old, BATCH.advantages, BATCH.mask, **others).loss
+    head = pl.linear_policy_loss(
+        ALL_THREE, hidden, weight, ids, old, BATCH.advantages, BATCH.mask, **others
+    ).loss
     torch.testing.assert_close(head, plain)
-    torch.testing.assert_close(torch.autograd.grad(head, hidden)[0], torch.autograd.grad(plain, hidden)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(head, hidden)[0], torch.autograd.grad(plain, hidden)[0]
+    )

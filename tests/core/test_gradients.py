@@ -47,7 +47,9 @@ def check_direction(f: Callable[..., Tensor], *inputs: Tensor) -> None:
         up, down = (frozen(*(x + s * d for x, d in zip(leaves, u, strict=True))) for s in (h, -h))
     numerical = (up - down) / (2 * h)
     if not torch.isclose(numerical, torch.as_tensor(analytic), rtol=1e-6, atol=1e-8):
-        raise RuntimeError(f"Jacobian mismatch: autograd says {float(analytic)}, finite differences {float(numerical)}")
+        raise RuntimeError(
+            f"Jacobian mismatch: autograd says {float(analytic)}, finite differences {float(numerical)}"
+        )
 
 
 CHECKS = {"every_entry": check_every_entry, "direction": check_direction}
@@ -96,7 +98,9 @@ def test_gradient_of_every_one_slot_neighbour(name: str) -> None:
 def value_loss_of(batch: Batch, **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def loss(values: Tensor) -> Tensor:
         shared = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
-        return pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, **shared, **kwargs).loss
+        return pl.value_loss(
+            values, batch.advantages, batch.old_logp, batch.mask, **shared, **kwargs
+        ).loss
 
     return loss
 

@@ -35,7 +35,12 @@ def test_worked_example_dual_clip():
 
 # --- Trust regions --------------------------------------------------------------------------------------------------------------
 
-CLIP, DUAL, HIGHER, LOWER = pl.Clip(0.2, 0.2), pl.Clip(0.2, 0.2, dual=3.0), pl.Clip(0.2, 0.28), pl.Clip(0.3, 0.1)
+CLIP, DUAL, HIGHER, LOWER = (
+    pl.Clip(0.2, 0.2),
+    pl.Clip(0.2, 0.2, dual=3.0),
+    pl.Clip(0.2, 0.28),
+    pl.Clip(0.3, 0.1),
+)
 TWO_SIDED, TIGHT = pl.TwoSidedClip(4.0, 0.2, 0.2), pl.TwoSidedClip(1.1, 0.2, 0.2)
 CISPO = pl.DetachedClip(0.5, 2.0)
 CISPO_SIGN = pl.DetachedClip(0.5, 2.0, outside="zero_by_sign")
@@ -125,11 +130,32 @@ BANDS = [
     (TV, 0.25, 0.5, -1.0, 0.0, 0),  # fell by 0.25, A < 0 pushes it down: dropped
     (TV, 0.25, 0.5, 1.0, -0.5 * log(0.25), -0.5),
     (TV, 0.5, 0.4, 1.0, -1.25 * log(0.5), -1.25),  # rose by 0.1 only: kept
-    (pl.ProbabilityBand("tv", 0.2, 0.3), 0.5, 0.25, 1.0, -2 * log(0.5), -2.0),  # high = 0.3 allows 0.25
-    (pl.ProbabilityBand("tv", 0.3, 0.2), 0.25, 0.5, -1.0, 0.5 * log(0.25), 0.5),  # low = 0.3 allows 0.25
+    (
+        pl.ProbabilityBand("tv", 0.2, 0.3),
+        0.5,
+        0.25,
+        1.0,
+        -2 * log(0.5),
+        -2.0,
+    ),  # high = 0.3 allows 0.25
+    (
+        pl.ProbabilityBand("tv", 0.3, 0.2),
+        0.25,
+        0.5,
+        -1.0,
+        0.5 * log(0.25),
+        0.5,
+    ),  # low = 0.3 allows 0.25
     (pl.ProbabilityBand("tv", 0.2, 0.2, cap=1.5), 0.5, 0.25, -1.0, 1.5 * log(0.5), 1.5),
     (pl.ProbabilityBand("tv", 0.2, 0.2, form="ratio"), 0.5, 0.25, -1.0, 2.0, 2.0),  # −r·A
-    (pl.ProbabilityBand("tv", 0.2, 0.2, form="ratio", cap=1.5), 0.5, 0.25, -1.0, 2.0, 2.0),  # cap is the score form's
+    (
+        pl.ProbabilityBand("tv", 0.2, 0.2, form="ratio", cap=1.5),
+        0.5,
+        0.25,
+        -1.0,
+        2.0,
+        2.0,
+    ),  # cap is the score form's
     (pl.ProbabilityBand("tv", 0.2, 0.2, sides="both"), 0.5, 0.25, -1.0, 0.0, 0),
     (pl.ProbabilityBand("tv", 0.2, 0.2, sides="both"), 0.25, 0.5, 1.0, 0.0, 0),
     # KL(p₀‖p) of p₀ = ½, p = ¼: ½·ln 2 + ½·ln(½ / ¾) = ½·ln(4/3) = 0.1438.
@@ -166,7 +192,11 @@ def test_geometric_clip():
     assert_loss(at_ratio(unequal, [1 / e, 1], [-1, -1]), exp(-0.05), [0, exp(-0.05) / 2])
     assert_loss(at_ratio(unequal, [e, 1], [1, 1]), -exp(0.3), [0, -exp(0.3) / 2])
     # One row masked in the middle: the mean is over the valid tokens, d = (0.2, –, 0) → −e^0.1.
-    assert_loss(at_ratio(spec, [exp(0.2), 50, 1], [1, 1, 1], mask=[1, 0, 1]), -exp(0.1), [-exp(0.1) / 2, 0, -exp(0.1) / 2])
+    assert_loss(
+        at_ratio(spec, [exp(0.2), 50, 1], [1, 1, 1], mask=[1, 0, 1]),
+        -exp(0.1),
+        [-exp(0.1) / 2, 0, -exp(0.1) / 2],
+    )
 
 
 # A = (3, −1, −1, −1) has mean 0, logp = (−1, −3, −3.5, −4.5) has mean −3: covariances (6, 0, ½, 3/2).
@@ -185,13 +215,21 @@ def test_cov_clip():
         every = token(pl.CovClip(fraction=1.0, cov_low=0.4, cov_high=7.0, seed=seed))
         assert_loss(at_ratio(every, [1.0] * 4, COV_A, COV_LOGP), 1 / 4, [0, 1 / 4, 0, 0])
     # A token that PPO clips already is no candidate: r = ½ and A = −1 holds token 3 at 0.8, and nothing else is in the window.
-    assert_loss(at_ratio(spec, [1, 1, 1, 0.5], COV_A, COV_LOGP), (-3 + 1 + 1 + 0.8) / 4, [-3 / 4, 1 / 4, 1 / 4, 0])
+    assert_loss(
+        at_ratio(spec, [1, 1, 1, 0.5], COV_A, COV_LOGP),
+        (-3 + 1 + 1 + 0.8) / 4,
+        [-3 / 4, 1 / 4, 1 / 4, 0],
+    )
 
 
 def test_cov_kl():
     # A quarter of four tokens: the one with covariance 6. d = (ln 2, 0, 0, 0): −3·2 + ½·ln 2; slope −3·2 + ½·sign(d).
     spec = token(pl.CovKL(fraction=0.25, coef=0.5))
-    assert_loss(at_ratio(spec, [2, 1, 1, 1], COV_A, COV_LOGP), (-6 + LOG2 / 2 + 3) / 4, [-5.5 / 4, 1 / 4, 1 / 4, 1 / 4])
+    assert_loss(
+        at_ratio(spec, [2, 1, 1, 1], COV_A, COV_LOGP),
+        (-6 + LOG2 / 2 + 3) / 4,
+        [-5.5 / 4, 1 / 4, 1 / 4, 1 / 4],
+    )
     # On the highest covariance only: a log-ratio elsewhere costs nothing. −3 + 2 + 1 + 1; slopes (−3, 2, 1, 1).
     assert_loss(at_ratio(spec, [1, 2, 1, 1], COV_A, COV_LOGP), 1 / 4, [-3 / 4, 2 / 4, 1 / 4, 1 / 4])
 
@@ -221,7 +259,11 @@ def test_sequence_product():
 def test_segment_ratio():
     # Runs {0, 1} and {3}: ratios 2, 2 and 3. −(2 + 2 + 3)/3; slopes −(2 + 2)/2/3 in the first run, −3/3 in the second.
     spec = ratio_spec(pl.SegmentRatio())
-    assert_loss(at_ratio(spec, [4, 1, 99, 3], [1, 1, 1, 1], mask=[1, 1, 0, 1]), -7 / 3, [-2 / 3, -2 / 3, 0, -1])
+    assert_loss(
+        at_ratio(spec, [4, 1, 99, 3], [1, 1, 1, 1], mask=[1, 1, 0, 1]),
+        -7 / 3,
+        [-2 / 3, -2 / 3, 0, -1],
+    )
     # A run ends with its row: (4, 1) and (3, 1) are two runs although no masked token lies between them.
     two = at_ratio(spec, [[4, 1], [9, 1]], [[1, 1], [1, 1]])
     assert_loss(two, -(2 + 3) / 2, [[-0.5, -0.5], [-0.75, -0.75]])
@@ -231,7 +273,9 @@ def test_anchors():
     # rollout_logp = logp − ln 3 and old_logp = logp − ln 2: the anchor says which ratio. "current" is exactly 1.
     for anchor, ratio in (("old", 2.0), ("rollout", 3.0), ("current", 1.0)):
         for kind in (pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio):
-            result = evaluate(ratio_spec(kind(anchor=anchor)), -1.0, -1 - LOG2, 1.0, rollout_logp=-1 - LOG3)
+            result = evaluate(
+                ratio_spec(kind(anchor=anchor)), -1.0, -1 - LOG2, 1.0, rollout_logp=-1 - LOG3
+            )
             assert_loss(result, -ratio, -ratio)
 
 
@@ -246,7 +290,9 @@ def test_log_clamp():
         (None, 25, -exp(25), -exp(25)),
         (20.0, 25, -exp(20), 0),
     ):
-        assert_loss(at_ratio(ratio_spec(pl.TokenRatio(log_clamp=limit)), exp(log_ratio), 1.0), loss, grad)
+        assert_loss(
+            at_ratio(ratio_spec(pl.TokenRatio(log_clamp=limit)), exp(log_ratio), 1.0), loss, grad
+        )
     # The clamp is on the sequence's log-ratio, not on the tokens': (3, −1) has mean 1 < 2 although a token lies beyond.
     mean = at_ratio(ratio_spec(pl.SequenceRatio(log_clamp=2.0)), [e**3, 1 / e], [1, 1])
     assert_loss(mean, -e, [-e / 2, -e / 2])
@@ -273,7 +319,9 @@ AGGREGATES = [
 
 def aggregate_case(aggregate, **others):
     spec = pl.LossSpec(trust=RATIO, aggregate=aggregate)
-    return at_ratio(spec, [[1.0] * 3] * 3, -torch.tensor(LOSSES, dtype=torch.float64), mask=VALID, **others)
+    return at_ratio(
+        spec, [[1.0] * 3] * 3, -torch.tensor(LOSSES, dtype=torch.float64), mask=VALID, **others
+    )
 
 
 @pytest.mark.parametrize(("aggregate", "loss", "first", "second"), AGGREGATES, ids=str)
@@ -306,8 +354,12 @@ def test_totals_are_the_denominator():
     ):
         assert_loss(aggregate_case(aggregate, totals=totals), loss)
     # Three groups in this call, of the step's 4: 2·(16/4 + 0)/4 and 2·(2 + 10)/4.
-    assert_loss(aggregate_case(pl.PromptMean(), totals=totals, group_ids=torch.tensor([7, 7, 3])), 2)
-    assert_loss(aggregate_case(pl.PromptMean(), totals=totals, group_ids=torch.tensor([7, 3, 9])), 6)
+    assert_loss(
+        aggregate_case(pl.PromptMean(), totals=totals, group_ids=torch.tensor([7, 7, 3])), 2
+    )
+    assert_loss(
+        aggregate_case(pl.PromptMean(), totals=totals, group_ids=torch.tensor([7, 3, 9])), 6
+    )
 
 
 # --- Entropy bonus --------------------------------------------------------------------------------------------------------------
@@ -318,9 +370,16 @@ def test_entropy_bonus():
     spec = pl.LossSpec(trust=RATIO, entropy_coef=0.1)
     result = evaluate(spec, [-1, -1, -1], [-1, -1, -1], [0, 0, 0], [1, 1, 0], entropy=[1, 3, 100])
     assert_loss(result, -0.2, [0, 0, 0])
-    torch.testing.assert_close(result.entropy_grad, torch.tensor([[-0.05, -0.05, 0]], dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        result.entropy_grad,
+        torch.tensor([[-0.05, -0.05, 0]], dtype=torch.float64),
+        rtol=1e-14,
+        atol=0,
+    )
     # It is not multiplied by the correction's weight: w = 4 doubles nothing but the policy term, 4·1 − 0.1·3.
-    both = weighted(pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), entropy_coef=0.1), 4.0, entropy=3.0)
+    both = weighted(
+        pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), entropy_coef=0.1), 4.0, entropy=3.0
+    )
     assert_loss(both, 4 - 0.3, 4)
 
 
@@ -333,7 +392,9 @@ def test_half_precision_is_upcast_before_the_subtraction():
     expected = pytest.approx(-exp(3 + 2.0**-7), rel=1e-6)
     one = torch.ones(1, 1)
     ratio = pl.policy_loss(token(RATIO), near, far, one, one).loss
-    weight = pl.policy_loss(token(RATIO, correction=pl.Truncate(inf)), near, near, one, one, rollout_logp=far).loss
+    weight = pl.policy_loss(
+        token(RATIO, correction=pl.Truncate(inf)), near, near, one, one, rollout_logp=far
+    ).loss
     assert ratio.dtype == weight.dtype == torch.float32
     assert ratio.item() == expected
     assert weight.item() == expected
@@ -342,11 +403,15 @@ def test_half_precision_is_upcast_before_the_subtraction():
 @pytest.mark.parametrize("garbage", [float("nan"), inf, -inf, 1e30])
 def test_masked_garbage_is_replaced(garbage):
     # The second token is masked; whatever stands there, the first token's −2·1 and slope −2 are all there is, in the metrics too.
-    spec = pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), kl=pl.KL("k3", 1.0), entropy_coef=1.0)
+    spec = pl.LossSpec(
+        trust=RATIO, correction=pl.Truncate(inf), kl=pl.KL("k3", 1.0), entropy_coef=1.0
+    )
 
     def with_masked(x):
         old = [-1 - LOG2, x]
-        return evaluate(spec, [-1, x], old, [1, x], [1, 0], rollout_logp=old, ref_logp=[-1, x], entropy=[0, x])
+        return evaluate(
+            spec, [-1, x], old, [1, x], [1, 0], rollout_logp=old, ref_logp=[-1, x], entropy=[0, x]
+        )
 
     result = with_masked(garbage)
     assert_loss(result, -2, [-2, 0])

@@ -20,7 +20,9 @@ RATIO = pl.Unbounded("ratio")
 
 
 def corrected(*parts, rejected="keep", aggregate=None):
-    return pl.LossSpec(trust=RATIO, correction=parts, rejected=rejected, aggregate=aggregate or pl.TokenMean())
+    return pl.LossSpec(
+        trust=RATIO, correction=parts, rejected=rejected, aggregate=aggregate or pl.TokenMean()
+    )
 
 
 # --- Weights -------------------------------------------------------------------------------------------------------------------
@@ -58,10 +60,15 @@ def test_weight(part, weights):
 def test_frozen_policies_get_no_gradient():
     """Weights, anchors and references are constants, even if the tensors came with a gradient."""
     logp, old, rollout, ref, a = (
-        torch.full((1, 2), x, dtype=torch.float64, requires_grad=True) for x in (-1.0, -1.2, -1.3, -1.1, 1.0)
+        torch.full((1, 2), x, dtype=torch.float64, requires_grad=True)
+        for x in (-1.0, -1.2, -1.3, -1.1, 1.0)
     )
-    spec = pl.LossSpec(correction=(pl.Truncate(2.0), pl.Veto()), kl=pl.KL("k3", 0.1, weight="ratio"))
-    pl.policy_loss(spec, logp, old, a, torch.ones(1, 2), rollout_logp=rollout, ref_logp=ref).loss.backward()
+    spec = pl.LossSpec(
+        correction=(pl.Truncate(2.0), pl.Veto()), kl=pl.KL("k3", 0.1, weight="ratio")
+    )
+    pl.policy_loss(
+        spec, logp, old, a, torch.ones(1, 2), rollout_logp=rollout, ref_logp=ref
+    ).loss.backward()
     assert logp.grad.abs().min() > 0
     assert [x.grad for x in (old, rollout, ref, a)] == [None] * 4
 
@@ -77,9 +84,19 @@ def test_weights_do_not_touch_kl():
 def test_sequences_are_judged_apart():
     # Row 0 has weights (4, 1), geometric mean 2; row 1 (½, 2), geometric mean 1.
     w = [[4, 1], [0.5, 2]]
-    assert_loss(weighted(corrected(pl.SequenceMask(0.5, 1.5)), w), 2.5 / 4, [[0, 0], [0.5 / 4, 2 / 4]])
-    assert_loss(weighted(corrected(pl.SequenceMask(0.5, 3.0, weight="sequence")), w), 6 / 4, [[0.5, 0.5], [0.25, 0.25]])
-    assert_loss(weighted(corrected(pl.Truncate(inf, level="product")), w), (8 + 2) / 4, [[1, 1], [0.25, 0.25]])
+    assert_loss(
+        weighted(corrected(pl.SequenceMask(0.5, 1.5)), w), 2.5 / 4, [[0, 0], [0.5 / 4, 2 / 4]]
+    )
+    assert_loss(
+        weighted(corrected(pl.SequenceMask(0.5, 3.0, weight="sequence")), w),
+        6 / 4,
+        [[0.5, 0.5], [0.25, 0.25]],
+    )
+    assert_loss(
+        weighted(corrected(pl.Truncate(inf, level="product")), w),
+        (8 + 2) / 4,
+        [[1, 1], [0.25, 0.25]],
+    )
 
 
 def test_levels_of_a_weight():
@@ -94,7 +111,9 @@ def test_levels_of_a_weight():
 def test_a_statistic_that_is_nan_decides_nothing():
     # A token without a rollout logp has no estimate: it is neither kept nor dropped, and shows in the loss.
     for part in (pl.Reject("k2", high=0.5), pl.Veto(), pl.SequenceMask(0.5, 1.5, weight=None)):
-        result = evaluate(corrected(part), [-1, -1], [-1, -1], [0, 0], rollout_logp=[float("nan"), -1])
+        result = evaluate(
+            corrected(part), [-1, -1], [-1, -1], [0, 0], rollout_logp=[float("nan"), -1]
+        )
         assert isnan(result.loss), part
     # The weight of a test is 1 where it can decide.
     assert nan_where_undecided(rows([5, -inf])).tolist() == [[1, 1]]
@@ -150,20 +169,33 @@ def test_divergence_mask(divergence, level, values):
     for value in {v for row in values for v in row}:
         for bound in (value - 1e-6, value + 1e-6):
             above, below = (rows(values) <= bound) * mask, (rows(values) >= bound) * mask
-            cases = [({"high": 9.0, "low": bound}, below)] + ([({"high": bound}, above)] if bound > 0 else [])
+            cases = [({"high": 9.0, "low": bound}, below)] + (
+                [({"high": bound}, above)] if bound > 0 else []
+            )
             for bounds, kept in cases:
                 for weight, w in (("token", weights), (None, mask)):
                     part = pl.DivergenceMask(divergence, level=level, weight=weight, **bounds)
-                    result = evaluate(corrected(part), old, old, torch.full_like(old, -1.0), mask, rollout_logp=rollout)
+                    result = evaluate(
+                        corrected(part),
+                        old,
+                        old,
+                        torch.full_like(old, -1.0),
+                        mask,
+                        rollout_logp=rollout,
+                    )
                     assert_loss(result, (kept * w).sum().item() / 3, kept * w / 3)
-                    assert result.metrics["rejected_fraction"] == pytest.approx(1 - kept.sum().item() / 3, abs=1e-15)
+                    assert result.metrics["rejected_fraction"] == pytest.approx(
+                        1 - kept.sum().item() / 3, abs=1e-15
+                    )
 
 
 def test_total_variation_has_no_sign():
     # rollout p = ¼, old q = ½: |p − q| = ¼ although p − q = −¼. A bound of 0.2 rejects, one of 0.3 keeps.
     for high, kept in ((0.2, 0), (0.3, 1)):
         part = pl.DivergenceMask("tv", high, weight=None)
-        assert_loss(evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=log(0.25)), kept, kept)
+        assert_loss(
+            evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=log(0.25)), kept, kept
+        )
 
 
 def test_the_maximum_is_over_valid_tokens():
@@ -178,16 +210,28 @@ def test_divergence_mask_holds_probabilities_off_zero_and_one():
     apart = 0.01 * log(0.02) + 0.99 * log(1.98)
     for high, kept in ((apart + 1e-9, 1), (apart - 1e-9, 0)):
         part = pl.DivergenceMask("kl", high, weight=None, floor=0.01)
-        assert_loss(evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=-1e9), kept, kept)
+        assert_loss(
+            evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=-1e9), kept, kept
+        )
 
 
 def test_rejected_share():
     # Of the three valid tokens one lies outside; of three rows, one is rejected whole and one is empty.
     w, mask = rows([[1, 1], [4, 0.5], [1, 1]]), rows([[1, 0], [1, 1], [0, 0]]) != 0
-    t = Inputs(logp=w.log(), advantages=torch.zeros_like(w), mask=mask, old_logp=w.log(), rollout_logp=torch.zeros_like(w)).tokens()
+    t = Inputs(
+        logp=w.log(),
+        advantages=torch.zeros_like(w),
+        mask=mask,
+        old_logp=w.log(),
+        rollout_logp=torch.zeros_like(w),
+    ).tokens()
     assert rejected_share(pl.Band(0.4, 2.0), t).item() == 1 / 3
-    assert rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3  # the row with 4 and ½ keeps ½
-    assert rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3  # √2 is outside
+    assert (
+        rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
+    )  # the row with 4 and ½ keeps ½
+    assert (
+        rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
+    )  # √2 is outside
     assert rejected_share(pl.Truncate(2.0), t).item() == 0
     nothing = t.with_mask(torch.zeros_like(mask))
     assert rejected_share(pl.Band(0.4, 2.0), nothing).item() == 0
@@ -206,7 +250,9 @@ def test_veto():
     assert_loss(weighted(corrected(pl.Veto()), w), 2 / 4, [[0, 0], [0.25, 0.25]])
     assert_loss(weighted(corrected(pl.Veto(low=None, high=3.0)), w), 2 / 4, [[0.25, 0.25], [0, 0]])
     assert_loss(weighted(corrected(pl.Veto(low=1e-4, high=3.0)), w), 0, [[0, 0], [0, 0]])
-    assert_loss(weighted(corrected(pl.Veto()), w, mask=[[0, 1], [1, 1]]), 1, [[0, 1 / 3], [1 / 3, 1 / 3]])
+    assert_loss(
+        weighted(corrected(pl.Veto()), w, mask=[[0, 1], [1, 1]]), 1, [[0, 1 / 3], [1 / 3, 1 / 3]]
+    )
 
 
 def test_opsm():
@@ -214,11 +260,24 @@ def test_opsm():
     logp, old = [[-1.4, -1], [-0.6, -1]], [[-1, -1], [-1, -1]]
     spec = corrected(pl.OPSM(0.1)).replace(trust=pl.Unbounded("logp"))
     # −A·logp: row 0 (A = −2, 3) → (rejected, 3·1); row 1 (A = −1, −1) → −0.6 − 1.
-    assert_loss(evaluate(spec, logp, old, [[-2, 3], [-1, -1]]), (3 - 0.6 - 1) / 4, [[0, -3 / 4], [1 / 4, 1 / 4]])
+    assert_loss(
+        evaluate(spec, logp, old, [[-2, 3], [-1, -1]]),
+        (3 - 0.6 - 1) / 4,
+        [[0, -3 / 4], [1 / 4, 1 / 4]],
+    )
     # δ = 0.3 rejects nothing: −A·logp = 2·(−1.4) more.
-    assert_loss(evaluate(spec.replace(correction=pl.OPSM(0.3)), logp, old, [[-2, 3], [-1, -1]]), (-2.8 + 3 - 1.6) / 4)
+    assert_loss(
+        evaluate(spec.replace(correction=pl.OPSM(0.3)), logp, old, [[-2, 3], [-1, -1]]),
+        (-2.8 + 3 - 1.6) / 4,
+    )
     # source="rollout" measures the drift from there: against rollout = logp there is none.
-    rollout = evaluate(spec.replace(correction=pl.OPSM(0.1, source="rollout")), logp, old, [[-2, 3], [-1, -1]], rollout_logp=logp)
+    rollout = evaluate(
+        spec.replace(correction=pl.OPSM(0.1, source="rollout")),
+        logp,
+        old,
+        [[-2, 3], [-1, -1]],
+        rollout_logp=logp,
+    )
     assert_loss(rollout, (-2.8 + 3 - 1.6) / 4)
 
 
@@ -232,11 +291,17 @@ def test_composition():
 
 def test_self_normalise():
     # (4, 2) has mean 3: (4/3, 2/3). With Band(0, 3) the 4 is rejected and counts as 0: mean 1, weights (0, 2).
-    assert_loss(weighted(corrected(pl.Truncate(inf), pl.SelfNormalise()), [4, 2]), 1, [2 / 3, 1 / 3])
+    assert_loss(
+        weighted(corrected(pl.Truncate(inf), pl.SelfNormalise()), [4, 2]), 1, [2 / 3, 1 / 3]
+    )
     assert_loss(weighted(corrected(pl.SelfNormalise(), pl.Band(0.0, 3.0)), [4, 2]), 1, [0, 1])
     # Over sequences: row means 3 and 1, their mean 2: weights (2, 1) and (½, –). (2 + 1 + ½)/3.
     spec = corrected(pl.Truncate(inf), pl.SelfNormalise("sequences"))
-    assert_loss(weighted(spec, [[4, 2], [1, 77]], mask=[[1, 1], [1, 0]]), 3.5 / 3, [[2 / 3, 1 / 3], [0.5 / 3, 0]])
+    assert_loss(
+        weighted(spec, [[4, 2], [1, 77]], mask=[[1, 1], [1, 0]]),
+        3.5 / 3,
+        [[2 / 3, 1 / 3], [0.5 / 3, 0]],
+    )
 
 
 # --- The denominator -----------------------------------------------------------------------------------------------------------
@@ -265,16 +330,26 @@ def test_rejected_tokens_and_the_other_terms():
     # keep: the rejected token still pays its KL (logp − ref = 1): (0 + 1 + 0.5 + 0.5)/2. renormalise: it is gone: (1 + 0.5)/1.
     spec = corrected(pl.Band(0.5, 3.0)).replace(kl=pl.KL("k1", 0.5))
     assert_loss(weighted(spec, [4, 1], ref_logp=[-2, -2]), (1 + 0.5 + 0.5) / 2, [0.5 / 2, 1.5 / 2])
-    assert_loss(weighted(spec.replace(rejected="renormalise"), [4, 1], ref_logp=[-2, -2]), 1.5, [0, 1.5])
+    assert_loss(
+        weighted(spec.replace(rejected="renormalise"), [4, 1], ref_logp=[-2, -2]), 1.5, [0, 1.5]
+    )
 
 
 def test_rejected_tokens_leave_the_sequence_ratio():
     # Log-ratios (ln 4, 0), the first token rejected. keep: s = 2 for the kept token, loss 2/2. renormalise: s = 1, loss 1.
-    spec = corrected(pl.Band(0.5, 3.0), aggregate=pl.SeqMeanTokenMean()).replace(ratio=pl.SequenceRatio())
+    spec = corrected(pl.Band(0.5, 3.0), aggregate=pl.SeqMeanTokenMean()).replace(
+        ratio=pl.SequenceRatio()
+    )
     old = [-1 - log(4), -1]
     rollout = [old[0] - log(4), -1]
     assert_loss(evaluate(spec, [-1, -1], old, [-1, -1], rollout_logp=rollout), 2 / 2, [0.5, 0.5])
-    assert_loss(evaluate(spec.replace(rejected="renormalise"), [-1, -1], old, [-1, -1], rollout_logp=rollout), 1, [0, 1])
+    assert_loss(
+        evaluate(
+            spec.replace(rejected="renormalise"), [-1, -1], old, [-1, -1], rollout_logp=rollout
+        ),
+        1,
+        [0, 1],
+    )
 
 
 # --- KL ------------------------------------------------------------------------------------------------------------------------
@@ -294,7 +369,9 @@ KLS = [
 
 def penalty(kl, d, ratio=1.0):
     """The KL term alone: A = 0, logp = −1, one token."""
-    return evaluate(pl.LossSpec(trust=RATIO, kl=kl), -1.0, -1.0 - log(ratio), 0.0, ref_logp=-1.0 + d)
+    return evaluate(
+        pl.LossSpec(trust=RATIO, kl=kl), -1.0, -1.0 - log(ratio), 0.0, ref_logp=-1.0 + d
+    )
 
 
 @pytest.mark.parametrize(("estimator", "d", "value", "slope"), KLS)
@@ -305,7 +382,11 @@ def test_kl_value_and_gradient(estimator, d, value, slope):
         assert_loss(result, 0.5 * value, 0.5 * expected)
         assert result.metrics["kl_ref"] == pytest.approx(value, rel=1e-12)
         # Times a ratio of 2, gradient included: (2·v)' = 2·v' + 2·v.
-        assert_loss(penalty(pl.KL(estimator, 0.5, grad=grad, weight="ratio"), d, ratio=2.0), value, expected + value)
+        assert_loss(
+            penalty(pl.KL(estimator, 0.5, grad=grad, weight="ratio"), d, ratio=2.0),
+            value,
+            expected + value,
+        )
 
 
 # Beyond a clamp the number stands still, so its own slope is 0; "k2" keeps the slope of the unclamped ½d², "score" the value's.
@@ -335,7 +416,9 @@ def test_kl_anchors():
     # k1 against old (logp − old = ln 2), rollout (3) and ref (5).
     for anchor, value in (("old", LOG2), ("rollout", 3.0), ("ref", 5.0)):
         spec = pl.LossSpec(trust=RATIO, kl=pl.KL("k1", 1.0, anchor=anchor))
-        assert_loss(evaluate(spec, -1.0, -1 - LOG2, 0.0, rollout_logp=-4.0, ref_logp=-6.0), value, 1.0)
+        assert_loss(
+            evaluate(spec, -1.0, -1 - LOG2, 0.0, rollout_logp=-4.0, ref_logp=-6.0), value, 1.0
+        )
 
 
 def test_kl_is_aggregated_like_the_rest():

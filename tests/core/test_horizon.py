@@ -37,14 +37,18 @@ def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
     spec = pl.LossSpec(aggregate=part)
     calls = {
         "policy_loss": lambda: run(spec, batch),
-        "value_loss": lambda: pl.value_loss(batch.logp, batch.old_logp, batch.old_logp, batch.mask, aggregate=part),
+        "value_loss": lambda: pl.value_loss(
+            batch.logp, batch.old_logp, batch.old_logp, batch.mask, aggregate=part
+        ),
         "aggregate_tokens": lambda: pl.loss.aggregate_tokens(batch.logp, batch.mask, part),
         "accumulate": lambda: pl.accumulate(spec, [batch.kwargs]),
         "compiled_loss": lambda: pl.compiled_loss(spec),
         "measure": lambda: pl.measure(spec, **batch.kwargs),
     }
     for call in calls.values():
-        with pytest.raises(pl.InputError, match=rf"{type(part).__name__}.*spec\.with_horizon\(tokens\)"):
+        with pytest.raises(
+            pl.InputError, match=rf"{type(part).__name__}.*spec\.with_horizon\(tokens\)"
+        ):
             call()
     assert pl.check_loss(spec)  # a common factor, which no check depends on
 
@@ -90,15 +94,22 @@ def test_the_printed_formula_names_what_is_not_set() -> None:
     assert "with_horizon" in printed.vocabulary["horizon"]
     batch = make_batch()
     loss = Evaluator(printed, batch, horizon=7).names["loss"].item()
-    assert loss == pytest.approx(run(pl.preset("dr_grpo").with_horizon(7), batch).loss.item(), rel=1e-12)
+    assert loss == pytest.approx(
+        run(pl.preset("dr_grpo").with_horizon(7), batch).loss.item(), rel=1e-12
+    )
 
 
 def test_the_explanation() -> None:
-    unset, filled = str(pl.explain("dr_grpo")), str(pl.explain(pl.preset("dr_grpo").with_horizon(512)))
+    unset, filled = (
+        str(pl.explain("dr_grpo")),
+        str(pl.explain(pl.preset("dr_grpo").with_horizon(512))),
+    )
     assert "aggregate.horizon" in unset
     assert "not set" in unset
     for text in (unset, filled):
-        assert text.startswith('Dr. GRPO: GRPO without length and std normalisation\npreset "dr_grpo"')
+        assert text.startswith(
+            'Dr. GRPO: GRPO without length and std normalisation\npreset "dr_grpo"'
+        )
     assert "512" in filled
     assert "sum(surrogate) / (B * 512)" in filled
 
@@ -106,7 +117,9 @@ def test_the_explanation() -> None:
 def test_the_difference() -> None:
     difference = pl.diff("dr_grpo", pl.preset("dr_grpo").with_horizon(16))
     assert "horizon: not set -> 16" in str(difference)
-    assert difference.to_dict()["changes"][0]["fields"] == [{"field": "horizon", "a": None, "b": 16}]
+    assert difference.to_dict()["changes"][0]["fields"] == [
+        {"field": "horizon", "a": None, "b": 16}
+    ]
 
 
 def test_trl_gives_its_longest_completion() -> None:
@@ -125,6 +138,11 @@ def test_trl_gives_its_longest_completion() -> None:
 def test_the_trainer_gives_its_longest_completion() -> None:
     config, spec = read_arguments(["--loss", "dr_grpo", "--max-new-tokens", "24"])
     assert spec.aggregate.horizon == config.max_new_tokens == 24
-    assert read_arguments(["--loss", "dr_grpo", "--loss.aggregate.horizon", "100"])[1].aggregate.horizon == 100
+    assert (
+        read_arguments(["--loss", "dr_grpo", "--loss.aggregate.horizon", "100"])[
+            1
+        ].aggregate.horizon
+        == 100
+    )
     with pytest.raises(pl.InputError, match=r"with_horizon\(16\)"):
         check_together(config.__class__(loss="dr_grpo"), read_spec("dr_grpo"))

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import policyloss as pl
-from cases import PRESETS, TOKEN_TENSORS, TRUSTS, Batch, assert_same, assert_same_result, label, make_batch, run
+from cases import (
+    PRESETS,
+    TOKEN_TENSORS,
+    TRUSTS,
+    Batch,
+    assert_same,
+    assert_same_result,
+    label,
+    make_batch,
+    run,
+)
 from policyloss import functional
 
 RATIO = pl.Unbounded("ratio")
@@ -30,7 +40,12 @@ def one_token(batch: Batch) -> Batch:
     """The first column of a batch as sequences of one token, all to be trained on."""
     short = batch.map(lambda x: x[:, :1], *TOKEN_TENSORS)
     rows = len(batch.lengths)
-    return replace(short, mask=torch.ones(rows, 1, dtype=torch.bool), lengths=torch.ones(rows, dtype=torch.int64), width=1)
+    return replace(
+        short,
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        lengths=torch.ones(rows, dtype=torch.int64),
+        width=1,
+    )
 
 
 def same_loss(a: pl.LossSpec, b: pl.LossSpec, batch: Batch, tol: float = 1e-12) -> None:
@@ -72,7 +87,9 @@ def test_cov_clip_at_ratio_one_is_minus_advantage_or_dropped():
 def test_geometric_clip_at_ratio_one_is_minus_the_mean_advantage():
     batch = on_policy(BATCH)
     grad = run(pl.LossSpec(trust=pl.GeometricClip(0.4, 0.4), aggregate=pl.TokenSum()), batch).dlogp
-    total = torch.where(batch.mask, batch.advantages, 0).sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    total = torch.where(batch.mask, batch.advantages, 0).sum(-1, keepdim=True) / batch.mask.sum(
+        -1, keepdim=True
+    ).clamp(min=1)
     assert_same(grad, torch.where(batch.mask, -total, 0))
 
 
@@ -82,7 +99,9 @@ def test_gmpo_as_a_function_is_its_part():
     logp = BATCH.logp.detach().clone().requires_grad_()
     log_ratio = functional.difference(logp, BATCH.old_logp, mask, logp.dtype)
     advantages = functional.fill(BATCH.advantages, mask)
-    losses = functional.geometric_clipped(log_ratio, advantages, 0.1, 0.3, sequences.sum(mask), sequences)
+    losses = functional.geometric_clipped(
+        log_ratio, advantages, 0.1, 0.3, sequences.sum(mask), sequences
+    )
     loss = functional.fill(losses, mask).sum()
     loss.backward()
     part = run(pl.LossSpec(trust=pl.GeometricClip(0.1, 0.3), aggregate=pl.TokenSum()), BATCH)
@@ -90,7 +109,9 @@ def test_gmpo_as_a_function_is_its_part():
     assert_same(logp.grad, part.dlogp)
 
 
-@pytest.mark.parametrize("name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None))
+@pytest.mark.parametrize(
+    "name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None)
+)
 def test_presets_at_ratio_one_agree_with_reinforce(name):
     """With one advantage per sequence, one token per row and every engine alike, each loss has REINFORCE's gradient."""
     spec = PRESETS[name]
@@ -102,11 +123,18 @@ def test_presets_at_ratio_one_agree_with_reinforce(name):
     assert_same(run(spec, batch).dlogp, run(same, batch).dlogp)
 
 
-@pytest.mark.parametrize("kind", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio])
+@pytest.mark.parametrize(
+    "kind", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio]
+)
 def test_current_anchor_is_exactly_on_policy(kind):
     spec = pl.LossSpec(ratio=kind(anchor="current"), trust=RATIO)
     result = run(spec, BATCH)
-    assert result.metrics["ratio_max"] == result.metrics["ratio_min"] == result.metrics["ratio_mean"] == 1.0
+    assert (
+        result.metrics["ratio_max"]
+        == result.metrics["ratio_min"]
+        == result.metrics["ratio_mean"]
+        == 1.0
+    )
     old = run(spec.replace(ratio=kind()), on_policy(BATCH))
     assert_same(result.loss, old.loss, 0)
     assert_same(result.dlogp, old.dlogp, 0)
@@ -142,7 +170,11 @@ def test_unclipped_cispo_has_the_gradient_of_the_ratio(outside):
 
 
 def test_two_sided_below_the_clip_is_not_dual_clip():
-    assert differ(pl.LossSpec(trust=pl.TwoSidedClip(1.05, 0.2, 0.28)), pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.05)), BATCH)
+    assert differ(
+        pl.LossSpec(trust=pl.TwoSidedClip(1.05, 0.2, 0.28)),
+        pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.05)),
+        BATCH,
+    )
 
 
 @pytest.mark.parametrize("rho", [1.05, 2.0])
@@ -155,7 +187,9 @@ def test_aipo_is_the_ratio_held_from_above(rho):
     naive = surrogate[batch.mask].mean()
     (grad,) = torch.autograd.grad(naive, logp)
     held = (logp - batch.rollout_logp).exp().detach() > rho
-    assert all(((batch.advantages * sign > 0) & held & batch.mask).any() for sign in (1, -1)), "the bound never binds"
+    assert all(((batch.advantages * sign > 0) & held & batch.mask).any() for sign in (1, -1)), (
+        "the bound never binds"
+    )
     result = run(spec, batch)
     assert_same(result.loss, naive.detach())
     assert_same(result.dlogp, grad)
@@ -164,7 +198,12 @@ def test_aipo_is_the_ratio_held_from_above(rho):
 # --- Ratios that are one -------------------------------------------------------------------------------------------------------
 
 
-SEQUENCE_LEVEL = (pl.SequenceRatio(), pl.SequenceRatio(grad="token"), pl.SequenceProduct(), pl.SegmentRatio())
+SEQUENCE_LEVEL = (
+    pl.SequenceRatio(),
+    pl.SequenceRatio(grad="token"),
+    pl.SequenceProduct(),
+    pl.SegmentRatio(),
+)
 
 
 @pytest.mark.parametrize("kind", SEQUENCE_LEVEL, ids=label)
@@ -175,9 +214,13 @@ def test_a_one_token_sequence_has_one_ratio(kind):
 
 def test_one_run_makes_segments_sequences():
     whole = replace(BATCH, mask=BATCH.inside)
-    spec = pl.LossSpec(ratio=pl.SegmentRatio(), trust=pl.Clip(0.01, 0.01), aggregate=pl.SeqMeanTokenMean())
+    spec = pl.LossSpec(
+        ratio=pl.SegmentRatio(), trust=pl.Clip(0.01, 0.01), aggregate=pl.SeqMeanTokenMean()
+    )
     same_loss(spec, spec.replace(ratio=pl.SequenceRatio()), whole)
-    assert differ(spec, spec.replace(ratio=pl.SequenceRatio()), BATCH), "with holes in the mask they are two things"
+    assert differ(spec, spec.replace(ratio=pl.SequenceRatio()), BATCH), (
+        "with holes in the mask they are two things"
+    )
 
 
 def test_gspo_is_gspo_token_when_the_advantage_is_constant():
@@ -216,7 +259,10 @@ SILENT = [
 def test_weight_one_is_no_correction_bitwise(parts, rejected):
     batch = matched(BATCH)
     for base in (pl.preset("grpo"), pl.preset("gspo"), pl.preset("cispo")):
-        plain, silent = run(base, batch), run(base.replace(correction=parts, rejected=rejected), batch)
+        plain, silent = (
+            run(base, batch),
+            run(base.replace(correction=parts, rejected=rejected), batch),
+        )
         assert_same(silent.loss, plain.loss, 0)
         assert_same(silent.dlogp, plain.dlogp, 0)
 
@@ -249,18 +295,29 @@ def test_self_normalised_weights_have_mean_one():
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo"])
 def test_length_weighted_is_the_sequence_sum(name):
     spec = pl.preset(name)
-    weighted, summed = (run(spec.replace(aggregate=a), BATCH) for a in (pl.LengthWeighted(), pl.SeqMeanTokenSum()))
+    weighted, summed = (
+        run(spec.replace(aggregate=a), BATCH) for a in (pl.LengthWeighted(), pl.SeqMeanTokenSum())
+    )
     assert_same_result(weighted, summed, 0)
 
 
 def test_equal_lengths_make_the_means_one():
     equal = replace(BATCH, mask=torch.ones_like(BATCH.mask))
     spec = pl.preset("grpo")
-    for aggregate in (pl.TokenMean(), pl.PromptMean(), pl.SeqMeanTokenSumNorm(BATCH.width), pl.LocalTokenMean()):
+    for aggregate in (
+        pl.TokenMean(),
+        pl.PromptMean(),
+        pl.SeqMeanTokenSumNorm(BATCH.width),
+        pl.LocalTokenMean(),
+    ):
         if isinstance(aggregate, pl.PromptMean):
             equal = replace(equal, group_ids=torch.arange(len(equal.lengths)))
-        same_loss(spec.replace(aggregate=aggregate), spec.replace(aggregate=pl.SeqMeanTokenMean()), equal)
-        assert differ(spec.replace(aggregate=aggregate), spec.replace(aggregate=pl.SeqMeanTokenMean()), BATCH)
+        same_loss(
+            spec.replace(aggregate=aggregate), spec.replace(aggregate=pl.SeqMeanTokenMean()), equal
+        )
+        assert differ(
+            spec.replace(aggregate=aggregate), spec.replace(aggregate=pl.SeqMeanTokenMean()), BATCH
+        )
 
 
 def test_one_group_makes_the_prompt_mean_a_token_mean():
@@ -285,14 +342,23 @@ def test_kl_gradients():
     own = {"k1": one, "abs": d.sign(), "k2": d, "k3": -torch.expm1(-d)}
     for estimator, value in values.items():
         assert_same(kl_gradient(pl.KL(estimator, 1.0)), own[estimator], what=estimator)
-        assert_same(kl_gradient(pl.KL(estimator, 1.0, grad="k2")), d, what=f"{estimator} straight through")
-        assert_same(kl_gradient(pl.KL(estimator, 1.0, grad="score")), own[estimator] + value, what=f"{estimator} with score")
+        assert_same(
+            kl_gradient(pl.KL(estimator, 1.0, grad="k2")), d, what=f"{estimator} straight through"
+        )
+        assert_same(
+            kl_gradient(pl.KL(estimator, 1.0, grad="score")),
+            own[estimator] + value,
+            what=f"{estimator} with score",
+        )
 
 
 def test_kl_ratio_weight_on_policy_is_the_score_form():
     """At ratio 1, r·k has the value of k and its gradient plus k: the same as the score form."""
     batch = on_policy(replace(BATCH, advantages=torch.zeros_like(BATCH.logp)))
-    weighted, score = (pl.LossSpec(trust=RATIO, kl=kl) for kl in (pl.KL("k3", 1.0, weight="ratio"), pl.KL("k3", 1.0, grad="score")))
+    weighted, score = (
+        pl.LossSpec(trust=RATIO, kl=kl)
+        for kl in (pl.KL("k3", 1.0, weight="ratio"), pl.KL("k3", 1.0, grad="score"))
+    )
     same_loss(weighted, score, batch)
 
 
@@ -326,7 +392,10 @@ def test_tied_covariances_do_not_exceed_the_fraction():
 
 def dropped_by(seed: int, batch: Batch) -> torch.Tensor:
     """The advantages of the tokens Clip-Cov drops, sorted: which tokens, wherever they stand."""
-    spec = pl.LossSpec(trust=pl.CovClip(inf, inf, fraction=0.2, cov_low=-5.0, cov_high=5.0, seed=seed), aggregate=pl.TokenSum())
+    spec = pl.LossSpec(
+        trust=pl.CovClip(inf, inf, fraction=0.2, cov_low=-5.0, cov_high=5.0, seed=seed),
+        aggregate=pl.TokenSum(),
+    )
     lost = run(spec, batch).dlogp - run(spec.replace(trust=RATIO), batch).dlogp
     return batch.as_rows(batch.advantages)[lost != 0].sort().values
 

@@ -14,7 +14,9 @@ from cases import assert_same, make_batch
 from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
 
 BATCH = make_batch(seed=4)
-WEIGHT = torch.rand(BATCH.mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+WEIGHT = torch.rand(
+    BATCH.mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+)
 
 
 def weighted(t: pl.Tokens) -> Tensor:
@@ -63,7 +65,9 @@ def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
 
     def slopes(spec: pl.LossSpec, advantages: Tensor, **extras: Any) -> list[Tensor]:
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
-        out = pl.linear_policy_loss(spec, *leaves, ids, advantages=advantages, plan=plan, **shared, **extras)
+        out = pl.linear_policy_loss(
+            spec, *leaves, ids, advantages=advantages, plan=plan, **shared, **extras
+        )
         return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
 
     ours = slopes(SPEC, BATCH.advantages, extras={"weight": WEIGHT})
@@ -78,7 +82,10 @@ def test_micro_batches_carry_extras() -> None:
             part = {n: x[rows] for n, x in batch.kwargs.items() if x is not None}
             parts.append(part | ({} if extras is None else {"extras": {"weight": extras[rows]}}))
         step = pl.accumulate(spec, parts)
-        return sum((micro.loss(part["logp"]) for micro, part in zip(step, parts, strict=True)), torch.zeros(()))
+        return sum(
+            (micro.loss(part["logp"]) for micro, part in zip(step, parts, strict=True)),
+            torch.zeros(()),
+        )
 
     assert_same(taken(SPEC, BATCH, WEIGHT), taken(PLAIN, SCALED, None), what="loss")
 
@@ -109,13 +116,23 @@ def test_errors_name_the_extra_and_the_argument() -> None:
         pl.policy_loss(SPEC, **BATCH.kwargs, ref_lgp=WEIGHT)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="the head computes it"):
         pl.linear_policy_loss(
-            "ppo", WEIGHT[..., None], WEIGHT[:, :1], BATCH.mask.long(), **{n: x for n, x in BATCH.kwargs.items() if n != "logp"}
+            "ppo",
+            WEIGHT[..., None],
+            WEIGHT[:, :1],
+            BATCH.mask.long(),
+            **{n: x for n, x in BATCH.kwargs.items() if n != "logp"},
         )
 
 
 @pytest.mark.parametrize(
     "function",
-    [pl.policy_loss, pl.measure, pl.CompiledLoss.__call__, pl.CompiledLoss.value_and_gradient, pl.linear_policy_loss],
+    [
+        pl.policy_loss,
+        pl.measure,
+        pl.CompiledLoss.__call__,
+        pl.CompiledLoss.value_and_gradient,
+        pl.linear_policy_loss,
+    ],
     ids=lambda f: f.__qualname__,
 )
 def test_every_function_shows_every_tensor_it_takes(function: Any) -> None:

@@ -58,7 +58,13 @@ def of_batch(name: str) -> Result:
 
 @pytest.mark.parametrize(
     ("module", "parts"),
-    [(ratio, RATIOS), (trust, TRUSTS), (correction, sum(CORRECTIONS, ())), (kl, KLS), (aggregate, AGGREGATES)],
+    [
+        (ratio, RATIOS),
+        (trust, TRUSTS),
+        (correction, sum(CORRECTIONS, ())),
+        (kl, KLS),
+        (aggregate, AGGREGATES),
+    ],
     ids=["ratio", "trust", "correction", "kl", "aggregate"],
 )
 def test_the_lists_leave_no_part_out(module: Any, parts: tuple[Any, ...]) -> None:
@@ -91,7 +97,9 @@ def test_row_order_does_not_matter(name: str) -> None:
 
 def widened(batch: Batch, extra: int) -> Batch:
     def pad(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, (0, extra), value=0 if x.dtype == torch.bool else float("nan"))
+        return torch.nn.functional.pad(
+            x, (0, extra), value=0 if x.dtype == torch.bool else float("nan")
+        )
 
     return dataclasses.replace(batch.map(pad, *TOKEN_TENSORS, "mask"), width=batch.width + extra)
 
@@ -100,7 +108,9 @@ def widened(batch: Batch, extra: int) -> Batch:
 def test_extra_padding_columns_do_not_matter(name: str) -> None:
     result = run(SPECS[name], widened(BATCH, 5))
     assert (result.dlogp[:, BATCH.width :] == 0).all()
-    narrow = Result(result.loss, *(g[:, : BATCH.width] for g in (result.dlogp, result.dentropy)), result.records)
+    narrow = Result(
+        result.loss, *(g[:, : BATCH.width] for g in (result.dlogp, result.dentropy)), result.records
+    )
     assert_same_result(narrow, of_batch(name))
 
 
@@ -112,14 +122,19 @@ def test_one_advantage_per_sequence_is_the_same_for_each_of_its_tokens(name: str
     for shape in ((7,), (7, 1)):
         short = dataclasses.replace(BATCH, advantages=per_sequence.reshape(shape))
         assert_same_result(run(SPECS[name], short), expected, tol=0)
-        assert_same_result(run(SPECS[name], dataclasses.replace(BATCH.packed(), advantages=short.advantages)), expected)
+        assert_same_result(
+            run(SPECS[name], dataclasses.replace(BATCH.packed(), advantages=short.advantages)),
+            expected,
+        )
 
 
 @every_preset
 def test_mask_may_be_bool_integer_or_float(name: str) -> None:
     expected = of_batch(name)
     for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16):
-        assert_same_result(run(PRESETS[name], BATCH.map(lambda m, d=dtype: m.to(d), "mask")), expected, tol=0)
+        assert_same_result(
+            run(PRESETS[name], BATCH.map(lambda m, d=dtype: m.to(d), "mask")), expected, tol=0
+        )
 
 
 @pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
@@ -130,11 +145,20 @@ def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
         run(PRESETS["ppo"], dataclasses.replace(BATCH, mask=mask))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(n, torch.bfloat16) for n in SPECS] + [(n, torch.float16) for n in PRESETS], ids=str)
-def test_half_precision_inputs_are_upcast_before_anything_else(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, torch.bfloat16) for n in SPECS] + [(n, torch.float16) for n in PRESETS],
+    ids=str,
+)
+def test_half_precision_inputs_are_upcast_before_anything_else(
+    name: str, dtype: torch.dtype
+) -> None:
     """The result of half-precision inputs is that of the same numbers in float32, the gradient rounded back once."""
     half = BATCH.map(lambda x: x.to(dtype))
-    result, expected = run(SPECS[name], half), run(SPECS[name], half.map(lambda x: x.to(torch.float32)))
+    result, expected = (
+        run(SPECS[name], half),
+        run(SPECS[name], half.map(lambda x: x.to(torch.float32))),
+    )
     assert result.loss.dtype == torch.float32
     assert_same(result.loss, expected.loss, 0, "loss")
     assert_same(result.dlogp, expected.dlogp.to(dtype), 0, "gradient")
@@ -144,7 +168,9 @@ def test_half_precision_inputs_are_upcast_before_anything_else(name: str, dtype:
 
 @every_preset
 def test_only_logp_needs_to_be_float64_for_a_float64_result(name: str) -> None:
-    mixed = BATCH.map(lambda x: x.to(torch.float32), "old_logp", "rollout_logp", "ref_logp", "advantages")
+    mixed = BATCH.map(
+        lambda x: x.to(torch.float32), "old_logp", "rollout_logp", "ref_logp", "advantages"
+    )
     expected = run(PRESETS[name], mixed.map(lambda x: x.to(torch.float64)))
     assert_same_result(run(PRESETS[name], mixed), expected, tol=0)
 
@@ -170,18 +196,39 @@ def test_the_inputs_are_not_written_to(name: str) -> None:
 @pytest.mark.parametrize("clip", [0.2, None])
 @pytest.mark.parametrize("kind", ["mse", "huber"])
 @pytest.mark.parametrize("aggregate", AGGREGATES, ids=lambda a: type(a).__name__)
-def test_value_loss_ignores_masked_positions_layout_and_row_order(aggregate: Any, kind: Any, clip: Any, layout: str) -> None:
+def test_value_loss_ignores_masked_positions_layout_and_row_order(
+    aggregate: Any, kind: Any, clip: Any, layout: str
+) -> None:
     def value_run(batch: Batch) -> Result:
         values = batch.logp.clone().requires_grad_()
-        shared: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids, "huber_delta": 0.7}
-        out = pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, clip, kind, aggregate=aggregate, **shared)
+        shared: dict[str, Any] = {
+            "cu_seqlens": batch.cu_seqlens,
+            "group_ids": batch.group_ids,
+            "huber_delta": 0.7,
+        }
+        out = pl.value_loss(
+            values,
+            batch.advantages,
+            batch.old_logp,
+            batch.mask,
+            clip,
+            kind,
+            aggregate=aggregate,
+            **shared,
+        )
         (gradient,) = torch.autograd.grad(out.loss, values)
         return Result(out.loss.detach(), batch.as_rows(gradient), torch.zeros(()), out.metrics)
 
     expected = value_run(BATCH)
     order = [4, 2, 6, 0, 5, 1, 3]
     moved = Result(expected.loss, expected.dlogp[order], expected.dentropy, expected.records)
-    assert_same_result(value_run(BATCH.rows(order) if layout == "padded" else BATCH.rows(order).packed()), moved)
+    assert_same_result(
+        value_run(BATCH.rows(order) if layout == "padded" else BATCH.rows(order).packed()), moved
+    )
     for garbage in GARBAGE:
         batch = poisoned(BATCH, garbage)
-        assert_same_result(value_run(batch if layout == "padded" else batch.packed()), expected, 0 if layout == "padded" else 1e-12)
+        assert_same_result(
+            value_run(batch if layout == "padded" else batch.packed()),
+            expected,
+            0 if layout == "padded" else 1e-12,
+        )

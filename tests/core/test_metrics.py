@@ -33,7 +33,11 @@ def tokens_of(batch: Batch) -> list[dict[str, Any]]:
     names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
     found = []
     for i, row in enumerate(batch.mask.tolist()):
-        found += [{"row": i, **{n: getattr(batch, n)[i, j].item() for n in names}} for j, valid in enumerate(row) if valid]
+        found += [
+            {"row": i, **{n: getattr(batch, n)[i, j].item() for n in names}}
+            for j, valid in enumerate(row)
+            if valid
+        ]
     return found
 
 
@@ -53,7 +57,11 @@ def naive(batch: Batch) -> dict[str, float]:
         t["kept"] = not (t["reject"] or t["veto"])
         t["w"] = min(exp(d), 1.05) if t["kept"] else 0.0
         a, r = t["advantages"], t["ratio"]
-        t["upper"], t["lower"], t["dual"] = a > 0 and r > 1.08, a < 0 and r < 0.95, a < 0 and r > 1.2
+        t["upper"], t["lower"], t["dual"] = (
+            a > 0 and r > 1.08,
+            a < 0 and r < 0.95,
+            a < 0 and r > 1.2,
+        )
         surrogate = max(-a * r, -a * max(0.95, min(1.08, r)))
         surrogate = min(surrogate, -a * 1.2) if a < 0 else surrogate
         k = t["ref_logp"] - t["logp"]
@@ -74,7 +82,9 @@ def naive(batch: Batch) -> dict[str, float]:
         "ratio_min": min(exp(t["lr"]) for t in tokens),
         "clamped_tokens": sum(abs(t["lr"]) > 0.3 for t in tokens),
         "nonfinite_tokens": 0,
-        "positive_logp_tokens": sum(max(t["logp"], t["old_logp"], t["rollout_logp"], t["ref_logp"]) > 0.1 for t in tokens),
+        "positive_logp_tokens": sum(
+            max(t["logp"], t["old_logp"], t["rollout_logp"], t["ref_logp"]) > 0.1 for t in tokens
+        ),
         "beyond_totals": 0,
         "kl_old_k1": mean([-t["lr"] for t in tokens]),
         "kl_old_k3": mean([exp(t["lr"]) - 1 - t["lr"] for t in tokens]),
@@ -96,7 +106,13 @@ def naive(batch: Batch) -> dict[str, float]:
 def test_every_metric_is_its_formula(seed):
     batch = make_batch(seed=seed, rows=9, width=12)
     expected = naive(batch)
-    for name in ("clip_fraction_upper", "clip_fraction_lower", "clip_fraction_dual", "clamped_tokens", "rejected_fraction/Veto"):
+    for name in (
+        "clip_fraction_upper",
+        "clip_fraction_lower",
+        "clip_fraction_dual",
+        "clamped_tokens",
+        "rejected_fraction/Veto",
+    ):
         assert expected[name] > 0, f"{name} never happens in this batch"
     assert_same(run(FULL, batch).metrics, expected)
     assert_same(run(FULL, batch.packed()).metrics, expected)
@@ -104,12 +120,25 @@ def test_every_metric_is_its_formula(seed):
 
 def test_every_formula_is_a_metric():
     documented = {name.partition("<")[0] for name in FORMULAS}
-    reported = {name.partition("/")[0] + "/" if "/" in name else name for name in naive(make_batch())}
+    reported = {
+        name.partition("/")[0] + "/" if "/" in name else name for name in naive(make_batch())
+    }
     reported |= set(run(pl.LossSpec(trust=pl.CovClip()), make_batch()).metrics)
-    on_a_device = make_batch().packed().map(lambda x: x.to("meta"), "logp", "old_logp", "advantages", "mask", "cu_seqlens")
+    on_a_device = (
+        make_batch()
+        .packed()
+        .map(lambda x: x.to("meta"), "logp", "old_logp", "advantages", "mask", "cu_seqlens")
+    )
     layout = {"cu_seqlens": on_a_device.cu_seqlens}
-    tensors = (on_a_device.logp, on_a_device.old_logp, on_a_device.advantages, on_a_device.mask.long())
-    reported |= set(pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics)  # what could not be checked at once
+    tensors = (
+        on_a_device.logp,
+        on_a_device.old_logp,
+        on_a_device.advantages,
+        on_a_device.mask.long(),
+    )
+    reported |= set(
+        pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics
+    )  # what could not be checked at once
     assert reported == documented
     assert all(FORMULAS.values())
 
@@ -119,12 +148,23 @@ def test_metrics_follow_what_was_given():
     batch = make_batch()
     spec = pl.preset("reinforce")
     bare = pl.policy_loss(spec, batch.logp, None, batch.advantages, batch.mask).metrics
-    assert set(bare) == {"loss", "tokens", "advantage_mean", "nonfinite_tokens", "positive_logp_tokens", "beyond_totals"}
+    assert set(bare) == {
+        "loss",
+        "tokens",
+        "advantage_mean",
+        "nonfinite_tokens",
+        "positive_logp_tokens",
+        "beyond_totals",
+    }
     drift = {"kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_max", "ratio_min", "clamped_tokens"}
-    with_old = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).metrics
+    with_old = pl.policy_loss(
+        spec, batch.logp, batch.old_logp, batch.advantages, batch.mask
+    ).metrics
     assert set(with_old) - set(bare) == drift
     arguments = (batch.logp, batch.old_logp, batch.advantages, batch.mask)
-    with_rollout = pl.policy_loss(spec, *arguments, rollout_logp=batch.rollout_logp, entropy=batch.entropy).metrics
+    with_rollout = pl.policy_loss(
+        spec, *arguments, rollout_logp=batch.rollout_logp, entropy=batch.entropy
+    ).metrics
     mismatch = {"kl_rollout_k1", "kl_rollout_k3", "rollout_logp_difference_max", "entropy"}
     assert set(with_rollout) - set(with_old) == mismatch
 
@@ -138,8 +178,16 @@ def test_clip_fractions_of_other_trust_regions():
     left = ((a > 0) & (moved > 0.1)) | ((a <= 0) & (moved < -0.1))
     cases = {
         pl.DetachedClip(0.8, 1.3): (r > 1.3, r < 0.8),
-        pl.TwoSidedClip(1.5, 0.2, 0.3): ((a > 0) & (r > 1.3), (a < 0) & (r < 0.8), (a < 0) & (r > 1.5)),
-        pl.TwoSidedClip(1.2, 0.2, 0.3): ((a > 0) & (r > 1.2), (a < 0) & (r < 0.8), (a < 0) & (r > 1.3)),
+        pl.TwoSidedClip(1.5, 0.2, 0.3): (
+            (a > 0) & (r > 1.3),
+            (a < 0) & (r < 0.8),
+            (a < 0) & (r > 1.5),
+        ),
+        pl.TwoSidedClip(1.2, 0.2, 0.3): (
+            (a > 0) & (r > 1.2),
+            (a < 0) & (r < 0.8),
+            (a < 0) & (r > 1.3),
+        ),
         pl.ProbabilityBand("tv", 0.1, 0.1): (left & (a > 0), left & (a <= 0)),
         pl.GeometricClip(0.1, 0.2): ((a > 0) & (r.log() > 0.2), (a < 0) & (r.log() < -0.1)),
         pl.TaperedNegative(1.0): ((a <= 0) & (r > 1.0),),
@@ -154,16 +202,22 @@ def test_clip_fractions_of_other_trust_regions():
         for name, flag in zip(("upper", "lower", "dual"), flags, strict=False):
             share = (flag & m).sum().item() / m.sum().item()
             assert 0 < share < 1, f"{trust}: {name} is never or always true"
-            assert metrics[f"clip_fraction_{name}"] == pytest.approx(share, rel=1e-12), f"{trust} {name}"
+            assert metrics[f"clip_fraction_{name}"] == pytest.approx(share, rel=1e-12), (
+                f"{trust} {name}"
+            )
 
 
 def test_a_token_bound_twice_is_counted_once():
     def both(t: pl.Tokens) -> pl.Surrogate:
-        return pl.Surrogate(-t.advantages * t.ratio, upper=t.ratio > 1, lower=t.ratio > 1, dual=t.ratio > 1)
+        return pl.Surrogate(
+            -t.advantages * t.ratio, upper=t.ratio > 1, lower=t.ratio > 1, dual=t.ratio > 1
+        )
 
     batch = make_batch()
     share = (batch.mask & (batch.logp > batch.old_logp)).sum().item() / batch.mask.sum().item()
-    assert run(pl.LossSpec(trust=both), batch).metrics["clip_fraction"] == pytest.approx(share, rel=1e-12)
+    assert run(pl.LossSpec(trust=both), batch).metrics["clip_fraction"] == pytest.approx(
+        share, rel=1e-12
+    )
 
 
 def test_metrics_after_rejection_count_the_survivors():
@@ -173,12 +227,23 @@ def test_metrics_after_rejection_count_the_survivors():
     kept, whole = run(spec, batch).metrics, run(FULL, batch).metrics
     survivors = tokens_of(batch)
     vetoed = {t["row"] for t in survivors if exp(t["old_logp"] - t["rollout_logp"]) < 0.8}
-    survivors = [t for t in survivors if t["row"] not in vetoed and (t["old_logp"] - t["rollout_logp"]) ** 2 / 2 <= 0.03]
+    survivors = [
+        t
+        for t in survivors
+        if t["row"] not in vetoed and (t["old_logp"] - t["rollout_logp"]) ** 2 / 2 <= 0.03
+    ]
     assert 0 < len(survivors) < whole["tokens"]
     assert kept["tokens"] == len(survivors)
-    assert kept["ratio_mean"] == pytest.approx(mean([exp(t["logp"] - t["old_logp"]) for t in survivors]), rel=1e-12)
+    assert kept["ratio_mean"] == pytest.approx(
+        mean([exp(t["logp"] - t["old_logp"]) for t in survivors]), rel=1e-12
+    )
     assert kept["entropy"] == pytest.approx(mean([t["entropy"] for t in survivors]), rel=1e-12)
-    for name in ("rejected_fraction", "kl_rollout_k3", "correction_weight_mean", "effective_sample_size"):
+    for name in (
+        "rejected_fraction",
+        "kl_rollout_k3",
+        "correction_weight_mean",
+        "effective_sample_size",
+    ):
         assert kept[name] == whole[name], f"{name} describes the batch before rejection"
 
 
@@ -193,7 +258,9 @@ def test_uneven_micro_batches_merge_to_the_whole():
     merged, whole = sum(p.records for p in pieces), run(FULL, batch).metrics
     assert_same(merged.compute(), whole)
     mean_of_means = mean([p.metrics["clip_fraction"] for p in pieces])
-    assert abs(mean_of_means - whole["clip_fraction"]) > 1e-3, "the cut is even: this test would not notice a mean of means"
+    assert abs(mean_of_means - whole["clip_fraction"]) > 1e-3, (
+        "the cut is even: this test would not notice a mean of means"
+    )
 
 
 def test_loss_metric_is_the_loss_of_the_step():
@@ -202,7 +269,9 @@ def test_loss_metric_is_the_loss_of_the_step():
     totals = replace(pl.Totals.count(batch.mask), dp_size=4)
     result = run(pl.preset("ppo"), batch, totals=totals)
     assert result.metrics["loss"] == pytest.approx(result.loss.item() / 4, rel=1e-15)
-    assert result.metrics["loss"] == pytest.approx(run(pl.preset("ppo"), batch).loss.item(), rel=1e-12)
+    assert result.metrics["loss"] == pytest.approx(
+        run(pl.preset("ppo"), batch).loss.item(), rel=1e-12
+    )
 
 
 def scalar(x: float) -> torch.Tensor:
@@ -225,7 +294,9 @@ def test_extremes_merge_and_nothing_is_nan():
     assert isnan(float(Max(scalar(-inf))))
     assert isnan(float(Min(scalar(inf)).merge(Min(scalar(inf)))))
     assert isnan(float(stat(0, 0)))
-    assert isnan(float(Max(scalar(3)).merge(Max(scalar(nan))))), "a NaN must not be lost in a maximum"
+    assert isnan(float(Max(scalar(3)).merge(Max(scalar(nan))))), (
+        "a NaN must not be lost in a maximum"
+    )
 
 
 def test_effective_sample_size_merges():
@@ -240,7 +311,9 @@ def test_effective_sample_size_merges():
 def test_explained_variance_merges():
     def record(errors, targets):
         e, t = torch.tensor(errors, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
-        return ExplainedVariance(scalar(len(errors)), e.sum(), (e * e).sum(), t.sum(), (t * t).sum())
+        return ExplainedVariance(
+            scalar(len(errors)), e.sum(), (e * e).sum(), t.sum(), (t * t).sum()
+        )
 
     # Errors (1, −1), targets (0, 4): 1 − 1/4. Each alone has no variance to explain.
     assert float(record([1, -1], [0, 4])) == 0.75
@@ -252,7 +325,10 @@ def test_counts_survive_beyond_float32():
     big, one = torch.tensor(2.0**24), torch.tensor(1.0)
     assert float(Sum(big).merge(Sum(one))) == 2**24 + 1
     assert float(Sum(torch.tensor(2**40)).merge(Sum(torch.tensor(3)))) == 2**40 + 3
-    total = sum(pl.Metrics({"tokens": Sum(torch.tensor(2**24 - 1)), "x": pl.Stat(big, one)}) for _ in range(5))
+    total = sum(
+        pl.Metrics({"tokens": Sum(torch.tensor(2**24 - 1)), "x": pl.Stat(big, one)})
+        for _ in range(5)
+    )
     assert total.compute()["tokens"] == 5 * (2**24 - 1)
 
 
@@ -279,7 +355,10 @@ def test_metrics_is_a_mapping():
 
 
 def test_metrics_add():
-    first, second = pl.Metrics({"a": stat(1, 2), "only": Sum(scalar(1))}), pl.Metrics({"a": stat(1, 6)})
+    first, second = (
+        pl.Metrics({"a": stat(1, 2), "only": Sum(scalar(1))}),
+        pl.Metrics({"a": stat(1, 6)}),
+    )
     assert (first + second).compute() == {"a": 0.25, "only": 1.0}
     assert first.compute() == {"a": 0.5, "only": 1.0}, "adding must not change what is added"
     assert sum([first, second, second]).compute()["a"] == pytest.approx(3 / 14)
@@ -304,8 +383,18 @@ def test_a_batch_with_no_valid_token():
     empty = replace(batch, mask=torch.zeros_like(batch.mask))
     metrics = run(FULL, empty).metrics
     assert metrics["tokens"] == metrics["nonfinite_tokens"] == metrics["loss"] == 0
-    for name in ("clip_fraction", "ratio_mean", "ratio_max", "ratio_min", "kl_old_k3", "effective_sample_size", "entropy"):
-        assert isnan(metrics[name]), f"{name} of nothing must be NaN, not a number that was never measured"
+    for name in (
+        "clip_fraction",
+        "ratio_mean",
+        "ratio_max",
+        "ratio_min",
+        "kl_old_k3",
+        "effective_sample_size",
+        "entropy",
+    ):
+        assert isnan(metrics[name]), (
+            f"{name} of nothing must be NaN, not a number that was never measured"
+        )
     # …and it adds nothing to a batch that has tokens.
     both = run(FULL, empty).records + run(FULL, batch).records
     assert_same(both.compute(), run(FULL, batch).metrics)
@@ -333,7 +422,9 @@ def test_packed_metrics_are_the_same_records() -> None:
     assert list(packed) == list(metrics)
     assert len(packed) == len(metrics)
     assert_same(packed.compute(), metrics.compute(), tol=0, what="metric")
-    assert_same((packed + metrics).compute(), (metrics + metrics).compute(), tol=0, what="merged metric")
+    assert_same(
+        (packed + metrics).compute(), (metrics + metrics).compute(), tol=0, what="merged metric"
+    )
     assert all(type(packed[name]) is type(metrics[name]) for name in metrics)
     with pytest.raises(KeyError, match="clip_fractoin"):
         packed["clip_fractoin"]
@@ -342,10 +433,20 @@ def test_packed_metrics_are_the_same_records() -> None:
 def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
     """Two means over one count are three numbers. 2**31 − 1 tokens are more than float32 can count: its last bit is worth 128."""
     n = torch.tensor(2**31 - 1, dtype=torch.int32)
-    metrics = pl.Metrics({"a": pl.metrics.Stat(torch.tensor(1.5), n), "b": pl.metrics.Stat(torch.tensor(3.0), n), "n": Sum(n)})
+    metrics = pl.Metrics(
+        {
+            "a": pl.metrics.Stat(torch.tensor(1.5), n),
+            "b": pl.metrics.Stat(torch.tensor(3.0), n),
+            "n": Sum(n),
+        }
+    )
     values = Layout.pack(metrics, torch.tensor(7.0))
     assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
-    assert pl.Metrics.packed(Layout(metrics), values).compute() == {"a": 1.5 / (2**31 - 1), "b": 3 / (2**31 - 1), "n": 2**31 - 1}
+    assert pl.Metrics.packed(Layout(metrics), values).compute() == {
+        "a": 1.5 / (2**31 - 1),
+        "b": 3 / (2**31 - 1),
+        "n": 2**31 - 1,
+    }
 
 
 def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,10 @@ every_spec = pytest.mark.parametrize("name", SPECS)
 every_preset = pytest.mark.parametrize("name", PRESETS)
 every_layout = pytest.mark.parametrize("layout", ["padded", "packed"])
 # In the other modes a rejected token leaves the batch ("as if the mask had been False"), and its content with it.
-KEEPING = {**PRESETS, **{name: spec for name, spec in BY_CORRECTION.items() if spec.rejected == "keep"}}
+KEEPING = {
+    **PRESETS,
+    **{name: spec for name, spec in BY_CORRECTION.items() if spec.rejected == "keep"},
+}
 BY_TRUST = {label(t): pl.LossSpec(trust=t, kl=pl.KL("k3", 0.1), entropy_coef=0.01) for t in TRUSTS}
 
 
@@ -73,7 +76,9 @@ def test_a_nan_at_a_valid_token_shows(name: str) -> None:
     assert not hidden_nans({**KEEPING, **BY_TRUST}[name], SMALL)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_turn", "gmpo", "rloo_loss", "seq_mask_tis", "clip_cov", "kl_cov", "opsm"])
+@pytest.mark.parametrize(
+    "name", ["gspo", "gspo_turn", "gmpo", "rloo_loss", "seq_mask_tis", "clip_cov", "kl_cov", "opsm"]
+)
 def test_a_nan_at_a_valid_token_shows_when_packed(name: str) -> None:
     assert not hidden_nans(PRESETS[name], SMALL.packed())
 
@@ -98,7 +103,11 @@ def test_a_nan_the_verdict_depends_on_is_not_dropped(name: str, rejected: Any) -
 @pytest.mark.parametrize("kind", ["mse", "huber"])
 def test_a_nan_at_a_valid_token_shows_in_the_value_loss(name: str, kind: Any) -> None:
     for place in SMALL.mask.nonzero().tolist():
-        tensors = {"values": SMALL.logp.clone(), "returns": SMALL.advantages.clone(), "old_values": SMALL.old_logp.clone()}
+        tensors = {
+            "values": SMALL.logp.clone(),
+            "returns": SMALL.advantages.clone(),
+            "old_values": SMALL.old_logp.clone(),
+        }
         tensors[name][tuple(place)] = NAN
         out = pl.value_loss(**tensors, mask=SMALL.mask, kind=kind)
         assert out.loss.isnan()
@@ -125,7 +134,11 @@ def far_off(distance: float, dtype: torch.dtype) -> Batch:
     return batch.map(lambda x: x.to(dtype))
 
 
-CLAMPED = {name: spec for name, spec in {**KEEPING, **BY_TRUST}.items() if getattr(spec.ratio, "log_clamp", None) is not None}
+CLAMPED = {
+    name: spec
+    for name, spec in {**KEEPING, **BY_TRUST}.items()
+    if getattr(spec.ratio, "log_clamp", None) is not None
+}
 
 
 @pytest.mark.parametrize("distance", [30.0, 1000.0])
@@ -139,7 +152,9 @@ def test_huge_log_ratios_have_finite_losses_and_gradients(name: str, distance: f
 
 
 @pytest.mark.parametrize("distance", [30.0, 1000.0])
-@pytest.mark.parametrize("ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label)
+@pytest.mark.parametrize(
+    "ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label
+)
 def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     """Row 0 has +d, +d, −d, −d (mean and sum 0), row 1 only −d: all 8 tokens leave a token ratio's band, 4 a sequence's."""
     beyond = 8 if isinstance(ratio, pl.TokenRatio) else 4
@@ -149,19 +164,25 @@ def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     assert run(spec, far_off(0.1, torch.float32)).metrics["clamped_tokens"] == 0
 
 
-@pytest.mark.parametrize("name", [n for n, s in PRESETS.items() if getattr(s.ratio, "log_clamp", 1) is None])
+@pytest.mark.parametrize(
+    "name", [n for n, s in PRESETS.items() if getattr(s.ratio, "log_clamp", 1) is None]
+)
 def test_without_a_clamp_an_overflow_is_loud_or_harmless(name: str) -> None:
     """Either the loss is not finite, or its gradient is finite: never a good-looking loss with a broken gradient."""
     for distance in (30.0, 100.0, 1000.0):
         batch = far_off(distance, torch.float32)
         for advantages in (batch.advantages, batch.advantages.abs(), -batch.advantages.abs()):
             result = run(PRESETS[name], dataclasses.replace(batch, advantages=advantages))
-            assert result.dlogp.isfinite().all() or not result.loss.isfinite(), f"at log-ratio {distance}"
+            assert result.dlogp.isfinite().all() or not result.loss.isfinite(), (
+                f"at log-ratio {distance}"
+            )
 
 
 def test_a_log_ratio_of_a_token_the_engine_calls_impossible_is_bounded() -> None:
     """rollout_logp = −inf (cut by top-p): the importance weight is exp(20) at most, so TIS truncates it like any other."""
-    batch = dataclasses.replace(SMALL, rollout_logp=torch.where(SMALL.mask, -torch.inf, 0.0).to(torch.float64))
+    batch = dataclasses.replace(
+        SMALL, rollout_logp=torch.where(SMALL.mask, -torch.inf, 0.0).to(torch.float64)
+    )
     result = run(PRESETS["tis"], batch)
     assert result.metrics["correction_weight_max"] == 2.0
     assert result.loss.isfinite()
@@ -170,9 +191,13 @@ def test_a_log_ratio_of_a_token_the_engine_calls_impossible_is_bounded() -> None
 
 def nothing_to_train_on() -> dict[str, Batch]:
     """Padded and packed: no valid token; no token (T = 0, N = 0 with sequences of length 0); no sequence."""
-    masked = dataclasses.replace(SMALL, mask=torch.zeros_like(SMALL.mask)).map(lambda x: torch.full_like(x, NAN))
+    masked = dataclasses.replace(SMALL, mask=torch.zeros_like(SMALL.mask)).map(
+        lambda x: torch.full_like(x, NAN)
+    )
     no_tokens = dataclasses.replace(masked, lengths=torch.zeros_like(masked.lengths))
-    no_columns = dataclasses.replace(no_tokens.map(lambda x: x[:, :0], *TOKEN_TENSORS, "mask"), width=0)
+    no_columns = dataclasses.replace(
+        no_tokens.map(lambda x: x[:, :0], *TOKEN_TENSORS, "mask"), width=0
+    )
     return {
         "masked, padded": masked,
         "masked, packed": masked.packed(),
@@ -201,7 +226,9 @@ def test_nothing_to_train_on_is_exactly_zero_for_the_value_loss(aggregate: Any, 
     batch = nothing_to_train_on()[kind]
     values = batch.logp.clone().requires_grad_()
     shared: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
-    out = pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, aggregate=aggregate, **shared)
+    out = pl.value_loss(
+        values, batch.advantages, batch.old_logp, batch.mask, aggregate=aggregate, **shared
+    )
     (gradient,) = torch.autograd.grad(out.loss, values)
     assert float(out.loss.detach()) == 0
     assert gradient.shape == values.shape
@@ -216,7 +243,9 @@ def test_a_fully_masked_sequence_is_no_sequence(name: str) -> None:
     present = [i for i, n in enumerate(batch.mask.sum(1).tolist()) if n]
     full, without = run(SPECS[name], batch), run(SPECS[name], batch.rows(present))
     assert (full.dlogp[[2, 3]] == 0).all()
-    assert_same_result(Result(full.loss, full.dlogp[present], full.dentropy[present], full.records), without)
+    assert_same_result(
+        Result(full.loss, full.dlogp[present], full.dentropy[present], full.records), without
+    )
     assert int(pl.Totals.count(batch.mask).sequences) == len(present)
 
 
@@ -258,10 +287,16 @@ def token_losses_of_small_ratio_gap(dtype: torch.dtype, gap: float) -> float:
     logp = torch.tensor([[-8.0]], dtype=dtype)
     old = (logp.double() + gap).to(dtype)
     advantages, mask = torch.ones(1), torch.ones(1, 1, dtype=torch.bool)
-    return float(pl.policy_loss(pl.preset("importance_sampling"), logp, None, advantages, mask, rollout_logp=old).loss)
+    return float(
+        pl.policy_loss(
+            pl.preset("importance_sampling"), logp, None, advantages, mask, rollout_logp=old
+        ).loss
+    )
 
 
 def test_half_precision_is_subtracted_in_float32() -> None:
     """−8 and −7.96875 are bfloat16 neighbours; their difference −0.03125 is exact in float32, e^−0.03125 = 0.969233…"""
     value = token_losses_of_small_ratio_gap(torch.bfloat16, 0.03125)
-    assert value == pytest.approx(-0.9692332344763441, rel=1e-7)  # bfloat16 arithmetic would give −0.96875 or −0.97265625
+    assert value == pytest.approx(
+        -0.9692332344763441, rel=1e-7
+    )  # bfloat16 arithmetic would give −0.96875 or −0.97265625

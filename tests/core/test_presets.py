@@ -52,7 +52,11 @@ SAME = {frozenset(("ppo", "bnpo"))}
 
 def parts(spec: pl.LossSpec) -> list[tuple[str, object]]:
     """Each part of a spec with the slot it fills; the slots that hold plain values, too."""
-    return [(s, p) for s in SLOTS for p in (getattr(spec, s) if s == "correction" else (getattr(spec, s),))]
+    return [
+        (s, p)
+        for s in SLOTS
+        for p in (getattr(spec, s) if s == "correction" else (getattr(spec, s),))
+    ]
 
 
 def test_required_names():
@@ -75,7 +79,9 @@ def test_every_choice_has_a_source(preset: Preset):
             chosen = [f"{slot}.{f.name}" for f in fields if getattr(part, f.name) != f.default]
         else:
             chosen = []
-        unsourced = [c for c in chosen or [slot] if c not in preset.sources and slot not in preset.sources]
+        unsourced = [
+            c for c in chosen or [slot] if c not in preset.sources and slot not in preset.sources
+        ]
         assert not unsourced, f"{preset.name} has no source for {unsourced}"
 
 
@@ -103,7 +109,9 @@ def test_distinct_unless_documented():
         same = a.spec == b.spec
         assert same == (frozenset((a.name, b.name)) in SAME), f"{a.name} and {b.name}"
     for pair in SAME:
-        assert any(PRESETS[name].note for name in pair), f"{sorted(pair)} are one loss; a note must say why there are two names"
+        assert any(PRESETS[name].note for name in pair), (
+            f"{sorted(pair)} are one loss; a note must say why there are two names"
+        )
 
 
 READS = {
@@ -131,10 +139,18 @@ def test_reads(name):
 NUMBERS = {
     "ppo": {"trust": pl.Clip(0.2, 0.2), "aggregate": pl.TokenMean()},
     "ppo_dual_clip": {"trust": pl.Clip(0.2, 0.2, dual=3.0)},
-    "grpo": {"trust": pl.Clip(0.2, 0.2), "kl": pl.KL("k3", 0.04), "aggregate": pl.SeqMeanTokenMean()},
+    "grpo": {
+        "trust": pl.Clip(0.2, 0.2),
+        "kl": pl.KL("k3", 0.04),
+        "aggregate": pl.SeqMeanTokenMean(),
+    },
     "dr_grpo": {"aggregate": pl.SeqMeanTokenSumNorm(), "kl": None},
     "dapo": {"trust": pl.Clip(0.2, 0.28), "aggregate": pl.TokenMean(), "kl": None},
-    "gspo": {"ratio": pl.SequenceRatio(grad="sequence"), "trust": pl.Clip(3e-4, 4e-4), "aggregate": pl.SeqMeanTokenMean()},
+    "gspo": {
+        "ratio": pl.SequenceRatio(grad="sequence"),
+        "trust": pl.Clip(3e-4, 4e-4),
+        "aggregate": pl.SeqMeanTokenMean(),
+    },
     "gspo_token": {"ratio": pl.SequenceRatio(grad="token"), "trust": pl.Clip(3e-4, 4e-4)},
     "sapo": {"trust": pl.SoftGate(1.0, 1.05), "aggregate": pl.SeqMeanTokenMean()},
     "gmpo": {"trust": pl.GeometricClip(0.4, 0.4), "aggregate": pl.SeqMeanTokenMean()},
@@ -142,16 +158,25 @@ NUMBERS = {
     "importance_sampling": {"trust": pl.Unbounded("ratio"), "aggregate": pl.TokenSum()},
     "tis": {"correction": (pl.Truncate(2.0),)},
     "icepop": {"correction": (pl.Band(0.5, 5.0),), "rejected": "keep"},
-    "seq_mask_tis": {"correction": (pl.SequenceMask(0.999, 1.002, level="geomean", weight="token"),)},
+    "seq_mask_tis": {
+        "correction": (pl.SequenceMask(0.999, 1.002, level="geomean", weight="token"),)
+    },
     "clip_cov": {"trust": pl.CovClip(0.2, 0.2, 2e-4, 1.0, 5.0)},
     "kl_cov": {"trust": pl.CovKL(2e-4, 1.0)},
     "opsm": {"correction": (pl.OPSM(1e-4, source="old"),)},
     "decoupled_ppo": {"correction": (pl.Truncate(inf),)},
     "two_sided": {"trust": pl.TwoSidedClip(4.0, 0.2, 0.2)},
     "aipo": {"trust": pl.Clip(inf, 1.0, dual=2.0)},
-    "vespo": {"trust": pl.GammaWeight(2.0, 3.0, 3.0, 2.0), "ratio": pl.SequenceProduct(log_clamp=(log(1e-8), 20.0))},
+    "vespo": {
+        "trust": pl.GammaWeight(2.0, 3.0, 3.0, 2.0),
+        "ratio": pl.SequenceProduct(log_clamp=(log(1e-8), 20.0)),
+    },
     "rloo_loss": {"ratio": pl.SequenceProduct(), "trust": pl.Clip(0.2, 0.2)},
-    "luspo": {"ratio": pl.SequenceRatio(), "trust": pl.Clip(2e-3, 2.5e-3), "aggregate": pl.LengthWeighted()},
+    "luspo": {
+        "ratio": pl.SequenceRatio(),
+        "trust": pl.Clip(2e-3, 2.5e-3),
+        "aggregate": pl.LengthWeighted(),
+    },
     "topr": {"trust": pl.TaperedNegative(1.0)},
     "up_grpo": {
         "trust": pl.BySign(pl.Unbounded("current"), pl.Clip(0.2, 0.2, dual=3.0)),

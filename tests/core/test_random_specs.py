@@ -31,8 +31,16 @@ def test_padded_equals_packed(spec: pl.LossSpec, seed: int) -> None:
     assert_same_result(run(spec, batch.packed()), run(spec, batch))
 
 
-@given(specs(), SEEDS, st.permutations(range(7)), st.lists(st.integers(0, 7), max_size=3), st.booleans())
-def test_any_partition_sums_to_the_whole(spec: pl.LossSpec, seed: int, order: list[int], cuts: list[int], packed: bool) -> None:
+@given(
+    specs(),
+    SEEDS,
+    st.permutations(range(7)),
+    st.lists(st.integers(0, 7), max_size=3),
+    st.booleans(),
+)
+def test_any_partition_sums_to_the_whole(
+    spec: pl.LossSpec, seed: int, order: list[int], cuts: list[int], packed: bool
+) -> None:
     """Rows in any order, cut anywhere (empty micro-batches included), padded or packed."""
     batch = make_batch(seed)
     totals = step_totals(spec, batch)
@@ -54,7 +62,9 @@ def garbage_in(batch: Batch, value: float) -> Batch:
 
 
 @given(specs(), SEEDS, st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e30]))
-def test_masked_positions_change_nothing_and_gradients_are_finite(spec: pl.LossSpec, seed: int, value: float) -> None:
+def test_masked_positions_change_nothing_and_gradients_are_finite(
+    spec: pl.LossSpec, seed: int, value: float
+) -> None:
     batch = make_batch(seed)
     expected = run(spec, batch)
     assert expected.loss.isfinite()
@@ -66,7 +76,9 @@ def test_masked_positions_change_nothing_and_gradients_are_finite(spec: pl.LossS
 def fell_alike(a: Result, b: Result) -> bool:
     """Whether every clip and rejection fell the same way, which a token within rounding of a bound may not do."""
     x, y = a.metrics, b.metrics
-    return all(abs(x[n] - y[n]) < 1e-3 for n in x if "fraction" in n or n in ("tokens", "clamped_tokens"))
+    return all(
+        abs(x[n] - y[n]) < 1e-3 for n in x if "fraction" in n or n in ("tokens", "clamped_tokens")
+    )
 
 
 @given(specs(), SEEDS)

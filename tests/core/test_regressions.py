@@ -19,7 +19,9 @@ def test_self_normalise_after_renormalise_is_as_if_the_mask_had_been_false():
     loss, gradient = BATCH.loss(spec)
     keep = ((BATCH.old_logp - BATCH.rollout_logp).exp() - 1).abs() <= 0.01
     edited = Batch(**{**vars(BATCH), "mask": BATCH.mask & keep})
-    expected, expected_gradient = edited.loss(pl.LossSpec(correction=(pl.Truncate(math.inf), pl.SelfNormalise())))
+    expected, expected_gradient = edited.loss(
+        pl.LossSpec(correction=(pl.Truncate(math.inf), pl.SelfNormalise()))
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
@@ -30,7 +32,9 @@ def test_a_token_the_engine_calls_impossible_is_rejected_not_nan(estimator):
     rollout = BATCH.rollout_logp.clone()
     rollout[0, 0] = -torch.inf
     spoiled = Batch(**{**vars(BATCH), "rollout_logp": rollout})
-    loss, _ = spoiled.loss(pl.LossSpec(correction=pl.Reject(estimator, "token", low=-0.5, high=0.5)))
+    loss, _ = spoiled.loss(
+        pl.LossSpec(correction=pl.Reject(estimator, "token", low=-0.5, high=0.5))
+    )
     assert loss.isfinite()
 
 
@@ -57,7 +61,11 @@ def test_clip_cov_does_not_drop_a_nan_unseen():
 def test_a_veto_does_not_hide_a_nan_weight():
     rollout = BATCH.rollout_logp.clone()
     rollout[0, 0], rollout[0, 1] = torch.nan, BATCH.old_logp[0, 1] + 50
-    assert Batch(**{**vars(BATCH), "rollout_logp": rollout}).loss(pl.LossSpec(correction=pl.Veto()))[0].isnan()
+    assert (
+        Batch(**{**vars(BATCH), "rollout_logp": rollout})
+        .loss(pl.LossSpec(correction=pl.Veto()))[0]
+        .isnan()
+    )
 
 
 def test_explained_variance_of_a_constant_target_is_undefined():
@@ -87,7 +95,10 @@ def test_whitening_far_from_zero_is_centred():
 
 def test_a_part_must_return_one_number_per_token():
     """A 0-dim result was broadcast to a plausible loss."""
-    with pytest.raises(pl.InputError, match=r"trust part must return one number per token, shape \(6, 9\); got shape \(\)"):
+    with pytest.raises(
+        pl.InputError,
+        match=r"trust part must return one number per token, shape \(6, 9\); got shape \(\)",
+    ):
         BATCH.loss(pl.LossSpec(trust=lambda t: t.advantages.sum()))
     with pytest.raises(pl.InputError, match="kl part must return one number per token"):
         BATCH.loss(pl.LossSpec(kl=lambda t: t.logp.sum()))
@@ -108,7 +119,9 @@ def test_a_custom_penalty_is_not_multiplied_by_an_attribute():
     assert torch.equal(BATCH.loss(pl.LossSpec(kl=Half()))[0], BATCH.loss(pl.LossSpec(kl=plain))[0])
 
 
-@pytest.mark.parametrize("aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean()], ids=["shared weight", "weight per token"])
+@pytest.mark.parametrize(
+    "aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean()], ids=["shared weight", "weight per token"]
+)
 def test_compiled_half_precision_is_rounded_after_the_backward_scales_it(aggregate):
     """The gradient was rounded to float16 before a loss scale of 65536 was applied, and became 0."""
     g = torch.Generator().manual_seed(0)
@@ -118,7 +131,9 @@ def test_compiled_half_precision_is_rounded_after_the_backward_scales_it(aggrega
 
     def gradient(function):
         leaf = logp.clone().requires_grad_()
-        (function(spec, leaf, old, torch.ones(2), torch.ones(2, 8), totals=totals).loss * 65536).backward()
+        (
+            function(spec, leaf, old, torch.ones(2), torch.ones(2, 8), totals=totals).loss * 65536
+        ).backward()
         return leaf.grad
 
     compiled = gradient(torch.compile(pl.policy_loss, fullgraph=True, backend="aot_eager"))

@@ -59,7 +59,9 @@ class Watch(TorchDispatchMode):
         mask_index = name in ("index", "index_put", "index_put_") and any(
             isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1])
         )
-        counts = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None  # how long is the result?
+        counts = (
+            name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        )  # how long is the result?
         if name in READS_DATA or mask_index or counts:
             self.waits.append(str(func))
         elif name in ("_to_copy", "copy_", "to") and len(_devices(inputs) | _devices([out])) > 1:
@@ -68,7 +70,11 @@ class Watch(TorchDispatchMode):
 
 
 def on_meta(batch: Batch) -> Batch:
-    names = [f.name for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)]
+    names = [
+        f.name
+        for f in dataclasses.fields(batch)
+        if isinstance(getattr(batch, f.name), torch.Tensor)
+    ]
     return batch.map(lambda x: x.to("meta"), *names)
 
 
@@ -89,7 +95,9 @@ def value_call(batch: Batch, **options: Any) -> Callable[[], Any]:
     layout = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
 
     def call() -> Any:
-        out = pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, **layout, **options)
+        out = pl.value_loss(
+            values, batch.advantages, batch.old_logp, batch.mask, **layout, **options
+        )
         out.loss.backward()
         return out.metrics + out.metrics
 
@@ -105,7 +113,10 @@ def waits_of(call: Callable[[], Any]) -> list[str]:
 
 PADDED = make_batch(seed=8).map(lambda x: x.to(torch.float32))
 LAYOUTS = {"padded": PADDED, "packed": PADDED.packed()}
-SPECS = {**PRESETS, **{name: spec for name, spec in BY_CORRECTION.items() if name.endswith(":renormalise")}}
+SPECS = {
+    **PRESETS,
+    **{name: spec for name, spec in BY_CORRECTION.items() if name.endswith(":renormalise")},
+}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -168,7 +179,9 @@ class ReadBacks:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_only_read_back_is_the_one_in_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_read_back_is_the_one_in_compute(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = policy_call(PRESETS[name], PADDED)
     reads = ReadBacks(monkeypatch)
     metrics = call()
@@ -190,7 +203,17 @@ def test_the_only_read_back_is_the_one_in_compute(name: str, monkeypatch: pytest
         lambda x: torch.repeat_interleave((x > 0).flatten().long()),
         lambda x: x.to("meta"),
     ],
-    ids=["item", "float", "boolean index", "nonzero", "unique", "masked_select", "bool", "repeat", "device copy"],
+    ids=[
+        "item",
+        "float",
+        "boolean index",
+        "nonzero",
+        "unique",
+        "masked_select",
+        "bool",
+        "repeat",
+        "device copy",
+    ],
 )
 def test_the_watch_sees_a_wait(bad: Callable[[torch.Tensor], Any]) -> None:
     def trust(t: pl.Tokens) -> torch.Tensor:

@@ -36,7 +36,11 @@ def test_count_packed():
     flat = MASK.reshape(-1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 8, 12]))) == (4, 2, 1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 4, 12]))) == (4, 2, 1)
-    assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 1, 2, 12]))) == (4, 3, 1)  # 1, 1 and 2 valid tokens
+    assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 1, 2, 12]))) == (
+        4,
+        3,
+        1,
+    )  # 1, 1 and 2 valid tokens
 
 
 def test_count_groups():
@@ -65,7 +69,9 @@ def test_add_groups():
     b = pl.Totals.count(torch.ones(2, 2, dtype=torch.bool), group_ids=torch.tensor([5, 6]))
     assert groups(a + b) == {5: 3, 6: 2, 8: 3}
     assert (pl.Totals(1, 1, groups=2) + pl.Totals(1, 1, groups=3)).groups == 5
-    assert (a + pl.Totals(1, 1)).groups is None, "a part whose groups are unknown makes the sum's unknown"
+    assert (a + pl.Totals(1, 1)).groups is None, (
+        "a part whose groups are unknown makes the sum's unknown"
+    )
 
 
 def test_what_cannot_be_added():
@@ -87,9 +93,18 @@ BAD = {
     "no ranks": (lambda: pl.Totals(1, 1, dp_size=0), ["Totals.dp_size", "0"]),
     "mask of halves": (lambda: pl.Totals.count(MASK * 0.5), ["mask", "0 and 1"]),
     "flat mask": (lambda: pl.Totals.count(MASK.reshape(-1)), ["[B, T]", "cu_seqlens"]),
-    "ids per token": (lambda: pl.Totals.count(MASK, group_ids=torch.zeros(3, 4)), ["group_ids", "(3, 4)", "(3,)"]),
-    "ids too few": (lambda: pl.Totals.count(MASK, group_ids=torch.zeros(2)), ["group_ids", "(2,)", "(3,)"]),
-    "offsets": (lambda: pl.Totals.count(MASK.reshape(-1), cu_seqlens=torch.tensor([0, 11])), ["cu_seqlens", "12"]),
+    "ids per token": (
+        lambda: pl.Totals.count(MASK, group_ids=torch.zeros(3, 4)),
+        ["group_ids", "(3, 4)", "(3,)"],
+    ),
+    "ids too few": (
+        lambda: pl.Totals.count(MASK, group_ids=torch.zeros(2)),
+        ["group_ids", "(2,)", "(3,)"],
+    ),
+    "offsets": (
+        lambda: pl.Totals.count(MASK.reshape(-1), cu_seqlens=torch.tensor([0, 11])),
+        ["cu_seqlens", "12"],
+    ),
 }
 
 
@@ -104,10 +119,20 @@ def test_refused(name):
 
 def test_counted_totals_change_nothing_for_a_whole_batch():
     batch = make_batch(seed=9)
-    for aggregate in (pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.SeqMeanTokenSumNorm(7), pl.PromptMean()):
+    for aggregate in (
+        pl.TokenMean(),
+        pl.SeqMeanTokenMean(),
+        pl.SeqMeanTokenSum(),
+        pl.SeqMeanTokenSumNorm(7),
+        pl.PromptMean(),
+    ):
         spec = pl.preset("grpo").replace(aggregate=aggregate)
         totals = pl.Totals.count(batch.mask, group_ids=batch.group_ids)
-        given, alone, local = run(spec, batch, totals=totals), run(spec, batch), run(spec, batch, totals="local")
+        given, alone, local = (
+            run(spec, batch, totals=totals),
+            run(spec, batch),
+            run(spec, batch, totals="local"),
+        )
         assert_same(given.loss, alone.loss)
         assert_same(given.dlogp, alone.dlogp)
         assert_same(local.loss, alone.loss, 0)
@@ -119,10 +144,19 @@ def test_plain_numbers_and_tensors_are_the_same_totals():
         tensors = pl.Totals(torch.tensor(40, dtype=dtype), torch.tensor(8, dtype=dtype))
         for aggregate in (pl.TokenMean(), pl.SeqMeanTokenMean()):
             spec = pl.preset("ppo").replace(aggregate=aggregate)
-            assert torch.equal(run(spec, batch, totals=tensors).loss, run(spec, batch, totals=pl.Totals(40, 8)).loss)
+            assert torch.equal(
+                run(spec, batch, totals=tensors).loss,
+                run(spec, batch, totals=pl.Totals(40, 8)).loss,
+            )
 
 
-GLOBAL = (pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.TokenSum(), pl.PromptMean())
+GLOBAL = (
+    pl.TokenMean(),
+    pl.SeqMeanTokenMean(),
+    pl.SeqMeanTokenSum(),
+    pl.TokenSum(),
+    pl.PromptMean(),
+)
 
 
 @pytest.mark.parametrize("aggregate", GLOBAL, ids=str)
@@ -146,8 +180,14 @@ def test_measure_counts_the_survivors():
     assert numbers(totals)[:2] == (int(kept.sum()), int(kept.any(-1).sum()))
     dropped = pl.measure(spec.replace(rejected="drop_sequence"), **batch.kwargs)
     whole = kept.sum(-1) == batch.mask.sum(-1)
-    assert numbers(dropped)[:2] == (int((batch.mask & whole[:, None]).sum()), int((batch.mask.any(-1) & whole).sum()))
-    assert numbers(pl.measure(spec.replace(rejected="keep"), **batch.kwargs))[:2] == numbers(pl.Totals.count(batch.mask))[:2]
+    assert numbers(dropped)[:2] == (
+        int((batch.mask & whole[:, None]).sum()),
+        int((batch.mask.any(-1) & whole).sum()),
+    )
+    assert (
+        numbers(pl.measure(spec.replace(rejected="keep"), **batch.kwargs))[:2]
+        == numbers(pl.Totals.count(batch.mask))[:2]
+    )
 
 
 def test_measure_does_not_track_gradients():

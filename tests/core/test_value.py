@@ -31,8 +31,22 @@ BY_HAND = [
     (1.0, 0.0, 1.0, 0.5, 1.0, False),  # nothing moved: ½·1², slope v − R
     (1.1, 0.0, 1.0, 0.605, 1.1, False),  # inside: ½·1.1²
     (2.0, 0.0, 1.0, 2.0, 2.0, False),  # moved away from R: ½·2² = 2 > ½·1.2²
-    (0.5, 0.0, 1.0, 0.32, 0.0, True),  # moved to R too fast: ½·0.8² = 0.32 > ½·0.5² = 0.125; a constant
-    (1.0, 3.0, 2.0, 2.0, -2.0, False),  # moved down, away from R = 3: ½·2² = 2 > ½·(1.8 − 3)² = 0.72
+    (
+        0.5,
+        0.0,
+        1.0,
+        0.32,
+        0.0,
+        True,
+    ),  # moved to R too fast: ½·0.8² = 0.32 > ½·0.5² = 0.125; a constant
+    (
+        1.0,
+        3.0,
+        2.0,
+        2.0,
+        -2.0,
+        False,
+    ),  # moved down, away from R = 3: ½·2² = 2 > ½·(1.8 − 3)² = 0.72
     (2.0, 3.0, 1.0, 1.62, 0.0, True),  # moved up to R too fast: ½·(1.2 − 3)² = 1.62 > ½
 ]
 
@@ -53,7 +67,9 @@ def test_clipped_by_hand(v, r, old, loss, grad, binds):
 def test_huber_by_hand():
     # δ = 1: |e| = ½ → ½·¼ = ⅛, slope e; |e| = 3 → 1·(3 − ½) = 2.5, slope ±1; |e| = 1 is on the seam: ½.
     for e, loss, slope in ((0.5, 0.125, 0.5), (3.0, 2.5, 1.0), (-3.0, 2.5, -1.0), (1.0, 0.5, 1.0)):
-        got, grad, _ = loss_and_grad(row(e), row(0.0), None, clip=None, kind="huber", huber_delta=1.0)
+        got, grad, _ = loss_and_grad(
+            row(e), row(0.0), None, clip=None, kind="huber", huber_delta=1.0
+        )
         assert got == pytest.approx(loss, rel=1e-12)
         assert grad.item() == pytest.approx(slope, rel=1e-12)
     # With clip 0.2: v = 0.5, old = 3, R = 0 → the clipped value is 2.8, 1·(2.8 − ½) = 2.3 > ⅛, a constant.
@@ -64,7 +80,9 @@ def test_huber_by_hand():
 def test_huber_is_torch_huber_and_squared_inside():
     e = torch.linspace(-30, 30, 101, dtype=torch.float64)
     zero = torch.zeros_like(e)
-    torch.testing.assert_close(huber_error(e, 10.0), torch.nn.functional.huber_loss(e, zero, reduction="none", delta=10.0))
+    torch.testing.assert_close(
+        huber_error(e, 10.0), torch.nn.functional.huber_loss(e, zero, reduction="none", delta=10.0)
+    )
     v, r, old = (torch.randn(3, 5, dtype=torch.float64) for _ in range(3))
     plain, _, _ = loss_and_grad(v, r, old)
     huber, _, _ = loss_and_grad(v, r, old, kind="huber", huber_delta=100.0)
@@ -73,7 +91,9 @@ def test_huber_is_torch_huber_and_squared_inside():
 
 def test_an_infinite_clip_is_no_clip():
     v, r, old = (torch.randn(4, 6, dtype=torch.float64) for _ in range(3))
-    assert loss_and_grad(v, r, old, clip=inf)[0] == pytest.approx(loss_and_grad(v, r, None, clip=None)[0], rel=1e-14)
+    assert loss_and_grad(v, r, old, clip=inf)[0] == pytest.approx(
+        loss_and_grad(v, r, None, clip=None)[0], rel=1e-14
+    )
 
 
 # Errors v − R with R = 0: rows (1, 2, 3) and (4, –, –), so token losses (½, 2, 4½) and (8).
@@ -97,7 +117,9 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
 @pytest.mark.parametrize(("aggregate", "loss"), AGGREGATES, ids=str)
 def test_aggregates(aggregate, loss):
     ids = torch.tensor([3, 3])
-    got, grad, metrics = loss_and_grad(VALUES, 0 * VALUES, None, MASK, None, aggregate=aggregate, group_ids=ids)
+    got, grad, metrics = loss_and_grad(
+        VALUES, 0 * VALUES, None, MASK, None, aggregate=aggregate, group_ids=ids
+    )
     assert got == pytest.approx(loss, rel=1e-12)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
     assert (grad[1, 1:] == 0).all()
@@ -108,7 +130,9 @@ def test_totals():
     totals = pl.Totals(8, 5, dp_size=2)
     got, _, metrics = loss_and_grad(VALUES, 0 * VALUES, None, MASK, None, totals=totals)
     assert (got, metrics["loss"]) == (pytest.approx(30 / 8), pytest.approx(15 / 8))
-    got, _, _ = loss_and_grad(VALUES, 0 * VALUES, None, MASK, None, totals=totals, aggregate=pl.SeqMeanTokenMean())
+    got, _, _ = loss_and_grad(
+        VALUES, 0 * VALUES, None, MASK, None, totals=totals, aggregate=pl.SeqMeanTokenMean()
+    )
     assert got == pytest.approx(2 * (7 / 3 + 8) / 5)
 
 
@@ -153,29 +177,45 @@ def test_what_did_not_move_is_not_clipped(dtype):
 
 def test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic():
     returns = row(1, 2, 3, 6)
-    for values, expected in ((returns, 1.0), (0 * returns + 3, 0.0), (returns - 5, 1.0), (-returns, 1 - 4.0)):
+    for values, expected in (
+        (returns, 1.0),
+        (0 * returns + 3, 0.0),
+        (returns - 5, 1.0),
+        (-returns, 1 - 4.0),
+    ):
         metrics = loss_and_grad(values, returns, None, clip=None)[2]
         assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-12)
-    assert not np.isfinite(loss_and_grad(row(1.0), row(1.0), None, clip=None)[2]["explained_variance"])
+    assert not np.isfinite(
+        loss_and_grad(row(1.0), row(1.0), None, clip=None)[2]["explained_variance"]
+    )
 
 
 def test_metrics_merge_to_the_whole():
     values, returns, old, mask = batch(seed=3, rows=6)
     totals = pl.Totals.count(mask)
-    pieces = [pl.value_loss(values[c], returns[c], old[c], mask[c], totals=totals) for c in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    pieces = [
+        pl.value_loss(values[c], returns[c], old[c], mask[c], totals=totals)
+        for c in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
     whole = pl.value_loss(values, returns, old, mask)
     assert_same(sum(p.metrics for p in pieces).compute(), whole.metrics.compute())
     assert_same(sum(p.loss for p in pieces), whole.loss)
 
 
-@pytest.mark.parametrize("aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.PromptMean()], ids=str)
+@pytest.mark.parametrize(
+    "aggregate",
+    [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.PromptMean()],
+    ids=str,
+)
 def test_packed_is_padded(aggregate):
     values, returns, old, mask = batch(seed=4)
     lengths = torch.tensor([7, 3, 5, 0, 6])
     inside = torch.arange(7) < lengths[:, None]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     ids = torch.tensor([1, 2, 1, 2, 3])
-    loss, grad, metrics = loss_and_grad(values, returns, old, mask & inside, aggregate=aggregate, group_ids=ids)
+    loss, grad, metrics = loss_and_grad(
+        values, returns, old, mask & inside, aggregate=aggregate, group_ids=ids
+    )
     flat = (x[inside] for x in (values, returns, old, mask))
     packed = loss_and_grad(*flat, aggregate=aggregate, cu_seqlens=offsets, group_ids=ids)
     assert packed[0] == pytest.approx(loss, rel=1e-13)
@@ -228,18 +268,42 @@ def test_half_precision_is_computed_in_float32():
 
 
 REFUSED = {
-    "kind": (lambda v, r, o, m: pl.value_loss(v, r, o, m, kind="hubert"), ["'hubert'", "did you mean 'huber'", "mse"]),
-    "clip": (lambda v, r, o, m: pl.value_loss(v, r, o, m, clip=0.0), ["clip", "> 0", "None", "0.0"]),
+    "kind": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, kind="hubert"),
+        ["'hubert'", "did you mean 'huber'", "mse"],
+    ),
+    "clip": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, clip=0.0),
+        ["clip", "> 0", "None", "0.0"],
+    ),
     "nan clip": (lambda v, r, o, m: pl.value_loss(v, r, o, m, clip=nan), ["clip", "nan"]),
-    "delta": (lambda v, r, o, m: pl.value_loss(v, r, o, m, kind="huber", huber_delta=-1.0), ["huber_delta", "-1.0"]),
+    "delta": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, kind="huber", huber_delta=-1.0),
+        ["huber_delta", "-1.0"],
+    ),
     "no old values": (lambda v, r, o, m: pl.value_loss(v, r, None, m), ["old_values", "clip=None"]),
-    "old shape": (lambda v, r, o, m: pl.value_loss(v, r, o[:, :2], m), ["old_values", "(5, 2)", "(5, 7)"]),
+    "old shape": (
+        lambda v, r, o, m: pl.value_loss(v, r, o[:, :2], m),
+        ["old_values", "(5, 2)", "(5, 7)"],
+    ),
     "mask shape": (lambda v, r, o, m: pl.value_loss(v, r, o, m[:2]), ["mask", "(2, 7)"]),
     "returns shape": (lambda v, r, o, m: pl.value_loss(v, r[:2], o, m), ["returns", "(2, 7)"]),
-    "values integer": (lambda v, r, o, m: pl.value_loss(v.long(), r, o, m), ["values", "floating-point"]),
-    "prompt mean": (lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate=pl.PromptMean()), ["group_ids"]),
-    "aggregate class": (lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate=pl.TokenMean), ["TokenMean", "class"]),
-    "aggregate name": (lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate="token-mean"), ["aggregate", "'token-mean'"]),
+    "values integer": (
+        lambda v, r, o, m: pl.value_loss(v.long(), r, o, m),
+        ["values", "floating-point"],
+    ),
+    "prompt mean": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate=pl.PromptMean()),
+        ["group_ids"],
+    ),
+    "aggregate class": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate=pl.TokenMean),
+        ["TokenMean", "class"],
+    ),
+    "aggregate name": (
+        lambda v, r, o, m: pl.value_loss(v, r, o, m, aggregate="token-mean"),
+        ["aggregate", "'token-mean'"],
+    ),
 }
 
 
@@ -255,7 +319,10 @@ def test_refused(name):
 def test_dual_ranks_average_to_the_batch():
     values, returns, old, mask = batch(seed=8)
     totals = replace(pl.Totals.count(mask), dp_size=2)
-    shares = [loss_and_grad(values[c], returns[c], old[c], mask[c], totals=totals) for c in (slice(0, 3), slice(3, 5))]
+    shares = [
+        loss_and_grad(values[c], returns[c], old[c], mask[c], totals=totals)
+        for c in (slice(0, 3), slice(3, 5))
+    ]
     loss, grad, _ = loss_and_grad(values, returns, old, mask)
     assert sum(s[0] for s in shares) / 2 == pytest.approx(loss, rel=1e-13)
     assert_same(torch.cat([s[1] for s in shares]) / 2, grad)

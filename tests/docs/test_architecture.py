@@ -93,7 +93,11 @@ def test_a_layer_that_names_a_module_that_is_gone_is_an_error() -> None:
 
 def test_every_module_is_in_one_layer_and_imports_only_layers_that_are_not_above_it() -> None:
     height = {name: i for i, layer in enumerate(layers(boxes())) for name in layer.names}
-    top_level = {p.stem for p in Path(pl.__file__).parent.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    top_level = {
+        p.stem
+        for p in Path(pl.__file__).parent.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     assert set(height) == top_level - {"__init__", "__main__"}
     assert not [(a, b) for a, box in boxes().items() for b in box.imports if height[b] > height[a]]
 
@@ -119,7 +123,9 @@ def test_the_drawing_is_whole_and_nothing_in_it_overlaps() -> None:
     assert set(places) == set(boxes())
     for a, b in itertools.combinations(places.values(), 2):
         assert a.right <= b.x or b.right <= a.x or a.bottom <= b.y or b.bottom <= a.y
-    assert all(p.x >= 0 and p.right <= width and p.y >= 0 and p.bottom <= height for p in places.values())
+    assert all(
+        p.x >= 0 and p.right <= width and p.y >= 0 and p.bottom <= height for p in places.values()
+    )
     words = {text.text for text in root.iter(f"{SVG}text")}
     assert set(boxes()) <= words
     assert {layer.title for layer in layers(boxes())} <= words
@@ -135,7 +141,9 @@ def test_no_arrow_runs_behind_a_box() -> None:
             continue
         numbers = [float(n) for n in re.findall(r"-?\d+", path.attrib["d"])]
         for x, y in zip(numbers[::2], numbers[1::2], strict=True):
-            assert not [name for name, p in places.items() if p.x < x < p.right and p.y < y < p.bottom], path.attrib["d"]
+            assert not [
+                name for name, p in places.items() if p.x < x < p.right and p.y < y < p.bottom
+            ], path.attrib["d"]
 
 
 # The walks ----------------------------------------------------------------------------------------
@@ -162,7 +170,9 @@ def test_a_walk_lists_its_stops_with_their_files_and_first_sentences() -> None:
         ((policy_loss, pipeline, pipeline), "pipeline"),  # is called once
     ],
 )
-def test_a_stop_that_is_not_reached_in_its_order_is_an_error(stops: tuple[object, ...], name: str) -> None:
+def test_a_stop_that_is_not_reached_in_its_order_is_an_error(
+    stops: tuple[object, ...], name: str
+) -> None:
     with pytest.raises(LookupError, match=rf"\b{name} is not reached there"):
         walked(replace(loss_walk(), stops=stops))
 
@@ -194,10 +204,14 @@ def test_every_place_that_the_page_sends_a_reader_to_exists(
 ) -> None:
     architecture_page.places_table()
     (first, *_) = architecture_page.PLACES
-    monkeypatch.setattr(architecture_page, "PLACES", (replace(first, files=("src/policyloss/nowhere.py",)),))
+    monkeypatch.setattr(
+        architecture_page, "PLACES", (replace(first, files=("src/policyloss/nowhere.py",)),)
+    )
     with pytest.raises(LookupError, match=r"src/policyloss/nowhere\.py does not exist"):
         architecture_page.places_table()
 
 
 def test_every_package_says_what_it_holds() -> None:
-    assert not [name for name, box in boxes().items() if not box.about.endswith(".") or len(box.about) < 15]
+    assert not [
+        name for name, box in boxes().items() if not box.about.endswith(".") or len(box.about) < 15
+    ]

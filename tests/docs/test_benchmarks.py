@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import harness, head, head_data, head_logits, head_providers, head_reference, head_targets
+from benchmarks import (
+    harness,
+    head,
+    head_data,
+    head_logits,
+    head_providers,
+    head_reference,
+    head_targets,
+)
 from benchmarks.head_data import Case, Shape
 from benchmarks.head_providers import OURS, QUARTER, THREE, Entry
 from benchmarks.head_reference import Result
@@ -49,21 +57,35 @@ def test_inputs_are_peaked_and_lie_on_both_sides_of_every_bound() -> None:
 
 def test_the_statistics_are_those_of_the_inputs(cases: dict[str, Case]) -> None:
     dense = cases["dense"]
-    logprob = (dense.hidden.detach().double() @ dense.weight.detach().double().T).log_softmax(-1).flatten(0, 1)
-    torch.testing.assert_close(dense.statistics.logp, logprob.gather(-1, dense.ids.flatten()[:, None]).squeeze(-1))
+    logprob = (
+        (dense.hidden.detach().double() @ dense.weight.detach().double().T)
+        .log_softmax(-1)
+        .flatten(0, 1)
+    )
+    torch.testing.assert_close(
+        dense.statistics.logp, logprob.gather(-1, dense.ids.flatten()[:, None]).squeeze(-1)
+    )
     torch.testing.assert_close(dense.statistics.entropy, -(logprob.exp() * logprob).sum(-1))
 
 
 def test_masks_and_zero_advantages(cases: dict[str, Case]) -> None:
     shares = {name: case.mask.double().mean().item() for name, case in cases.items()}
-    expected = {"dense": 1.0, "half masked": 0.5, QUARTER: 0.5, "agentic": 0.2, "two sequences": 1.0}
+    expected = {
+        "dense": 1.0,
+        "half masked": 0.5,
+        QUARTER: 0.5,
+        "agentic": 0.2,
+        "two sequences": 1.0,
+    }
     assert shares == pytest.approx(expected)
     assert (cases[QUARTER].advantages == 0).tolist() == [True, False, False, False]
     # F = 1/2 of the tokens count and 3/4 of those are moved: (2·1/2 + 4·3/8) / 6 = 2.5 / 6.
     assert head.live_share(cases[QUARTER]) == pytest.approx(2.5 / 6)
     gathered = cases["agentic"].gathered()
     assert gathered.hidden.shape == (1, 32, 16)  # a fifth of 160
-    torch.testing.assert_close(gathered.hidden.detach()[0], cases["agentic"].hidden.detach()[cases["agentic"].mask])
+    torch.testing.assert_close(
+        gathered.hidden.detach()[0], cases["agentic"].hidden.detach()[cases["agentic"].mask]
+    )
 
 
 # The float64 answers --------------------------------------------------------------------------------------------------------------
@@ -71,9 +93,17 @@ def test_masks_and_zero_advantages(cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize(
     ("case", "loss"),
-    [("dense", "dual clip"), (QUARTER, "dual clip"), ("agentic", "clip"), ("dense", "entropy"), ("two sequences", "gspo")],
+    [
+        ("dense", "dual clip"),
+        (QUARTER, "dual clip"),
+        ("agentic", "clip"),
+        ("dense", "entropy"),
+        ("two sequences", "gspo"),
+    ],
 )
-def test_the_answer_is_the_gradient_of_the_line(cases: dict[str, Case], case: str, loss: str) -> None:
+def test_the_answer_is_the_gradient_of_the_line(
+    cases: dict[str, Case], case: str, loss: str
+) -> None:
     chosen = cases[case]
     hidden, weight = (x.detach().double().requires_grad_() for x in (chosen.hidden, chosen.weight))
     logprob = (hidden @ weight.T).log_softmax(-1)
@@ -81,7 +111,12 @@ def test_the_answer_is_the_gradient_of_the_line(cases: dict[str, Case], case: st
     entropy = -(logprob.exp() * logprob).sum(-1)
     spec = pl.LossSpec(trust=pl.Clip(0.2, 0.2)) if loss == "clip" else head_providers.SPECS[loss]
     out = pl.policy_loss(
-        spec, logp, chosen.old_logp, chosen.advantages, chosen.mask, entropy=entropy if loss == "entropy" else None
+        spec,
+        logp,
+        chosen.old_logp,
+        chosen.advantages,
+        chosen.mask,
+        entropy=entropy if loss == "entropy" else None,
     )
     d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
     answer = head_reference.exact(chosen, loss)
@@ -94,15 +129,27 @@ def test_the_answer_is_the_gradient_of_the_line(cases: dict[str, Case], case: st
 def test_errors_are_what_they_are_called(cases: dict[str, Case]) -> None:
     case = cases["dense"]
     answer = head_reference.exact(case, "dual clip")
-    off = Result(answer.loss + 0.25, answer.logp + 0.5, answer.entropy - 0.125, answer.d_hidden * 1.5, answer.d_weight * 0.75)
+    off = Result(
+        answer.loss + 0.25,
+        answer.logp + 0.5,
+        answer.entropy - 0.125,
+        answer.d_hidden * 1.5,
+        answer.d_weight * 0.75,
+    )
     found = head_reference.errors(off, answer, case)
-    assert found == pytest.approx({"loss": 0.25, "logp": 0.5, "entropy": 0.125, "d_hidden": 0.5, "d_weight": 0.25})
+    assert found == pytest.approx(
+        {"loss": 0.25, "logp": 0.5, "entropy": 0.125, "d_hidden": 0.5, "d_weight": 0.25}
+    )
 
 
 def test_the_answer_from_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
-    ids, g, h = torch.tensor([0, 6, 3, 3, 1]), torch.randn(5, generator=generator), torch.randn(5, generator=generator)
+    ids, g, h = (
+        torch.tensor([0, 6, 3, 3, 1]),
+        torch.randn(5, generator=generator),
+        torch.randn(5, generator=generator),
+    )
     logprob = logits.log_softmax(-1)
     logp, entropy = logprob.gather(-1, ids[:, None]).squeeze(-1), -(logprob.exp() * logprob).sum(-1)
     (gradient,) = torch.autograd.grad((logp, entropy), logits, (g.double(), h.double()))
@@ -117,7 +164,9 @@ def test_the_answer_from_logits() -> None:
 
 def run_tiny(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "head.json"
-    status = head.main(["--shape", "4,40,61,16", "--rounds", "2", "--no-peers", "--out", str(out), *options])
+    status = head.main(
+        ["--shape", "4,40,61,16", "--rounds", "2", "--no-peers", "--out", str(out), *options]
+    )
     return status, json.loads(out.read_text())
 
 
@@ -127,7 +176,14 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     assert status == 0
     assert set(run["groups"]) == {"dense", "masked", "forward only", "from logits"}
     dense = run["groups"]["dense"]
-    assert {THREE, "one bare matmul", OURS, "policyloss, recompute", "policyloss, stash", "eager PyTorch"} <= set(dense)
+    assert {
+        THREE,
+        "one bare matmul",
+        OURS,
+        "policyloss, recompute",
+        "policyloss, stash",
+        "eager PyTorch",
+    } <= set(dense)
     for providers in run["groups"].values():
         for name, p in providers.items():
             assert p["p20_ms"] <= p["median_ms"] <= p["p80_ms"], name
@@ -138,7 +194,10 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     )  # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens
     assert dense[OURS]["output_bytes"] == gradients + 4 + 2 * 4 * 160
     by_what = {t["what"]: t for t in run["targets"]}
-    assert by_what["share of the matmul rate, dense"]["measured"] == dense[THREE]["median_ms"] / dense[OURS]["median_ms"]
+    assert (
+        by_what["share of the matmul rate, dense"]["measured"]
+        == dense[THREE]["median_ms"] / dense[OURS]["median_ms"]
+    )
     assert {t["id"] for t in run["targets"]} == {"C1"}
     assert run["shape"] == {"sequences": 4, "length": 40, "vocabulary": 61, "hidden": 16}
     assert run["environment"]["torch"] == torch.__version__
@@ -189,11 +248,17 @@ def failing(case: Case, folder: Path) -> head_providers.Run:
     raise RuntimeError("no such kernel")
 
 
-def test_a_wrong_provider_is_refused_and_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_provider_is_refused_and_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(name: str, make: head_providers.Make, kind: str = "ours") -> Entry:
         return Entry(name, make, ("C1",), kind=kind)
 
-    right = [entry for entry in head_providers.entries() if entry.group == "dense" and entry.name in (THREE, "eager PyTorch")]
+    right = [
+        entry
+        for entry in head_providers.entries()
+        if entry.group == "dense" and entry.name in (THREE, "eager PyTorch")
+    ]
     made = [
         *right,
         wrong("policyloss, scaled", scaled_gradient),
@@ -206,7 +271,10 @@ def test_a_wrong_provider_is_refused_and_not_timed(tmp_path: Path, monkeypatch: 
     assert status == 1
     reasons = {f["provider"]: f["reason"] for f in run["failures"]}
     # Scaled by 1.001, the gradient is off by 1e-3 of itself.
-    assert re.fullmatch(r"wrong answer, not timed: d_weight is off by 1\.0e-03 \(limit .*\)", reasons["policyloss, scaled"])
+    assert re.fullmatch(
+        r"wrong answer, not timed: d_weight is off by 1\.0e-03 \(limit .*\)",
+        reasons["policyloss, scaled"],
+    )
     assert "d_hidden is off by nan" in reasons["policyloss, unwritten"]
     assert reasons["policyloss, failing"] == "RuntimeError: no such kernel"
     assert set(run["groups"]["dense"]) == {THREE, "eager PyTorch", "policyloss, changing"}
@@ -218,11 +286,17 @@ def test_a_peer_that_is_not_here_is_listed_with_the_reason(
 ) -> None:
     monkeypatch.setattr("benchmarks.peers._root", lambda *_: None)  # not even if it is installed
     bench = head.Bench(cases, tmp_path, rounds=1)
-    peers = [e for e in head_providers.entries() if e.group == "dense" and e.kind == "peer" and "cpu" in e.devices]
+    peers = [
+        e
+        for e in head_providers.entries()
+        if e.group == "dense" and e.kind == "peer" and "cpu" in e.devices
+    ]
     missing = [e for e in peers if e.make not in (head_providers.eager, head_providers.row_loop)]
     bench.run(missing)
     assert bench.groups == {"dense": {}}
-    assert [f["provider"] for f in bench.failures] == [e.name for e in missing if e.loss == "dual clip"] + ["Liger GRPO"]
+    assert [f["provider"] for f in bench.failures] == [
+        e.name for e in missing if e.loss == "dual clip"
+    ] + ["Liger GRPO"]
     for failure in bench.failures:
         assert re.match(r"MissingPeerError: \w+ is neither installed nor under", failure["reason"])
 
@@ -231,7 +305,9 @@ def test_limits() -> None:
     yardstick = {"loss": 1e-9, "logp": 3e-2, "d_hidden": 4e-3, "d_weight": 0.0}
     # Twice the yardstick's error, a loss as far off as a log-prob, and no less than float32's rounding.
     expected = {"loss": 6e-2, "logp": 6e-2, "d_hidden": 8e-3, "d_weight": 2e-6}
-    assert head_reference.limits(yardstick, ours=False, dtype=torch.bfloat16) == pytest.approx(expected)
+    assert head_reference.limits(yardstick, ours=False, dtype=torch.bfloat16) == pytest.approx(
+        expected
+    )
     assert head_reference.limits(yardstick, ours=True, dtype=torch.bfloat16)["d_hidden"] == 3e-3
     assert head_reference.refusal({"logp": math.nan}, expected) is not None
     assert head_reference.refusal({"logp": 6e-2}, expected) is None
@@ -252,7 +328,12 @@ def test_each_round_has_an_order_of_its_own_and_preparation_is_outside_the_clock
     prepare = {"b": lambda: calls.append("prepare b")}
     times = harness.time_interleaved(providers, 40, warmup=0, prepare=prepare, few={"c": 1})
     assert set(times) == set("abc")
-    assert {name: calls.count(name) for name in ("a", "b", "c", "prepare b")} == {"a": 40, "b": 40, "c": 1, "prepare b": 40}
+    assert {name: calls.count(name) for name in ("a", "b", "c", "prepare b")} == {
+        "a": 40,
+        "b": 40,
+        "c": 1,
+        "prepare b": 40,
+    }
     assert all(before == "prepare b" for before, name in itertools.pairwise(calls) if name == "b")
     # In which of the 40 rounds b comes first is drawn: nearly half of them, and the same ones every time.
     rounds = [name for name in calls if name in "ab"]
@@ -266,7 +347,13 @@ def test_each_round_has_an_order_of_its_own_and_preparation_is_outside_the_clock
 
 def provider(kind: str, milliseconds: float, gib: float = 0.0, **errors: float) -> dict[str, Any]:
     times = {"median_ms": milliseconds, "p20_ms": milliseconds, "p80_ms": milliseconds}
-    return {"kind": kind, "chunked": kind == "peer", "errors": errors, "extra_bytes": int(gib * 2**30), **times}
+    return {
+        "kind": kind,
+        "chunked": kind == "peer",
+        "errors": errors,
+        "extra_bytes": int(gib * 2**30),
+        **times,
+    }
 
 
 def made_up() -> dict[str, Any]:
@@ -275,14 +362,30 @@ def made_up() -> dict[str, Any]:
         THREE: provider("floor", 100.0),
         OURS: provider("ours", 110.0, 5.0, logp=1e-5, d_hidden=1e-3, d_weight=4e-3)
         | {"same_bits": True, "plan": "one_pass: why\n  rows"},
-        "policyloss, recompute": provider("ours", 165.0, 0.5, logp=2e-5, d_hidden=1e-3, d_weight=1e-3) | {"same_bits": False},
+        "policyloss, recompute": provider(
+            "ours", 165.0, 0.5, logp=2e-5, d_hidden=1e-3, d_weight=1e-3
+        )
+        | {"same_bits": False},
         "eager PyTorch": provider("peer", 132.0, 40.0, logp=7e-3, d_hidden=1e-2, d_weight=1e-2),
         "Liger GRPO": provider("peer", 1100.0, 4.0, d_hidden=1e-3, d_weight=1e-3),
     }
     shape = {"sequences": 8, "length": 2048, "vocabulary": 151936, "hidden": 4096}
-    inputs = {"mean_entropy": 0.6, "mean_logp": -0.6, "below_clip": 0.01, "above_clip": 0.04, "above_dual": 0.01}
+    inputs = {
+        "mean_entropy": 0.6,
+        "mean_logp": -0.6,
+        "below_clip": 0.01,
+        "above_clip": 0.04,
+        "above_dual": 0.01,
+    }
     failures = [{"group": "dense", "provider": "verl, Triton", "reason": "RuntimeError: a | b\nc"}]
-    environment = {"gpu": "Some GPU", "torch": "2.11", "cuda": "12.8", "driver": "1", "triton": "3.6", "threads": 1}
+    environment = {
+        "gpu": "Some GPU",
+        "torch": "2.11",
+        "cuda": "12.8",
+        "driver": "1",
+        "triton": "3.6",
+        "threads": 1,
+    }
     groups = {"dense": dense}
     result = {
         "environment": environment,
@@ -298,11 +401,18 @@ def made_up() -> dict[str, Any]:
 def test_targets_are_ratios_within_the_run() -> None:
     found = {(t["id"], t["what"]): t for t in made_up()["targets"]}
     first = found["T1", "time / three bare matmuls"]
-    assert (first["measured"], first["met"], first["stretch_met"]) == (pytest.approx(1.1), True, False)  # 110 / 100
+    assert (first["measured"], first["met"], first["stretch_met"]) == (
+        pytest.approx(1.1),
+        True,
+        False,
+    )  # 110 / 100
     assert found["T1", "extra memory / eager PyTorch's"]["measured"] == pytest.approx(5 / 40)
     assert found["T1", "times faster than Liger"]["measured"] == pytest.approx(10)
     slower = found["T5", "least memory: time / one pass"]
-    assert (slower["measured"], slower["met"]) == (pytest.approx(1.5), False)  # 165 / 110, more than 1.45
+    assert (slower["measured"], slower["met"]) == (
+        pytest.approx(1.5),
+        False,
+    )  # 165 / 110, more than 1.45
     assert found["T5", "least memory: extra memory, GiB"]["stretch_met"] is True
     # The worst of ours, not the first.
     assert found["T10", "log-prob error (RMS)"]["measured"] == 2e-5
@@ -320,7 +430,10 @@ def test_cpu_targets() -> None:
             "a": provider("peer", 120.0),
             "b": provider("peer", 500.0),
         },
-        "masked": {THREE: provider("floor", 90.0), f"policyloss, {QUARTER}": provider("ours", 50.0)},
+        "masked": {
+            THREE: provider("floor", 90.0),
+            f"policyloss, {QUARTER}": provider("ours", 50.0),
+        },
     }
     measured = [t["measured"] for t in head_targets.cpu_targets(groups, live=0.4)]
     # 90 / 100; 90·0.4 / 50; a thirty-second of a GiB; the faster of the two peers.
@@ -338,8 +451,14 @@ def pages(tmp_path: Path) -> dict[str, str]:
 
 def test_the_page_is_drawn_from_the_run(pages: dict[str, str]) -> None:
     page = pages["docs/performance.md"]
-    assert f"| **{OURS}** | 1.10 | 110.0 (110.0 to 110.0) | 5.0 GiB | 1.0e-05 | 1.0e-03 | 4.0e-03 |" in page
-    assert "| Liger GRPO | 11.00 | 1100.0 (1100.0 to 1100.0) | 4.0 GiB |  | 1.0e-03 | 1.0e-03 |" in page
+    assert (
+        f"| **{OURS}** | 1.10 | 110.0 (110.0 to 110.0) | 5.0 GiB | 1.0e-05 | 1.0e-03 | 4.0e-03 |"
+        in page
+    )
+    assert (
+        "| Liger GRPO | 11.00 | 1100.0 (1100.0 to 1100.0) | 4.0 GiB |  | 1.0e-03 | 1.0e-03 |"
+        in page
+    )
     assert "| dense | verl, Triton | RuntimeError: a \\| b c |" in page
     assert "| T1 | time / three bare matmuls | ≤ 1.12 | ≤ 1.05 | 1.1 | yes |" in page
     assert "| T5 | least memory: time / one pass | ≤ 1.45 |  | 1.5 | **no** |" in page
@@ -355,7 +474,9 @@ def test_the_page_before_the_first_run(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_kept_runs_of_loss_and_gae() -> None:
-    page = performance_page.performance_pages(Path(__file__).parents[2] / "benchmarks/results")["docs/performance.md"]
+    page = performance_page.performance_pages(Path(__file__).parents[2] / "benchmarks/results")[
+        "docs/performance.md"
+    ]
     assert "## The loss on a CPU, forward and backward" in page
     assert "| policyloss | " in page
     assert "## GAE on a CPU, no loop over time" in page
@@ -366,17 +487,30 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     drawing = ET.fromstring(pages["docs/figures/head.svg"])
     space = "{http://www.w3.org/2000/svg}"
     texts = ["".join(t.itertext()) for t in drawing.iter(f"{space}text")]
-    names = [OURS, "policyloss, recompute", "eager PyTorch", "Liger GRPO"]  # ours first, then the others from fast to slow
+    names = [
+        OURS,
+        "policyloss, recompute",
+        "eager PyTorch",
+        "Liger GRPO",
+    ]  # ours first, then the others from fast to slow
     assert [t for t in texts if t in names] == names
     assert "three bare matmuls: 100.0" in texts
-    bars = [b for b in drawing.iter(f"{space}rect") if b.get("x") == str(performance_figure.TIME_START)]
+    bars = [
+        b for b in drawing.iter(f"{space}rect") if b.get("x") == str(performance_figure.TIME_START)
+    ]
     lengths = [float(b.get("width", 0)) for b in bars]
     # Liger's 1100 is more than 2.5 times the next (165), so the axis ends at 165·1.12 and its bar is cut there.
     whole = performance_figure.TIME_END - performance_figure.TIME_START
-    assert lengths == pytest.approx([whole * t / (165 * 1.12) for t in (110, 165, 132, 165 * 1.12)], abs=0.06)
-    assert len(list(drawing.iter(f"{space}path"))) == 2  # Liger's time and eager PyTorch's memory are longer than drawn
+    assert lengths == pytest.approx(
+        [whole * t / (165 * 1.12) for t in (110, 165, 132, 165 * 1.12)], abs=0.06
+    )
+    assert (
+        len(list(drawing.iter(f"{space}path"))) == 2
+    )  # Liger's time and eager PyTorch's memory are longer than drawn
     (floor,) = [line for line in drawing.iter(f"{space}line") if line.get("stroke-dasharray")]
-    assert float(floor.get("x1", 0)) == pytest.approx(performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06)
+    assert float(floor.get("x1", 0)) == pytest.approx(
+        performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06
+    )
     assert drawing[0].get("fill") == "#ffffff"  # a ground of its own: readable on a dark page
 
 

@@ -9,7 +9,11 @@ from dependencies import licences, lock
 from dependencies.installed import CORE, ROOT, closure, extras, pins
 
 LOCKED = dict(
-    re.findall(r"^([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    re.findall(
+        r"^([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}$",
+        (ROOT / "requirements.lock").read_text(),
+        re.MULTILINE,
+    )
 )
 _ROW = re.compile(r"^\| (\S+) \| (\d\S*) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LISTED = {row[0].strip("*"): (row[0], *row[1:]) for row in _ROW.findall(licences.PAGE.read_text())}
@@ -22,7 +26,9 @@ def test_the_pinned_versions_are_listed_and_locked() -> None:
     for name, version in pins().items():
         if name not in NOT_NEEDED:
             assert versions[name] == version, "run `make licences`"
-            assert LOCKED.get(name) == (None if name in lock.LEFT_OUT else version), "run `make lock`"
+            assert LOCKED.get(name) == (None if name in lock.LEFT_OUT else version), (
+                "run `make lock`"
+            )
 
 
 def test_the_lock_holds_all_that_is_listed() -> None:
@@ -59,7 +65,13 @@ def test_what_needs_what() -> None:
     ("metadata", "said"),
     [
         ({"License-Expression": ["MIT"], "License": ["other"]}, "MIT"),
-        ({"Classifier": ["License :: OSI Approved :: MIT License", "Topic :: x"], "License": ["x\ny"]}, "MIT License"),
+        (
+            {
+                "Classifier": ["License :: OSI Approved :: MIT License", "Topic :: x"],
+                "License": ["x\ny"],
+            },
+            "MIT License",
+        ),
         ({"Classifier": ["License :: OSI Approved"], "License": ["Apache 2.0"]}, "Apache 2.0"),
         ({"License": ["a whole text\nof a licence"]}, "not stated"),
         ({}, "not stated"),
@@ -82,7 +94,10 @@ def test_the_lock_keeps_digests_only() -> None:
     def item(name: str, hashes: dict[str, str]) -> dict[str, object]:
         return {
             "metadata": {"name": name, "version": "1.0"},
-            "download_info": {"url": f"file:///secret/{name}.whl", "archive_info": {"hashes": hashes}},
+            "download_info": {
+                "url": f"file:///secret/{name}.whl",
+                "archive_info": {"hashes": hashes},
+            },
         }
 
     both = {"install": [item("Zed_Name", {"sha256": "ab"}), item("alpha", {"sha256": "cd"})]}

@@ -39,7 +39,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_check_notices_every_kind_of_staleness(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_notices_every_kind_of_staleness(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert generate.main(["--check"]) == 1
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
@@ -74,22 +76,35 @@ def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
     assert snippet is not None
     assert len(snippet[1].split("\n")) == 6
     batch = make_batch(seed=2)
-    given: dict[str, Any] = {**batch.kwargs, "logp": batch.logp.clone().requires_grad_(), "print": lambda *_: None}
+    given: dict[str, Any] = {
+        **batch.kwargs,
+        "logp": batch.logp.clone().requires_grad_(),
+        "print": lambda *_: None,
+    }
     exec(snippet[1], given)
     expected = run(pl.preset(name).with_horizon(4096), batch).loss  # the budget that the page shows
     torch.testing.assert_close(given["out"].loss.detach(), expected, rtol=0, atol=0)
 
 
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for link in re.findall(r"\]\(([^)]+)\)", text):
         target, _, heading = link.partition("#")
         assert link.startswith("https://") or (page.parent / target).exists(), link
-        headings = [re.sub(r"[^\w -]", "", line.lstrip("# ")).lower() for line in text.split("\n") if line.startswith("#")]
+        headings = [
+            re.sub(r"[^\w -]", "", line.lstrip("# ")).lower()
+            for line in text.split("\n")
+            if line.startswith("#")
+        ]
         assert target or heading in [one.replace(" ", "-") for one in headings], link
 
 
@@ -108,7 +123,9 @@ def test_no_table_is_torn(page: Path) -> None:
 
 def plain_blocks(page: Path) -> list[str]:
     """The Python of a page that needs no framework."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def things_the_pages_speak_of() -> dict[str, Any]:
@@ -119,7 +136,12 @@ def things_the_pages_speak_of() -> dict[str, Any]:
     rows = given["mask"].shape[0]
     cut = [slice(0, rows // 2), slice(rows // 2, rows)]
     names = ("logp", "old_logp", "advantages", "mask")
-    parts = [SimpleNamespace(**{name: given[name][part].detach().requires_grad_(name == "logp") for name in names}) for part in cut]
+    parts = [
+        SimpleNamespace(
+            **{name: given[name][part].detach().requires_grad_(name == "logp") for name in names}
+        )
+        for part in cut
+    ]
     values = batch.logp.clone().requires_grad_()
     return {
         **given,
@@ -142,7 +164,11 @@ def things_the_pages_speak_of() -> dict[str, Any]:
 
 
 # The presets' pages and the names page have tests of their own, which also look at the numbers.
-CODE = [p for p in PAGES if p.parent != ROOT / "docs/presets" and p.name != "names.md" and plain_blocks(p)]
+CODE = [
+    p
+    for p in PAGES
+    if p.parent != ROOT / "docs/presets" and p.name != "names.md" and plain_blocks(p)
+]
 
 
 @pytest.mark.parametrize("page", CODE, ids=lambda p: p.name)
@@ -159,12 +185,19 @@ def test_the_plan_on_the_page_of_the_head_is_the_one_that_is_printed() -> None:
     printed: list[str] = []
     made: dict[str, Any] = {}
     for block in plain_blocks(page):
-        made |= {**things_the_pages_speak_of(), "print": lambda *words: printed.append(" ".join(map(str, words)))}
+        made |= {
+            **things_the_pages_speak_of(),
+            "print": lambda *words: printed.append(" ".join(map(str, words))),
+        }
         exec(compile(block, str(page), "exec"), made)
-    shown = re.findall(r"^```text\n(.*?)\n```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    shown = re.findall(
+        r"^```text\n(.*?)\n```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert len(shown) == 1
     assert shown[0] in printed
-    assert "36.0 48.0" in printed, "the tokens behind the metrics, with and without those at zero advantage"
+    assert "36.0 48.0" in printed, (
+        "the tokens behind the metrics, with and without those at zero advantage"
+    )
 
 
 def test_the_drop_in_on_the_page_of_frameworks_gives_the_loss_it_stands_for() -> None:
@@ -179,7 +212,11 @@ def test_the_drop_in_on_the_page_of_frameworks_gives_the_loss_it_stands_for() ->
 
 def test_the_readme_names_every_framework() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {name for name in ("verl", "openrlhf", "trl", "colossalai") if f"policyloss.compat.{name}" in text} == {
+    assert {
+        name
+        for name in ("verl", "openrlhf", "trl", "colossalai")
+        if f"policyloss.compat.{name}" in text
+    } == {
         "verl",
         "openrlhf",
         "trl",
@@ -190,11 +227,20 @@ def test_the_readme_names_every_framework() -> None:
 def test_blocks_for_a_framework_are_marked_for_one_that_exists_and_every_one_has_some() -> None:
     found = snippets.snippets()
     assert {one.peer for one in found} == set(FRAMEWORKS)
-    assert {one.peer for one in found if one.where.startswith("README.md")} == {"verl", "openrlhf", "trl"}
+    assert {one.peer for one in found if one.where.startswith("README.md")} == {
+        "verl",
+        "openrlhf",
+        "trl",
+    }
     for one in found:
         if one.language == "python":
             ast.parse(one.code)
-    fences = [line for page in PAGES for line in page.read_text(encoding="utf-8").split("\n") if re.match(r"```(python|sh) ", line)]
+    fences = [
+        line
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").split("\n")
+        if re.match(r"```(python|sh) ", line)
+    ]
     assert len(fences) == len(found), "a marked block that the runner does not see"
 
 
@@ -205,9 +251,15 @@ def test_a_block_for_an_unknown_framework_is_an_error(tmp_path: Path) -> None:
 
 
 def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
-    framework = replace(FRAMEWORKS["openrlhf"], steps=())  # nothing to install: this interpreter runs it
-    right = snippets.Snippet("page.md:1", "openrlhf", "python", "import flash_attn")  # a stand-in answers
-    wrong = snippets.Snippet("page.md:9", "openrlhf", "python", "import flash_attn\nnothing_like_that()")
+    framework = replace(
+        FRAMEWORKS["openrlhf"], steps=()
+    )  # nothing to install: this interpreter runs it
+    right = snippets.Snippet(
+        "page.md:1", "openrlhf", "python", "import flash_attn"
+    )  # a stand-in answers
+    wrong = snippets.Snippet(
+        "page.md:9", "openrlhf", "python", "import flash_attn\nnothing_like_that()"
+    )
     assert snippets.run(right, framework) == snippets.Result("page.md:1", None)
     failed = snippets.run(wrong, framework)
     assert failed.where == "page.md:9"
@@ -220,11 +272,34 @@ def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
 
 def result(release: str = "1.0", **changes: Any) -> dict[str, Any]:
     """What a run writes for one framework with two functions."""
-    worst = {"float64": {"loss": 2e-16, "gradient of x": 3.25e-15}, "float32": {"loss": 1e-7, "gradient of x": 0.0}}
-    plain = {"name": "agg_loss", "cases": 10, "both_refuse": 0, "undefined": 0, "worst": worst, "failed": 0, "defects": {}}
+    worst = {
+        "float64": {"loss": 2e-16, "gradient of x": 3.25e-15},
+        "float32": {"loss": 1e-7, "gradient of x": 0.0},
+    }
+    plain = {
+        "name": "agg_loss",
+        "cases": 10,
+        "both_refuse": 0,
+        "undefined": 0,
+        "worst": worst,
+        "failed": 0,
+        "defects": {},
+    }
     tally = {"instead": "0 with a zero gradient", "declared": 4, "seen": 3, "example": None}
-    defective = {**plain, "name": "PolicyLoss", "cases": 32, "both_refuse": 5, "defects": {"NaN for |mask| = 0": tally}, **changes}
-    return {"peer": "verl", "release": release, "environment": {"python": "3.11.7"}, "functions": [plain, defective]}
+    defective = {
+        **plain,
+        "name": "PolicyLoss",
+        "cases": 32,
+        "both_refuse": 5,
+        "defects": {"NaN for |mask| = 0": tally},
+        **changes,
+    }
+    return {
+        "peer": "verl",
+        "release": release,
+        "environment": {"python": "3.11.7"},
+        "functions": [plain, defective],
+    }
 
 
 @pytest.fixture
@@ -243,7 +318,10 @@ def test_the_conformance_page_has_the_table_and_the_defects(page_of: Any) -> Non
     assert "| `agg_loss` | 10 |  | 2.0e-16 | 3.2e-15 | 1.0e-07 | 0 |  |" in page
     assert "| `PolicyLoss` | 32 | 5 | 2.0e-16 | 3.2e-15 | 1.0e-07 | 0 | 4 |" in page
     # One row for a defect, however many releases have it: seen three times in each of the two.
-    assert "| verl | 1.0, 0.9 | NaN for \\|mask\\| = 0 | 0 with a zero gradient | `PolicyLoss` | 6 |" in page
+    assert (
+        "| verl | 1.0, 0.9 | NaN for \\|mask\\| = 0 | 0 with a zero gradient | `PolicyLoss` | 6 |"
+        in page
+    )
     assert "### verl 0.9" in page
     assert not [line for line in page if "failures" in line]
 
@@ -255,7 +333,10 @@ def test_the_conformance_page_does_not_hide_failures_or_what_is_not_finite(page_
 
 
 def test_the_conformance_page_shows_the_programs(page_of: Any) -> None:
-    ran = [{"name": "conformance.trl_run", "status": 0, "output": "grpo 20 steps\n"}, {"name": "x", "status": 1, "output": "no"}]
+    ran = [
+        {"name": "conformance.trl_run", "status": 0, "output": "grpo 20 steps\n"},
+        {"name": "x", "status": 1, "output": "no"},
+    ]
     page = page_of(result(), programs=ran)
     assert "`python -m conformance.trl_run`: passed" in page
     assert page[page.index("grpo 20 steps") - 1] == "```text"
@@ -263,19 +344,27 @@ def test_the_conformance_page_shows_the_programs(page_of: Any) -> None:
 
 
 def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
-    assert "No run has been written down yet." in conformance_page.conformance_page(tmp_path / "none.json")
+    assert "No run has been written down yet." in conformance_page.conformance_page(
+        tmp_path / "none.json"
+    )
 
 
 # Metrics ------------------------------------------------------------------------------------------------------------------------
 
 
-INVALID = ("invalid_mask_values", "invalid_cu_seqlens")  # counted only where they could not be checked at once
+INVALID = (
+    "invalid_mask_values",
+    "invalid_cu_seqlens",
+)  # counted only where they could not be checked at once
 
 
 def test_every_metric_of_the_policy_loss_is_on_the_page() -> None:
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").split("## value_loss")[0]
     batch = make_batch(seed=3)
-    specs = [*PRESETS.values(), pl.LossSpec(trust=pl.Clip(0.2, 0.2, dual=3.0), correction=pl.Veto(), kl=pl.KL("k3", 0.1))]
+    specs = [
+        *PRESETS.values(),
+        pl.LossSpec(trust=pl.Clip(0.2, 0.2, dual=3.0), correction=pl.Veto(), kl=pl.KL("k3", 0.1)),
+    ]
     seen = {re.sub(r"/.*", "/<part>", key) for spec in specs for key in run(spec, batch).metrics}
     assert seen == set(FORMULAS) - set(INVALID), "documented and measured metrics differ"
     for name in FORMULAS:
@@ -289,7 +378,10 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS) - set(INVALID)
     # What could not be checked at once: a mask that is not bool, and offsets, where there are no
     # values to look at.
-    tokens, offsets = torch.zeros(4, device="meta"), torch.zeros(3, device="meta", dtype=torch.int64)
+    tokens, offsets = (
+        torch.zeros(4, device="meta"),
+        torch.zeros(3, device="meta", dtype=torch.int64),
+    )
     unchecked = pl.value_loss(tokens, tokens, tokens, tokens.long(), cu_seqlens=offsets).metrics
     assert set(unchecked) == set(generate.VALUE_FORMULAS)
     for name in generate.VALUE_FORMULAS:
@@ -303,17 +395,35 @@ def own_loss() -> dict[str, Any]:
 
 def test_the_functions_of_the_page_on_custom_losses_are_those_of_the_example() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL)
-    on_page = [ast.unparse(node) for block in blocks for node in ast.parse(block).body if isinstance(node, ast.FunctionDef)]
+    on_page = [
+        ast.unparse(node)
+        for block in blocks
+        for node in ast.parse(block).body
+        if isinstance(node, ast.FunctionDef)
+    ]
     example = ast.parse((ROOT / "examples/own_loss.py").read_text())
-    assert on_page == [ast.unparse(node) for node in example.body if isinstance(node, ast.FunctionDef)]
+    assert on_page == [
+        ast.unparse(node) for node in example.body if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def test_the_custom_losses_of_the_page_are_what_it_says() -> None:
     batch, example = make_batch(3, dtype=torch.float32), own_loss()
     spec = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=3.0), aggregate=pl.SeqMeanTokenMean())
     expected = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss
-    torch.testing.assert_close(example["my_loss"](batch.logp, batch.old_logp, batch.advantages, batch.mask), expected)
+    torch.testing.assert_close(
+        example["my_loss"](batch.logp, batch.old_logp, batch.advantages, batch.mask), expected
+    )
     # Half a clip is PPO's where A > 0, and no limit elsewhere.
     positive = pl.LossSpec(trust=pl.Clip(math.inf, 0.2))
-    loss = pl.policy_loss(pl.LossSpec(trust=example["half_clip"]), batch.logp, batch.old_logp, batch.advantages, batch.mask).loss
-    torch.testing.assert_close(loss, pl.policy_loss(positive, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss)
+    loss = pl.policy_loss(
+        pl.LossSpec(trust=example["half_clip"]),
+        batch.logp,
+        batch.old_logp,
+        batch.advantages,
+        batch.mask,
+    ).loss
+    torch.testing.assert_close(
+        loss,
+        pl.policy_loss(positive, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss,
+    )

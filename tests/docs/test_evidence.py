@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 from benchmarks import evidence, evidence_large
-from benchmarks.evidence_plan import CLIP_LOSSES, CLIP_RATES, COMMON, PLANS, Job, Plan, clip_study, jobs
+from benchmarks.evidence_plan import (
+    CLIP_LOSSES,
+    CLIP_RATES,
+    COMMON,
+    PLANS,
+    Job,
+    Plan,
+    clip_study,
+    jobs,
+)
 from docs.evidence_figure import Chart
 
 from docs import evidence_page
@@ -23,11 +32,23 @@ GPU = {"gpu": "a GPU", "torch": "2"}
 def made(job: Job, accuracies: tuple[float, ...] = (0.4, 0.95), **more: Any) -> dict[str, Any]:
     """A record as `train_one` gives it, of a run that was never made: evaluated every 5 steps, 2 seconds a step."""
     metrics: list[dict[str, Any]] = [
-        {"step": 5 * i, "eval/accuracy": x, "grad_norm": 1.0, "policy/loss": 0.1, "policy/ratio_max": 2.0}
+        {
+            "step": 5 * i,
+            "eval/accuracy": x,
+            "grad_norm": 1.0,
+            "policy/loss": 0.1,
+            "policy/ratio_max": 2.0,
+        }
         for i, x in enumerate(accuracies)
     ]
-    timing = [{"step": step, "step_s": 2.0 if step else 100.0} for step in range(5 * len(accuracies))]
-    return {**evidence._named(job), **evidence.summary(metrics, timing, with_curves=job.study != "presets"), **more}
+    timing = [
+        {"step": step, "step_s": 2.0 if step else 100.0} for step in range(5 * len(accuracies))
+    ]
+    return {
+        **evidence._named(job),
+        **evidence.summary(metrics, timing, with_curves=job.study != "presets"),
+        **more,
+    }
 
 
 def a_job(preset: str = "grpo", seed: int = 0, **common: Any) -> Job:
@@ -38,10 +59,18 @@ def test_every_preset_is_run_with_options_that_go_together() -> None:
     assert list(PLANS) == list(PRESETS)
     everything = jobs(seeds=3)
     assert len(everything) == 3 * (len(PRESETS) + len(CLIP_RATES) * len(CLIP_LOSSES))
-    assert len({job.key for job in everything}) == len({job.fingerprint for job in everything}) == len(everything)
+    assert (
+        len({job.key for job in everything})
+        == len({job.fingerprint for job in everything})
+        == len(everything)
+    )
     assert all(job.config(Path("x")).steps <= 60 for job in everything)
     assert all(job.plan.why for job in everything)
-    critics = {job.preset for job in everything if job.study == "presets" and job.config(Path("x")).with_critic}
+    critics = {
+        job.preset
+        for job in everything
+        if job.study == "presets" and job.config(Path("x")).with_critic
+    }
     assert critics == {"ppo", "ppo_dual_clip", "decoupled_ppo"}
 
 
@@ -52,20 +81,35 @@ def test_the_study_of_dual_clip_changes_the_clip_alone() -> None:
         assert len(chosen) == 3
         assert all(config == configs[0] for config in configs)
         assert configs[0]["lr"] == lr
-        assert configs[0]["old_logp"] == "rollout"  # recomputed, the ratio would be 1 at the first update however old they are
+        assert (
+            configs[0]["old_logp"] == "rollout"
+        )  # recomputed, the ratio would be 1 at the first update however old they are
         assert {job.spec.replace(trust=chosen[0].spec.trust) for job in chosen} == {chosen[0].spec}
 
 
 def test_another_number_is_another_experiment() -> None:
     job = a_job()
-    others = [Plan(job.plan.options, {"trust.eps_high": 0.3}), Plan({**job.plan.options, "lr": 0.01})]
-    marks = {job.fingerprint, *(Job("presets", "grpo", 0, plan).fingerprint for plan in others), a_job(seed=1).fingerprint}
+    others = [
+        Plan(job.plan.options, {"trust.eps_high": 0.3}),
+        Plan({**job.plan.options, "lr": 0.01}),
+    ]
+    marks = {
+        job.fingerprint,
+        *(Job("presets", "grpo", 0, plan).fingerprint for plan in others),
+        a_job(seed=1).fingerprint,
+    }
     assert len(marks) == 4
-    assert Job("presets", "grpo", 0, Plan(job.plan.options, why="said otherwise")).fingerprint == job.fingerprint
+    assert (
+        Job("presets", "grpo", 0, Plan(job.plan.options, why="said otherwise")).fingerprint
+        == job.fingerprint
+    )
 
 
 def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [job.key for job in jobs(2, ["grpo"])] == [("presets", "grpo", 0), ("presets", "grpo", 1)]
+    assert [job.key for job in jobs(2, ["grpo"])] == [
+        ("presets", "grpo", 0),
+        ("presets", "grpo", 1),
+    ]
     with pytest.raises(InputError, match=r"grpu.*grpo"):
         jobs(1, ["grpu"])
     with pytest.raises(InputError, match="--seeds must be at least 1, got 0"):
@@ -77,12 +121,17 @@ def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_summary_of_a_run() -> None:
     accuracy = {0: 0.25, 5: 0.9, 10: 0.5}
-    metrics = [{"step": s, **({"eval/accuracy": accuracy[s]} if s in accuracy else {})} for s in range(11)]
+    metrics = [
+        {"step": s, **({"eval/accuracy": accuracy[s]} if s in accuracy else {})} for s in range(11)
+    ]
     metrics[10] |= {"policy/kl_old_k3": 0.123456, "grad_norm": None, "policy/nonfinite_tokens": 3.0}
     timing = [{"step": s, "step_s": 100.0 if s == 0 else s / 10} for s in range(11)]
     found = evidence.summary(metrics, timing)
     assert (found["start"], found["end"], found["best"]) == (0.25, 0.5, 0.9)
-    assert found["to_goal"] == {"steps": 5, "seconds": 1.5}  # 0.1 + … + 0.5; the evaluation before step 1 is not training
+    assert found["to_goal"] == {
+        "steps": 5,
+        "seconds": 1.5,
+    }  # 0.1 + … + 0.5; the evaluation before step 1 is not training
     assert found["seconds"] == 5.5  # 0.1 + … + 1.0
     assert found["accuracy"] == {"0": 0.25, "5": 0.9, "10": 0.5}
     assert found["final"] == {"kl_old": 0.1235, "clip_fraction": None, "grad_norm": None}
@@ -92,12 +141,18 @@ def test_summary_of_a_run() -> None:
     assert evidence.summary(metrics, timing)["to_goal"] is None
 
 
-def test_a_second_call_does_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_does_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, asked = tmp_path / "evidence.json", []
 
     def work(job: Job) -> dict[str, Any]:
         asked.append(job.key[1:])
-        return made(job) if job.preset != "dapo" or len(asked) > 3 else {**evidence._named(job), "error": "ValueError: no"}
+        return (
+            made(job)
+            if job.preset != "dapo" or len(asked) > 3
+            else {**evidence._named(job), "error": "ValueError: no"}
+        )
 
     first = [a_job("grpo"), a_job("dapo"), a_job("grpo", 1)]
     evidence.run_all(first, evidence.Results(out, 1), 1, work)
@@ -106,10 +161,21 @@ def test_a_second_call_does_what_is_missing(tmp_path: Path, capsys: pytest.Captu
 
     asked[:] = [("", 0)] * 3
     changed = a_job("grpo", 1, lr=0.5)
-    evidence.run_all([a_job("grpo"), a_job("dapo"), changed, a_job("gspo")], evidence.Results(out, 1), 1, work)
-    assert asked[3:] == [("dapo", 0), ("grpo", 1), ("gspo", 0)]  # what failed, what has other settings, what is new
+    evidence.run_all(
+        [a_job("grpo"), a_job("dapo"), changed, a_job("gspo")], evidence.Results(out, 1), 1, work
+    )
+    assert asked[3:] == [
+        ("dapo", 0),
+        ("grpo", 1),
+        ("gspo", 0),
+    ]  # what failed, what has other settings, what is new
     stored = json.loads(out.read_text())
-    assert [(run["preset"], run["seed"]) for run in stored["runs"]] == [("dapo", 0), ("grpo", 0), ("grpo", 1), ("gspo", 0)]
+    assert [(run["preset"], run["seed"]) for run in stored["runs"]] == [
+        ("dapo", 0),
+        ("grpo", 0),
+        ("grpo", 1),
+        ("gspo", 0),
+    ]
     assert stored["runs"][2]["settings"]["common"]["lr"] == 0.5
     assert len(stored["machines"]) == 1
     assert evidence.Results(out, 1).missing([a_job("grpo"), changed]) == []
@@ -127,7 +193,9 @@ def test_another_machine_is_told_apart(tmp_path: Path) -> None:
 def test_an_interrupted_run_is_not_a_result(tmp_path: Path) -> None:
     results = evidence.Results(tmp_path / "evidence.json", 1)
     with pytest.raises(KeyboardInterrupt):
-        evidence.run_all([a_job(), a_job(seed=1)], results, 1, lambda job: made(job) if job.seed == 0 else {})
+        evidence.run_all(
+            [a_job(), a_job(seed=1)], results, 1, lambda job: made(job) if job.seed == 0 else {}
+        )
     assert list(evidence.Results(results.path, 1).runs) == [("presets", "grpo", 0)]
 
 
@@ -154,8 +222,17 @@ def test_a_loss_that_cannot_be_trained_is_a_record() -> None:
 
 
 def test_train_one_trains() -> None:
-    small = {"steps": 1, "prompts": 2, "group_size": 4, "warmup_steps": 2, "eval_prompts": 4, "max_new_tokens": 4}
-    found = evidence.train_one(Job(clip_study(1e-3), "ppo", 0, Plan({"advantage": "gae"}), {**COMMON, **small}))
+    small = {
+        "steps": 1,
+        "prompts": 2,
+        "group_size": 4,
+        "warmup_steps": 2,
+        "eval_prompts": 4,
+        "max_new_tokens": 4,
+    }
+    found = evidence.train_one(
+        Job(clip_study(1e-3), "ppo", 0, Plan({"advantage": "gae"}), {**COMMON, **small})
+    )
     assert list(found["accuracy"]) == ["0", "1"]
     assert found["seconds"] > 0
     assert found["settings"] == {"common": {**COMMON, **small}, "own": {"advantage": "gae"}}
@@ -175,12 +252,21 @@ def test_median_and_range() -> None:
 
 
 def curves(norms: list[float | None]) -> dict[str, Any]:
-    return {"curves": {"grad_norm": norms, "loss": [0.1] * len(norms), "ratio_max": [2.0] * len(norms), "kl_old": norms}}
+    return {
+        "curves": {
+            "grad_norm": norms,
+            "loss": [0.1] * len(norms),
+            "ratio_max": [2.0] * len(norms),
+            "kl_old": norms,
+        }
+    }
 
 
 def test_what_runs_away() -> None:
     calm: list[float | None] = [1.0, 3.0, 50.0, 50.0, 9.0, 9.0, 9.0, 21.0]
-    assert evidence_page.late_over_early(curves(calm)) == 7.5  # median(9, 21) / median(1, 3); the middle does not count
+    assert (
+        evidence_page.late_over_early(curves(calm)) == 7.5
+    )  # median(9, 21) / median(1, 3); the middle does not count
     assert not evidence_page.run_away(curves(calm))
     assert evidence_page.run_away(curves([1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 20.0, 20.0]))
     assert evidence_page.run_away(curves([1.0, None, 1.0, 1.0]))
@@ -198,14 +284,20 @@ def test_no_page_without_results(tmp_path: Path) -> None:
 
 
 def test_page_of_fabricated_results(tmp_path: Path) -> None:
-    runs = [made(a_job("grpo", seed), (0.4, 0.5, end)) for seed, end in enumerate((0.92, 0.97, 0.94))]
+    runs = [
+        made(a_job("grpo", seed), (0.4, 0.5, end)) for seed, end in enumerate((0.92, 0.97, 0.94))
+    ]
     runs += [made(a_job("gspo", 0), (0.4, 0.91)), made(a_job("gspo", 1), (0.4, 0.3))]
     runs += [{**evidence._named(a_job("dapo")), "error": "ValueError: no"}]
     for name, norms in (("ppo", [1.0, 1.0, 30.0, 40.0]), ("ppo_dual_clip", [1.0, 1.0, 2.0, 2.0])):
         job = Job(clip_study(1e-3), name, 0, Plan(why="stale"))
         runs.append(made(job, (0.4, 0.1 if name == "ppo" else 0.9), **curves(list(norms))))
     found = pages(tmp_path, runs)
-    assert set(found) == {"docs/evidence.md", evidence_page.ACCURACY_FIGURE, evidence_page.CLIP_FIGURE}
+    assert set(found) == {
+        "docs/evidence.md",
+        evidence_page.ACCURACY_FIGURE,
+        evidence_page.CLIP_FIGURE,
+    }
     page = found["docs/evidence.md"]
     assert (
         "**1 of 2 presets reach a held-out accuracy of 0.9 with every seed that was run.** The others: `gspo` (1 of 2 seeds)."
@@ -213,25 +305,42 @@ def test_page_of_fabricated_results(tmp_path: Path) -> None:
     )
     assert "whose accuracy is 0.400, 0.400, 0.400." in page
     assert "`--advantage grpo`: advantages of GRPO" in page
-    assert "| 0.940 (0.920 to 0.970) | 10 | 20 |" in page  # reached at step 10 by every seed, 2 seconds a step
+    assert (
+        "| 0.940 (0.920 to 0.970) | 10 | 20 |" in page
+    )  # reached at step 10 by every seed, 2 seconds a step
     assert "| 0.605 (0.300 to 0.910) | – (5 to –) | – (10 to –) |" in page  # (0.91 + 0.3) / 2
     assert "`dapo`, presets, seed 0: ValueError: no" in page
-    assert "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 with dual clip." in page
-    assert "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end below" in page
+    assert (
+        "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 with dual clip."
+        in page
+    )
+    assert (
+        "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end below"
+        in page
+    )
     assert "4 runs at a time" in page
     assert "2 to 3 seeds" in page
     for path in (evidence_page.ACCURACY_FIGURE, evidence_page.CLIP_FIGURE):
         drawn = ET.fromstring(found[path]).findall("{http://www.w3.org/2000/svg}polyline")
-        assert len(drawn) == (5 if path == evidence_page.ACCURACY_FIGURE else 4)  # a line per run; two charts of two runs
+        assert len(drawn) == (
+            5 if path == evidence_page.ACCURACY_FIGURE else 4
+        )  # a line per run; two charts of two runs
 
 
 def test_the_claim_is_not_said_to_hold_where_it_does_not(tmp_path: Path) -> None:
     jobs_ = [Job(clip_study(3e-3), name, 0, Plan(why="stale")) for name in ("ppo", "ppo_dual_clip")]
-    page = pages(tmp_path, [made(job, **curves([1.0, 1.0, 1.0, 1.0])) for job in jobs_])["docs/evidence.md"]
+    page = pages(tmp_path, [made(job, **curves([1.0, 1.0, 1.0, 1.0])) for job in jobs_])[
+        "docs/evidence.md"
+    ]
     assert "**The claim does not hold here as it is worded**" in page
     assert "### Learning rate 0.003" in page
-    both = pages(tmp_path, [made(job, **curves([1.0, 1.0, 30.0, 40.0])) for job in jobs_])["docs/evidence.md"]
-    assert "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of plain PPO and in 1 of 1" in both
+    both = pages(tmp_path, [made(job, **curves([1.0, 1.0, 30.0, 40.0])) for job in jobs_])[
+        "docs/evidence.md"
+    ]
+    assert (
+        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of plain PPO and in 1 of 1"
+        in both
+    )
 
 
 def test_chart_puts_numbers_where_they_belong() -> None:
@@ -270,16 +379,30 @@ def test_reward_is_the_share_of_even_words() -> None:
 
 def test_heads_that_differ_do_not_agree() -> None:
     run = {"loss": [0.1, 9.0], "grad_norm": [2.0, 9.0]}
-    assert evidence_large.agreement({"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.02]}})["agree"]  # 1 % apart
-    assert not evidence_large.agreement({"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.1]}})["agree"]
-    assert not evidence_large.agreement({"fused": run, "logits": {"loss": [0.102], "grad_norm": [2.0]}})["agree"]
+    assert evidence_large.agreement({"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.02]}})[
+        "agree"
+    ]  # 1 % apart
+    assert not evidence_large.agreement(
+        {"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.1]}}
+    )["agree"]
+    assert not evidence_large.agreement(
+        {"fused": run, "logits": {"loss": [0.102], "grad_norm": [2.0]}}
+    )["agree"]
 
 
 def test_heads_are_run_with_the_same_options_but_one(tmp_path: Path) -> None:
-    fused, logits = (evidence_large.options(evidence_large.FULL, head, "cuda", tmp_path).to_dict() for head in evidence_large.HEADS)
+    fused, logits = (
+        evidence_large.options(evidence_large.FULL, head, "cuda", tmp_path).to_dict()
+        for head in evidence_large.HEADS
+    )
     assert {name for name in fused if fused[name] != logits[name]} == {"head", "out"}
     assert (fused["head"], logits["head"]) == ("fused", "logits")
-    assert (fused["minibatches"], fused["epochs"], fused["dtype"], fused["device"]) == (1, 1, "bfloat16", "cuda")
+    assert (fused["minibatches"], fused["epochs"], fused["dtype"], fused["device"]) == (
+        1,
+        1,
+        "bfloat16",
+        "cuda",
+    )
 
 
 def test_large_in_small(tmp_path: Path) -> None:
@@ -288,7 +411,9 @@ def test_large_in_small(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     fused, logits = found["runs"]["fused"], found["runs"]["logits"]
     assert found["first_step"]["loss"] < 1e-6
-    assert fused["grad_norm"] == pytest.approx(logits["grad_norm"], rel=1e-5)  # float32: the same in every step
+    assert fused["grad_norm"] == pytest.approx(
+        logits["grad_norm"], rel=1e-5
+    )  # float32: the same in every step
     assert fused["reward"] == logits["reward"]
     assert min(fused["grad_norm"]) > 0
     assert len(fused["loss"]) == 2

@@ -20,7 +20,11 @@ PAGES = [
 ]
 PACKAGE = ROOT / "src/policyloss"
 SOURCES = [
-    *(path for room in ("check", "compat", "report") for path in sorted((PACKAGE / room).rglob("*.py"))),
+    *(
+        path
+        for room in ("check", "compat", "report")
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+    ),
     *(PACKAGE / f"{name}.py" for name in ("cli", "notebook", "output")),
 ]
 SOURCES.remove(PACKAGE / "check/loss.py")
@@ -31,7 +35,11 @@ VAGUE = {"found", "given", "held", "made", "own", "said", "seen", "told", "whole
 def long_paragraph_lines(text: str) -> list[str]:
     """The lines beyond `WIDTH` of a page, apart from tables and code."""
     outside_code = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [line for line in outside_code.split("\n") if len(line) > WIDTH and not line.startswith(("|", "    "))]
+    return [
+        line
+        for line in outside_code.split("\n")
+        if len(line) > WIDTH and not line.startswith(("|", "    "))
+    ]
 
 
 def long_text_lines(source: str) -> list[str]:
@@ -39,9 +47,16 @@ def long_text_lines(source: str) -> list[str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     numbers = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and ast.get_docstring(node) is not None
+        ):
             numbers.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return [line for number, line in enumerate(source.split("\n"), 1) if number in numbers and len(line) > WIDTH]
+    return [
+        line
+        for number, line in enumerate(source.split("\n"), 1)
+        if number in numbers and len(line) > WIDTH
+    ]
 
 
 def vague_names(source: str) -> set[str]:
@@ -65,12 +80,18 @@ def test_paragraphs_fit_the_page(page: Path) -> None:
 
 
 def test_docstrings_and_comments_fit_the_page() -> None:
-    lines = {path.relative_to(PACKAGE).as_posix(): long_text_lines(path.read_text(encoding="utf-8")) for path in SOURCES}
+    lines = {
+        path.relative_to(PACKAGE).as_posix(): long_text_lines(path.read_text(encoding="utf-8"))
+        for path in SOURCES
+    }
     assert {name: long for name, long in lines.items() if long} == {}
 
 
 def test_names_say_what_a_thing_is() -> None:
-    names = {path.relative_to(PACKAGE).as_posix(): vague_names(path.read_text(encoding="utf-8")) for path in SOURCES}
+    names = {
+        path.relative_to(PACKAGE).as_posix(): vague_names(path.read_text(encoding="utf-8"))
+        for path in SOURCES
+    }
     assert {name: vague for name, vague in names.items() if vague} == {}
 
 
@@ -79,7 +100,9 @@ def test_decisions_are_listed_in_the_order_of_their_numbers() -> None:
     folder = ROOT / "docs/decisions"
     expected = []
     for page in sorted(folder.glob("[0-9]*.md")):
-        number, title = page.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ").split(". ", 1)
+        number, title = (
+            page.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ").split(". ", 1)
+        )
         assert int(page.name[:4]) == int(number)
         expected.append(f"{number}. [{title}]({page.name})")
     index = (folder / "README.md").read_text(encoding="utf-8").split("\n")
@@ -91,4 +114,9 @@ def test_the_checks_of_text_can_fail() -> None:
     assert long_paragraph_lines(f"# Page\n\n{text}\n\n| {text} |\n\n```\n{text}\n```\n") == [text]
     source = f'"""A page.\n\n{text}\n"""\n\nx = 1  # {text}\ny = "{text}"\n'
     assert long_text_lines(source) == [text, f"x = 1  # {text}"]
-    assert vague_names("def _held(own):\n    found, x.whole = 1, seen(own)\n    return made") == {"held", "own", "found", "whole"}
+    assert vague_names("def _held(own):\n    found, x.whole = 1, seen(own)\n    return made") == {
+        "held",
+        "own",
+        "found",
+        "whole",
+    }

@@ -46,7 +46,11 @@ def test_exactly_the_changed_slots_are_shown(name: str) -> None:
             for f in c.fields:
                 part = mine[0] if c.slot == "correction" else mine
                 assert getattr(part, f.field) == f.a != f.b
-            assert c.fields or type(mine) is not type(theirs) or c.slot in ("correction", "rejected", "entropy_coef")
+            assert (
+                c.fields
+                or type(mine) is not type(theirs)
+                or c.slot in ("correction", "rejected", "entropy_coef")
+            )
         json.dumps(d.to_dict())
 
 
@@ -60,12 +64,26 @@ def test_a_term_that_only_one_has() -> None:
 @pytest.mark.parametrize(
     ("slots", "other", "note"),
     [
-        ({"aggregate": pl.LengthWeighted()}, {"aggregate": pl.SeqMeanTokenSum()}, "give every token the same weight"),
-        ({"trust": pl.Clip(0.2, 0.2, dual=4.0)}, {"trust": pl.TwoSidedClip(4.0)}, "are the same surrogate"),
-        ({"trust": pl.Clip(0.2, 0.2, dual=float("inf"))}, {"trust": pl.Clip(0.2, 0.2)}, "the difference has no effect"),
+        (
+            {"aggregate": pl.LengthWeighted()},
+            {"aggregate": pl.SeqMeanTokenSum()},
+            "give every token the same weight",
+        ),
+        (
+            {"trust": pl.Clip(0.2, 0.2, dual=4.0)},
+            {"trust": pl.TwoSidedClip(4.0)},
+            "are the same surrogate",
+        ),
+        (
+            {"trust": pl.Clip(0.2, 0.2, dual=float("inf"))},
+            {"trust": pl.Clip(0.2, 0.2)},
+            "the difference has no effect",
+        ),
     ],
 )
-def test_different_parts_that_are_one_loss_are_noted(slots: dict[str, Any], other: dict[str, Any], note: str) -> None:
+def test_different_parts_that_are_one_loss_are_noted(
+    slots: dict[str, Any], other: dict[str, Any], note: str
+) -> None:
     a, b = pl.LossSpec(**slots), pl.LossSpec(**other)
     for first, second in ((a, b), (b, a)):
         d = pl.diff(first, second)
@@ -75,7 +93,12 @@ def test_different_parts_that_are_one_loss_are_noted(slots: dict[str, Any], othe
 
 
 def test_no_note_where_the_losses_differ() -> None:
-    assert pl.diff(pl.LossSpec(trust=pl.Clip(0.2, 0.2, dual=3.0)), pl.LossSpec(trust=pl.TwoSidedClip(4.0))).notes == ()
+    assert (
+        pl.diff(
+            pl.LossSpec(trust=pl.Clip(0.2, 0.2, dual=3.0)), pl.LossSpec(trust=pl.TwoSidedClip(4.0))
+        ).notes
+        == ()
+    )
     assert pl.diff("ppo", "dapo").notes == ()
 
 

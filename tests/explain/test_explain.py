@@ -17,7 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policyloss as pl
-from cases import AGGREGATES, CORRECTIONS, KLS, PRESETS, RATIOS, REJECTED, TRUSTS, label, make_batch, run, swapped
+from cases import (
+    AGGREGATES,
+    CORRECTIONS,
+    KLS,
+    PRESETS,
+    RATIOS,
+    REJECTED,
+    TRUSTS,
+    label,
+    make_batch,
+    run,
+    swapped,
+)
 from policyloss.explain.formula import Formula, Line, formula
 from policyloss.explain.traits import ELSEWHERE, fits, traits
 from policyloss.explain.traps import TRAPS
@@ -26,9 +38,19 @@ from policyloss.presets import PRESETS as NAMED
 from policyloss.spec import has_fields
 
 BATCHES = [make_batch(seed=s, rows=6, width=6) for s in (11, 12)]
-FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01, aggregate=pl.SeqMeanTokenMean())
+FULL = pl.LossSpec(
+    trust=pl.Clip(0.2, 0.28, dual=1.4),
+    kl=pl.KL("k3", 0.1),
+    entropy_coef=0.01,
+    aggregate=pl.SeqMeanTokenMean(),
+)
 INF = float("inf")
-REJECTING_TRUSTS = [pl.Clip(0.2, 0.28), pl.GeometricClip(0.2, 0.3), pl.Quadratic(0.3), pl.Unbounded("logp")]
+REJECTING_TRUSTS = [
+    pl.Clip(0.2, 0.28),
+    pl.GeometricClip(0.2, 0.3),
+    pl.Quadratic(0.3),
+    pl.Unbounded("logp"),
+]
 MORE_TRUSTS = (
     pl.Clip(INF, INF),
     pl.Clip(INF, 0.1, dual=1.1),
@@ -49,7 +71,12 @@ MORE_CORRECTIONS = (
     (pl.Truncate(INF),),
     (pl.Truncate(1.1, low=0.9, log_clamp=None),),
     (pl.Reject("k1", high=-9.0), pl.Truncate(1.1), pl.SelfNormalise()),
-    (pl.Veto(None, 1.3), pl.Reject("k3", "max", low=0.0, high=0.2), pl.SequenceMask(0.9, 1.2), pl.OPSM(0.0)),
+    (
+        pl.Veto(None, 1.3),
+        pl.Reject("k3", "max", low=0.0, high=0.2),
+        pl.SequenceMask(0.9, 1.2),
+        pl.OPSM(0.0),
+    ),
 )
 
 
@@ -68,12 +95,22 @@ def test_the_formula_holds_for_every_trust_region_under_every_ratio(part: Any) -
 
 
 @pytest.mark.parametrize("rejected", REJECTED)
-@pytest.mark.parametrize("part", [pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()], ids=label)
-def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denominator(part: Any, rejected: Any) -> None:
-    averages = (pl.SeqMeanTokenMean(), pl.TokenMean(), pl.PromptMean()) if isinstance(part, pl.TokenRatio) else (pl.TokenMean(),)
+@pytest.mark.parametrize(
+    "part", [pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()], ids=label
+)
+def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denominator(
+    part: Any, rejected: Any
+) -> None:
+    averages = (
+        (pl.SeqMeanTokenMean(), pl.TokenMean(), pl.PromptMean())
+        if isinstance(part, pl.TokenRatio)
+        else (pl.TokenMean(),)
+    )
     for corrections in (*CORRECTIONS, *MORE_CORRECTIONS):
         for average in averages:
-            spec = FULL.replace(ratio=part, correction=corrections, rejected=rejected, aggregate=average)
+            spec = FULL.replace(
+                ratio=part, correction=corrections, rejected=rejected, aggregate=average
+            )
             assert_formula_holds(spec, BATCHES[1])
 
 
@@ -81,14 +118,20 @@ def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denomina
 def test_the_formula_holds_for_every_kl_and_average(part: Any) -> None:
     for average in AGGREGATES:
         assert_formula_holds(FULL.replace(kl=part, aggregate=average), BATCHES[0])
-        assert_formula_holds(FULL.replace(kl=part, aggregate=average, ratio=pl.SequenceProduct(), entropy_coef=0.0), BATCHES[1])
+        assert_formula_holds(
+            FULL.replace(kl=part, aggregate=average, ratio=pl.SequenceProduct(), entropy_coef=0.0),
+            BATCHES[1],
+        )
 
 
 @st.composite
 def specs(draw: Any) -> pl.LossSpec:
     """Any parts that fit together, with a random log_clamp on the ratio."""
     part = draw(st.sampled_from(RATIOS))
-    part = dataclasses.replace(part, log_clamp=draw(st.sampled_from([20.0, 0.3, None, (None, 0.2), (-0.1, None), (-0.2, 0.4)])))
+    part = dataclasses.replace(
+        part,
+        log_clamp=draw(st.sampled_from([20.0, 0.3, None, (None, 0.2), (-0.1, None), (-0.2, 0.4)])),
+    )
     corrections = draw(st.sampled_from([(), *CORRECTIONS, *MORE_CORRECTIONS]))
     chosen: dict[str, Any] = {
         "ratio": part,
@@ -109,7 +152,13 @@ def test_the_formula_of_a_random_loss_holds_on_random_data(spec: pl.LossSpec, se
 
 
 def test_no_part_is_left_out() -> None:
-    lists = {ratio: RATIOS, trust: TRUSTS, kl: KLS, aggregate: AGGREGATES, correction: [c for cs in CORRECTIONS for c in cs]}
+    lists = {
+        ratio: RATIOS,
+        trust: TRUSTS,
+        kl: KLS,
+        aggregate: AGGREGATES,
+        correction: [c for cs in CORRECTIONS for c in cs],
+    }
     for module, parts in lists.items():
         assert {type(p) for p in parts} == set(module.VARIANTS)
         for part in parts:
@@ -120,7 +169,12 @@ def test_no_part_is_left_out() -> None:
 
 def test_a_wrong_formula_is_noticed() -> None:
     printed = formula(pl.preset("dapo"))
-    wrong = Formula(tuple(Line(line.name, line.expression.replace("1 + 0.28", "1 + 0.2")) for line in printed.lines))
+    wrong = Formula(
+        tuple(
+            Line(line.name, line.expression.replace("1 + 0.28", "1 + 0.2"))
+            for line in printed.lines
+        )
+    )
     right, changed = (Evaluator(f, BATCHES[0]).names["loss"].item() for f in (printed, wrong))
     assert abs(right - run(pl.preset("dapo"), BATCHES[0]).loss.item()) < 1e-12
     assert abs(right - changed) > 1e-3
@@ -138,19 +192,25 @@ def test_dapo_reads_as_the_paper_writes_it() -> None:
 # Which tokens get no gradient ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [*RATIOS, pl.SegmentRatio(log_clamp=0.2), pl.SequenceRatio(log_clamp=0.1)], ids=label)
+@pytest.mark.parametrize(
+    "part", [*RATIOS, pl.SegmentRatio(log_clamp=0.2), pl.SequenceRatio(log_clamp=0.1)], ids=label
+)
 def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> None:
     for trusted in (*TRUSTS, *MORE_TRUSTS):
         spec = swapped(pl.LossSpec(), ratio=part, trust=trusted)
         if spec is None:
             continue
         counts = [assert_zero_where_said(spec, zero_batch(seed)) for seed in (1, 2)]
-        assert all(sum(c) > 0 for c in zip(*counts, strict=True)) or isinstance(trusted, (pl.Quadratic, pl.CovKL)), spec
+        assert all(sum(c) > 0 for c in zip(*counts, strict=True)) or isinstance(
+            trusted, (pl.Quadratic, pl.CovKL)
+        ), spec
 
 
 @pytest.mark.parametrize("rejected", REJECTED)
 @pytest.mark.parametrize("trusted", REJECTING_TRUSTS, ids=label)
-def test_the_gradient_of_rejected_tokens_is_zero_where_explain_says(trusted: Any, rejected: Any) -> None:
+def test_the_gradient_of_rejected_tokens_is_zero_where_explain_says(
+    trusted: Any, rejected: Any
+) -> None:
     for part in (pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()):
         for corrections in (*CORRECTIONS, *MORE_CORRECTIONS):
             base = pl.LossSpec(correction=corrections, rejected=rejected)
@@ -178,7 +238,9 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     for slot in ("trust", "kl", "aggregate"):
         part = getattr(spec, slot)
         for f in dataclasses.fields(part) if has_fields(part) else ():
-            if isinstance(getattr(part, f.name), (int, float)) and not (f.name == "cap" and part.form == "ratio"):
+            if isinstance(getattr(part, f.name), (int, float)) and not (
+                f.name == "cap" and part.form == "ratio"
+            ):
                 assert said[f"{slot}.{f.name}"][0] == getattr(part, f.name)
 
 
@@ -217,16 +279,38 @@ def test_adding_dual_clip_to_dapo_is_a_change_of_dapo() -> None:
 def test_presets_that_are_one_loss_say_so() -> None:
     assert pl.explain("bnpo").preset == "bnpo"
     assert pl.explain("bnpo").also == ("ppo",)
-    assert pl.explain(pl.preset("bnpo")).preset == "ppo"  # a spec has no name: the first preset that is the same
+    assert (
+        pl.explain(pl.preset("bnpo")).preset == "ppo"
+    )  # a spec has no name: the first preset that is the same
 
 
 def test_a_loss_far_from_all_presets_is_your_own() -> None:
-    parts: dict[str, Any] = {"ratio": pl.SegmentRatio("rollout"), "correction": (pl.Veto(), pl.OPSM(0.1)), "entropy_coef": 0.1}
-    e = pl.explain(pl.LossSpec(trust=pl.GammaWeight(1.0, 1.0, 1.0, 1.0), aggregate=pl.PromptMean(), kl=pl.KL("k2", 0.1), **parts))
+    parts: dict[str, Any] = {
+        "ratio": pl.SegmentRatio("rollout"),
+        "correction": (pl.Veto(), pl.OPSM(0.1)),
+        "entropy_coef": 0.1,
+    }
+    e = pl.explain(
+        pl.LossSpec(
+            trust=pl.GammaWeight(1.0, 1.0, 1.0, 1.0),
+            aggregate=pl.PromptMean(),
+            kl=pl.KL("k2", 0.1),
+            **parts,
+        )
+    )
     assert (e.preset, e.near, e.paper) == (None, None, "")
     assert numbers(e)["trust.k_positive"] == (1.0, "set by you")
     assert numbers(e)["correction[0].low"] == (1e-4, "library default")
-    assert e.reads == ("logp", "advantages", "mask", "old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+    assert e.reads == (
+        "logp",
+        "advantages",
+        "mask",
+        "old_logp",
+        "rollout_logp",
+        "ref_logp",
+        "entropy",
+        "group_ids",
+    )
 
 
 def my_surrogate(t: pl.Tokens) -> Any:
@@ -246,12 +330,17 @@ def branching(t: pl.Tokens) -> Any:
 
 
 def test_a_callable_that_symbols_cannot_follow_is_named_and_not_invented() -> None:
-    e = pl.explain(pl.LossSpec(trust=branching, correction=lambda t: pl.Corrected(None, t.mask.cpu())))
+    e = pl.explain(
+        pl.LossSpec(trust=branching, correction=lambda t: pl.Corrected(None, t.mask.cpu()))
+    )
     assert not e.formula.exact
     assert not e.zero.known
     text = str(e)
     assert "surrogate = branching(tokens)" in text
-    assert "branching in the trust slot is a callable, whose formula cannot be printed. It says: Minus the" in text
+    assert (
+        "branching in the trust slot is a callable, whose formula cannot be printed. It says: Minus the"
+        in text
+    )
     assert "your_function in the correction slot is a callable" in text
     assert numbers(e)["trust"] == ("branching", "your own function")
     json.dumps(e.to_dict())
@@ -261,10 +350,18 @@ def test_a_callable_that_symbols_cannot_follow_is_named_and_not_invented() -> No
 
 
 def test_every_name_and_trap_applies_to_some_loss() -> None:
-    made = [*PRESETS.values(), *(FULL.replace(aggregate=a) for a in AGGREGATES), *(FULL.replace(kl=k) for k in KLS)]
+    made = [
+        *PRESETS.values(),
+        *(FULL.replace(aggregate=a) for a in AGGREGATES),
+        *(FULL.replace(kl=k) for k in KLS),
+    ]
     made += [FULL.replace(correction=c, rejected=r) for c in CORRECTIONS for r in REJECTED]
-    made += [s for p in RATIOS for t in (*TRUSTS, *MORE_TRUSTS) if (s := swapped(FULL, ratio=p, trust=t))]
-    made.append(FULL.replace(ratio=pl.TokenRatio("rollout"), trust=pl.DetachedClip(0.8, 1.2, "zero")))
+    made += [
+        s for p in RATIOS for t in (*TRUSTS, *MORE_TRUSTS) if (s := swapped(FULL, ratio=p, trust=t))
+    ]
+    made.append(
+        FULL.replace(ratio=pl.TokenRatio("rollout"), trust=pl.DetachedClip(0.8, 1.2, "zero"))
+    )
     made.append(FULL.replace(ratio=pl.SequenceRatio(), aggregate=pl.TokenMean()))
     found = [traits(s) for s in made]
     for entry in (*ELSEWHERE, *TRAPS):
@@ -298,7 +395,9 @@ def test_known_traps_are_shown_where_they_belong(loss: Any, words: str) -> None:
 
 def test_traps_are_not_shown_where_they_do_not_belong() -> None:
     assert "Clipping cannot fire" not in text_of_traps("reinforce")
-    assert "Clipping cannot fire" not in text_of_traps(pl.preset("ppo").replace(ratio=pl.TokenRatio("rollout")))
+    assert "Clipping cannot fire" not in text_of_traps(
+        pl.preset("ppo").replace(ratio=pl.TokenRatio("rollout"))
+    )
     assert "denominator" not in text_of_traps("tis")  # truncation rejects nothing
 
 
@@ -318,7 +417,12 @@ def test_traps_are_not_shown_where_they_do_not_belong() -> None:
     ],
 )
 def test_cross_framework_names(loss: str, framework: str, name: str) -> None:
-    names = [said for entry in pl.explain(loss).elsewhere for who, said in entry.names.items() if who == framework]
+    names = [
+        said
+        for entry in pl.explain(loss).elsewhere
+        for who, said in entry.names.items()
+        if who == framework
+    ]
     assert any(name in said for said in names), names
 
 
@@ -337,7 +441,9 @@ def test_the_page_of_a_preset_is_whole_and_json_ready(name: str) -> None:
     for section in ("Formula", "In words", "Reads", "Numbers", "No gradient", "Elsewhere"):
         assert f"\n{section}\n" in text
     assert text.startswith(NAMED[name].title)
-    assert [f"{line['name']} = {line['expression']}" for line in data["formula"]] == str(e.formula).split("\n")
+    assert [f"{line['name']} = {line['expression']}" for line in data["formula"]] == str(
+        e.formula
+    ).split("\n")
     assert data["preset"] == name
     for line in data["formula"]:
         assert f"    {line['name']} = {line['expression']}" in text
@@ -346,5 +452,7 @@ def test_the_page_of_a_preset_is_whole_and_json_ready(name: str) -> None:
 def test_unknown_things_are_errors_that_help() -> None:
     with pytest.raises(pl.SpecError, match="did you mean 'dapo'"):
         pl.explain("dappo")
-    with pytest.raises(pl.InputError, match="spec must be a LossSpec or the name of a preset, got int"):
+    with pytest.raises(
+        pl.InputError, match="spec must be a LossSpec or the name of a preset, got int"
+    ):
         pl.explain(3)  # type: ignore[arg-type]

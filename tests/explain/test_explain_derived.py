@@ -82,7 +82,9 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
 
 def test_every_line_of_every_part_is_a_tree() -> None:
     made = [pl.preset(n) for n in pl.presets()]
-    made += [spec for r in RATIOS for t in TRUSTS if (spec := swapped(pl.LossSpec(), ratio=r, trust=t))]
+    made += [
+        spec for r in RATIOS for t in TRUSTS if (spec := swapped(pl.LossSpec(), ratio=r, trust=t))
+    ]
     made += [pl.LossSpec(correction=c) for c in CORRECTIONS] + [pl.LossSpec(kl=k) for k in KLS]
     made += [pl.LossSpec(aggregate=a) for a in AGGREGATES]
     for spec in made:
@@ -95,7 +97,9 @@ def test_every_line_of_every_part_is_a_tree() -> None:
 
 def half_clip(t: pl.Tokens) -> Any:
     free = -t.advantages * t.ratio
-    return torch.where(t.advantages > 0, torch.maximum(free, -t.advantages * t.ratio.clamp(max=1.2)), free)
+    return torch.where(
+        t.advantages > 0, torch.maximum(free, -t.advantages * t.ratio.clamp(max=1.2)), free
+    )
 
 
 def tempered(t: pl.Tokens) -> Any:
@@ -117,7 +121,9 @@ def penalty(t: pl.Tokens) -> Any:
 
 def my_keep(t: pl.Tokens) -> pl.Corrected:
     seen = t.log_weight().abs() < 0.2
-    return pl.Corrected(torch.exp(t.log_weight()).clamp(0.9, 1.1), torch.logical_or(seen, t.advantages > 0))
+    return pl.Corrected(
+        torch.exp(t.log_weight()).clamp(0.9, 1.1), torch.logical_or(seen, t.advantages > 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,9 @@ class Shifted:
     ],
     ids=["half_clip", "tempered", "fields", "sequence", "kl", "correction"],
 )
-def test_the_formula_of_a_users_function_is_derived_and_true(slots: dict[str, Any], expected: list[str]) -> None:
+def test_the_formula_of_a_users_function_is_derived_and_true(
+    slots: dict[str, Any], expected: list[str]
+) -> None:
     text = [line.replace("abs(exp(log_ratio) - 1)", "abs(ratio - 1)") for line in expected]
     assert lines(**slots) == text
     assert formula(pl.LossSpec(**slots)).exact
@@ -208,14 +216,21 @@ def numpy_like(t: pl.Tokens) -> Any:
     return t.logp * float(t.advantages)
 
 
-@pytest.mark.parametrize("function", [branching, failing, with_a_tensor, unknown_function, counting, numpy_like])
+@pytest.mark.parametrize(
+    "function", [branching, failing, with_a_tensor, unknown_function, counting, numpy_like]
+)
 def test_a_function_that_symbols_cannot_follow_is_printed_as_its_name(function: Any) -> None:
     profile = sys.getprofile()
     e = pl.explain(pl.LossSpec(trust=function))
     assert sys.getprofile() is profile
-    assert [line.expression for line in e.formula.lines if line.name == "surrogate"] == [f"{function.__name__}(tokens)"]
+    assert [line.expression for line in e.formula.lines if line.name == "surrogate"] == [
+        f"{function.__name__}(tokens)"
+    ]
     assert [c.name for c in e.formula.callables] == [function.__name__]
-    assert f"{function.__name__} in the trust slot is a callable, whose formula cannot be printed." in str(e)
+    assert (
+        f"{function.__name__} in the trust slot is a callable, whose formula cannot be printed."
+        in str(e)
+    )
 
 
 def test_a_formula_is_the_same_without_gradients() -> None:
@@ -254,7 +269,9 @@ def test_a_change_of_the_code_changes_the_formula(monkeypatch: pytest.MonkeyPatc
     assert surrogate() == "-advantages * clip(ratio, 1 - 0.2, 2 * (1 + 0.28))"
 
 
-PARTS = {v.__name__ for module in (ratio, trust, correction, kl, aggregate) for v in module.VARIANTS}
+PARTS = {
+    v.__name__ for module in (ratio, trust, correction, kl, aggregate) for v in module.VARIANTS
+}
 
 
 @pytest.mark.parametrize("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
@@ -270,7 +287,9 @@ def test_explain_knows_no_part_by_name(file: Path) -> None:
     assert not used & PARTS
 
 
-@pytest.mark.parametrize("module", [ratio, trust, correction, kl, aggregate], ids=lambda m: m.__name__.rsplit(".", 1)[1])
+@pytest.mark.parametrize(
+    "module", [ratio, trust, correction, kl, aggregate], ids=lambda m: m.__name__.rsplit(".", 1)[1]
+)
 def test_every_part_says_what_it_does(module: Any) -> None:
     for variant in module.VARIANTS:
         assert callable(getattr(variant, "sentence", None)), variant

@@ -39,7 +39,9 @@ def test_the_meanings_of_a_name_really_differ(homonym: Homonym) -> None:
     for (a, mine), (b, theirs) in itertools.combinations(measured.items(), 2):
         assert all(x.dtype == torch.float64 for x in (*mine, *theirs))
         same_kind = [x.shape for x in mine] == [x.shape for x in theirs]
-        assert not same_kind or any((x - y).abs().max() > 1e-4 for x, y in zip(mine, theirs, strict=True)), f"{a} is {b}"
+        assert not same_kind or any(
+            (x - y).abs().max() > 1e-4 for x, y in zip(mine, theirs, strict=True)
+        ), f"{a} is {b}"
 
 
 @pytest.mark.parametrize("same", SAME, ids=lambda s: s.says)
@@ -59,13 +61,22 @@ def test_sapo_does_not_care_for_the_temperature_where_the_advantage_is_zero() ->
     assert gradient[:, 1].abs().max() == 0
     assert gradient[0, 0] != 0
     batch["mask"][:, 1] = False
-    other = names_page.loss_and_gradient(pl.preset("sapo").replace(aggregate=pl.TokenSum()), batch, "step")[0]
+    other = names_page.loss_and_gradient(
+        pl.preset("sapo").replace(aggregate=pl.TokenSum()), batch, "step"
+    )[0]
     batch["mask"][:3, 1] = True
-    assert names_page.loss_and_gradient(pl.preset("sapo").replace(aggregate=pl.TokenSum()), batch, "step")[0] == other
+    assert (
+        names_page.loss_and_gradient(
+            pl.preset("sapo").replace(aggregate=pl.TokenSum()), batch, "step"
+        )[0]
+        == other
+    )
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize(("homonym", "meaning"), MEANINGS, ids=lambda x: x.name if isinstance(x, Homonym) else x.who)
+@pytest.mark.parametrize(
+    ("homonym", "meaning"), MEANINGS, ids=lambda x: x.name if isinstance(x, Homonym) else x.who
+)
 def test_a_meaning_of_a_preset_is_that_preset(homonym: Homonym, meaning: Meaning) -> None:
     for name in re.findall(r"preset `(\w+)`", meaning.who):
         expected = names_page.measured(Meaning("", "", PRESETS[name].spec))
@@ -93,16 +104,24 @@ def test_the_code_on_the_page_gives_the_numbers_on_the_page(name: str, text: str
     given: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)\n```", PAGE, re.DOTALL)[0], given)
     block = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)[0]
-    said: dict[str, str] = dict(re.findall(r"^# (.*?)\n(.*?)(?=^#|\Z)", block, re.DOTALL | re.MULTILINE))
+    said: dict[str, str] = dict(
+        re.findall(r"^# (.*?)\n(.*?)(?=^#|\Z)", block, re.DOTALL | re.MULTILINE)
+    )
     for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)[2:]:
-        who, _, value, norm = (cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\) \|", row))
-        comment = next((comment for comment in said if comment == who or comment.startswith(f"{who}; ")), None)
+        who, _, value, norm = (
+            cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\) \|", row)
+        )
+        comment = next(
+            (comment for comment in said if comment == who or comment.startswith(f"{who}; ")), None
+        )
         assert (comment is None) == (value == "")
         if comment is None:
             continue
         exec(said.pop(comment), given)
         if "spec" in given:
-            loss, gradient = by_hand(given.pop("spec"), given["batch"], comment.removeprefix(who).removeprefix("; "))
+            loss, gradient = by_hand(
+                given.pop("spec"), given["batch"], comment.removeprefix(who).removeprefix("; ")
+            )
             assert f"{loss.item():.6g}" == value
             assert f"{gradient.norm().item():.6g}" == norm
         else:
@@ -117,7 +136,9 @@ def by_hand(spec: pl.LossSpec, batch: dict[str, Tensor], comment: str) -> tuple[
     if comment.startswith("totals="):
         loss = pl.policy_loss(spec, **batch, totals=eval(comment.removeprefix("totals="))).loss
     elif comment.startswith("each half"):
-        halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(2), slice(2, None))]
+        halves = [
+            {name: x[rows] for name, x in batch.items()} for rows in (slice(2), slice(2, None))
+        ]
         loss = (pl.policy_loss(spec, **halves[0]).loss + pl.policy_loss(spec, **halves[1]).loss) / 2
     else:
         assert comment == ""
@@ -132,17 +153,33 @@ Given = dict[str, Tensor]
 
 def verl_config(**changes: Any) -> SimpleNamespace:
     options = SimpleNamespace(dro_beta=0.1)
-    fields = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "global_batch_info": {}}
+    fields = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "global_batch_info": {},
+    }
     return SimpleNamespace(**{**fields, "policy_loss": options, **changes})
 
 
 NO_DUAL = {"clip_ratio_c": 1e9}
 
 
-def of_verl(name: str, mode: str = "token-mean", release: str | None = None, **config: Any) -> Callable[[Given], Tensor]:
+def of_verl(
+    name: str, mode: str = "token-mean", release: str | None = None, **config: Any
+) -> Callable[[Given], Tensor]:
     def loss(g: Given, weights: Tensor | None = None) -> Tensor:
         function = verl.POLICY_LOSSES[name]
-        arguments = (g["old_logp"], g["logp"], g["advantages"], g["mask"], mode, verl_config(**config), weights)
+        arguments = (
+            g["old_logp"],
+            g["logp"],
+            g["advantages"],
+            g["mask"],
+            mode,
+            verl_config(**config),
+            weights,
+        )
         return function(*arguments, release=release)[0]
 
     return loss
@@ -151,19 +188,25 @@ def of_verl(name: str, mode: str = "token-mean", release: str | None = None, **c
 def corrected_by_verl(rollout_is: str, threshold: float | str) -> Callable[[Given], Tensor]:
     def loss(g: Given) -> Tensor:
         log_ratio = g["old_logp"] - g["rollout_logp"]
-        weights, _ = verl.compute_rollout_correction_weights(log_ratio, g["mask"], rollout_is, threshold)
+        weights, _ = verl.compute_rollout_correction_weights(
+            log_ratio, g["mask"], rollout_is, threshold
+        )
         return of_verl("vanilla", **NO_DUAL)(g, weights)  # type: ignore[call-arg]
 
     return loss
 
 
 def rejected_by_verl(g: Given) -> Tensor:
-    mask, _ = verl.compute_rollout_rejection_mask(g["old_logp"] - g["rollout_logp"], g["mask"], "token_k1", "0.6_1.4")
+    mask, _ = verl.compute_rollout_rejection_mask(
+        g["old_logp"] - g["rollout_logp"], g["mask"], "token_k1", "0.6_1.4"
+    )
     return of_verl("vanilla", **NO_DUAL)({**g, "mask": mask})
 
 
 def pulled_by_verl(g: Given) -> Tensor:
-    penalty = verl.agg_loss(verl.kl_penalty(g["logp"], g["ref_logp"], "low_var_kl"), g["mask"], "token-mean")
+    penalty = verl.agg_loss(
+        verl.kl_penalty(g["logp"], g["ref_logp"], "low_var_kl"), g["mask"], "token-mean"
+    )
     return of_verl("vanilla", **NO_DUAL)(g) + 0.1 * penalty
 
 
@@ -174,17 +217,24 @@ def pulled_by_openrlhf(g: Given) -> Tensor:
 
 def of_openrlhf(**options: Any) -> Callable[[Given], Tensor]:
     def loss(g: Given) -> Tensor:
-        return openrlhf.PolicyLoss(**options)(g["logp"], g["old_logp"], g["advantages"], g["mask"], g["rollout_logp"])[0]
+        return openrlhf.PolicyLoss(**options)(
+            g["logp"], g["old_logp"], g["advantages"], g["mask"], g["rollout_logp"]
+        )[0]
 
     return loss
 
 
 def of_trl(**options: Any) -> Callable[[Given], Tensor]:
-    config = SimpleNamespace(**{**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, **options})
+    config = SimpleNamespace(
+        **{**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, **options}
+    )
 
     def loss(g: Given) -> Tensor:
         spec, totals = spec_from_config(config), totals_for(config, g["mask"])
-        tensors = {name: g[name] for name in ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp")}
+        tensors = {
+            name: g[name]
+            for name in ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp")
+        }
         return pl.policy_loss(spec, **tensors, totals=totals).loss
 
     return loss
@@ -192,11 +242,22 @@ def of_trl(**options: Any) -> Callable[[Given], Tensor]:
 
 def trl_micro(g: Given) -> Tensor:
     """bnpo over two micro-batches, whose losses TRL adds up."""
-    config = SimpleNamespace(**{**DEFAULTS, "loss_type": "bnpo", "gradient_accumulation_steps": 2, "steps_per_generation": 2})
+    config = SimpleNamespace(
+        **{
+            **DEFAULTS,
+            "loss_type": "bnpo",
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 2,
+        }
+    )
     losses = []
     for half in names_page.halves(g):
         tensors = {name: half[name] for name in ("logp", "old_logp", "advantages", "mask")}
-        losses.append(pl.policy_loss(spec_from_config(config), **tensors, totals=totals_for(config, half["mask"])).loss)
+        losses.append(
+            pl.policy_loss(
+                spec_from_config(config), **tensors, totals=totals_for(config, half["mask"])
+            ).loss
+        )
     return losses[0] + losses[1]
 
 
@@ -205,9 +266,14 @@ def of_coati(**options: Any) -> Callable[[Given], Tensor]:
         d = g["ref_logp"] - g["logp"]
         made = colossalai.PolicyLoss(**options)
         tokens = torch.tensor(9.0)
-        return made(g["logp"], g["old_logp"], g["advantages"], d.exp() - d - 1, g["mask"], total_effective_tokens_in_batch=tokens)[
-            0
-        ]
+        return made(
+            g["logp"],
+            g["old_logp"],
+            g["advantages"],
+            d.exp() - d - 1,
+            g["mask"],
+            total_effective_tokens_in_batch=tokens,
+        )[0]
 
     return loss
 
@@ -238,7 +304,9 @@ CHECKS: dict[tuple[str, str], dict[str, Callable[[Given], Tensor]]] = {
         "OpenRLHF": of_openrlhf(),
         "TRL": of_trl(),
     },
-    ("token mean, bnpo", "TRL's `bnpo`, SkyRL's `token_mean_legacy`, torchtune"): {"TRL": trl_micro},
+    ("token mean, bnpo", "TRL's `bnpo`, SkyRL's `token_mean_legacy`, torchtune"): {
+        "TRL": trl_micro
+    },
     ("seq-mean-token-mean", "verl from 0.6.0, OpenRLHF from 0.10.3"): {
         "verl": of_verl("vanilla", SEQUENCES, release="0.6.0", **NO_DUAL),
         "OpenRLHF": of_openrlhf(token_level_loss=False, release="0.10.3"),
@@ -254,7 +322,9 @@ CHECKS: dict[tuple[str, str], dict[str, Callable[[Given], Tensor]]] = {
     ("seq-mean-token-sum-norm", "verl up to 0.7.0, ROLL, Trinity-RFT"): {
         "verl": of_verl("vanilla", "seq-mean-token-sum-norm", release="0.7.0", **NO_DUAL)
     },
-    ("seq-mean-token-sum-norm", "TRL's `dr_grpo`, SkyRL"): {"TRL": of_trl(loss_type="dr_grpo", max_completion_length=4)},
+    ("seq-mean-token-sum-norm", "TRL's `dr_grpo`, SkyRL"): {
+        "TRL": of_trl(loss_type="dr_grpo", max_completion_length=4)
+    },
     ("dual clip", "verl"): {"verl": of_verl("vanilla")},
     ("dual clip", "OpenRLHF, NeMo-RL, AReaL, slime"): {"OpenRLHF": of_openrlhf()},
     ("luspo", 'TRL, importance_sampling_level="sequence"'): {
@@ -264,33 +334,57 @@ CHECKS: dict[tuple[str, str], dict[str, Callable[[Given], Tensor]]] = {
     ("gmpo, geo_mean", "verl"): {"verl": of_verl("geo_mean")},
     ("dppo", "verl"): {"verl": of_verl("dppo_tv")},
     ("dro", "verl (beta 0.1), ROLL's kimi15"): {"verl": of_verl("dro")},
-    ("k3, low_var_kl", "verl, OpenRLHF, SkyRL"): {"verl": pulled_by_verl, "OpenRLHF": pulled_by_openrlhf},
-    ("k3, low_var_kl", "ColossalChat, slime's `k3`"): {"ColossalChat": of_coati(beta=0.1, loss_variation="token_level")},
+    ("k3, low_var_kl", "verl, OpenRLHF, SkyRL"): {
+        "verl": pulled_by_verl,
+        "OpenRLHF": pulled_by_openrlhf,
+    },
+    ("k3, low_var_kl", "ColossalChat, slime's `k3`"): {
+        "ColossalChat": of_coati(beta=0.1, loss_variation="token_level")
+    },
     ("k3, low_var_kl", "TRL"): {"TRL": of_trl(beta=0.1)},
     ("tis", "verl, SkyRL"): {"verl": corrected_by_verl("token", 2.0)},
-    ("tis", "OpenRLHF"): {"OpenRLHF": of_openrlhf(is_correction_level="token", is_correction_mode="clip")},
+    ("tis", "OpenRLHF"): {
+        "OpenRLHF": of_openrlhf(is_correction_level="token", is_correction_mode="clip")
+    },
     ("tis", "TRL's `token_truncate`"): {"TRL": vllm("token_truncate")},
-    ("sequence-level importance sampling", 'verl\'s rollout_is="sequence", SkyRL'): {"verl": corrected_by_verl("sequence", 2.0)},
-    ("sequence-level importance sampling", "TRL's `sequence_truncate`"): {"TRL": vllm("sequence_truncate")},
+    ("sequence-level importance sampling", 'verl\'s rollout_is="sequence", SkyRL'): {
+        "verl": corrected_by_verl("sequence", 2.0)
+    },
+    ("sequence-level importance sampling", "TRL's `sequence_truncate`"): {
+        "TRL": vllm("sequence_truncate")
+    },
     ("sequence_mask, seq-mask-tis", "TRL's `sequence_mask`"): {"TRL": vllm("sequence_mask")},
-    ("sequence_mask, seq-mask-tis", "OpenRLHF, NeMo-RL"): {"OpenRLHF": of_openrlhf(is_correction_level="seq")},
+    ("sequence_mask, seq-mask-tis", "OpenRLHF, NeMo-RL"): {
+        "OpenRLHF": of_openrlhf(is_correction_level="seq")
+    },
     ("icepop", "verl, OpenRLHF, TRL's `token_mask`, NeMo-RL"): {
         "verl": corrected_by_verl("token", "0.5_5.0"),
         "OpenRLHF": of_openrlhf(is_correction_level="token"),
         "TRL": vllm("token_mask", **ICEPOP),
     },
     ("k1 rejection", "verl"): {"verl": rejected_by_verl},
-    ("off-policy sequence masking", "slime, TRL without vLLM"): {"TRL": of_trl(off_policy_mask_threshold=1e-4)},
+    ("off-policy sequence masking", "slime, TRL without vLLM"): {
+        "TRL": of_trl(off_policy_mask_threshold=1e-4)
+    },
     ("off-policy sequence masking", "TRL with vLLM, ms-swift, cosmos-rl"): {
-        "TRL": of_trl(off_policy_mask_threshold=1e-4, use_vllm=True, vllm_importance_sampling_correction=False)
+        "TRL": of_trl(
+            off_policy_mask_threshold=1e-4, use_vllm=True, vllm_importance_sampling_correction=False
+        )
     },
 }
 # Meanings of these frameworks for which there is no drop-in: parts of TRL that are not its GRPOTrainer.
-WITHOUT = {("gmpo, geo_mean", "TRL"), ("ppo_kl", "TRL"), ("rloo", "TRL"), ("grpo, as an advantage", "TRL")}
+WITHOUT = {
+    ("gmpo, geo_mean", "TRL"),
+    ("ppo_kl", "TRL"),
+    ("rloo", "TRL"),
+    ("grpo, as an advantage", "TRL"),
+}
 WITHOUT |= {("grpo, as an advantage", "ColossalChat")}
 
 
-@pytest.mark.parametrize(("key", "framework"), [(key, who) for key, checks in CHECKS.items() for who in checks])
+@pytest.mark.parametrize(
+    ("key", "framework"), [(key, who) for key, checks in CHECKS.items() for who in checks]
+)
 def test_a_meaning_is_what_the_drop_in_computes(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given = names_page.batch()
@@ -312,7 +406,9 @@ def verl_outcome(function: Callable[..., Any], g: Given, rows: int) -> Tensor:
 
 def verl_metric(name: str, metric: str, g: Given) -> float:
     config = verl_config(policy_loss=SimpleNamespace(kl_cov_ratio=0.2, ppo_kl_coef=1.0))
-    return verl.POLICY_LOSSES[name](g["old_logp"], g["logp"], g["advantages"], g["mask"], "token-mean", config)[1][metric]
+    return verl.POLICY_LOSSES[name](
+        g["old_logp"], g["logp"], g["advantages"], g["mask"], "token-mean", config
+    )[1][metric]
 
 
 def openrlhf_metric(place: int, g: Given) -> Tensor:
@@ -321,11 +417,15 @@ def openrlhf_metric(place: int, g: Given) -> Tensor:
 
 def trl_clip_fraction(g: Given) -> float:
     tensors = {name: g[name] for name in ("logp", "old_logp", "advantages", "mask")}
-    return pl.policy_loss(spec_from_config(SimpleNamespace(**DEFAULTS)), **tensors).metrics.compute()["clip_fraction"]
+    return pl.policy_loss(
+        spec_from_config(SimpleNamespace(**DEFAULTS)), **tensors
+    ).metrics.compute()["clip_fraction"]
 
 
 def passk(*arguments: Any) -> Any:
-    return verl.compute_grpo_passk_outcome_advantage(*arguments, config=SimpleNamespace(norm_adv_by_std_in_grpo=True))
+    return verl.compute_grpo_passk_outcome_advantage(
+        *arguments, config=SimpleNamespace(norm_adv_by_std_in_grpo=True)
+    )
 
 
 VALUES: dict[tuple[str, str], dict[str, Callable[[Given], Any]]] = {
@@ -334,29 +434,42 @@ VALUES: dict[tuple[str, str], dict[str, Callable[[Given], Any]]] = {
         "OpenRLHF": lambda g: openrlhf_metric(1, g),
         "TRL": trl_clip_fraction,
     },
-    ("clip fraction", "verl's and SkyRL's `cispo`, agilerl"): {"verl": lambda g: verl_metric("cispo", "actor/pg_clipfrac", g)},
+    ("clip fraction", "verl's and SkyRL's `cispo`, agilerl"): {
+        "verl": lambda g: verl_metric("cispo", "actor/pg_clipfrac", g)
+    },
     ("ppo_kl", "verl (clamped at ±20), OpenRLHF (not clamped), slime"): {
         "verl": lambda g: verl_metric("vanilla", "actor/ppo_kl", g),
         "OpenRLHF": lambda g: openrlhf_metric(2, g),
     },
     ("ppo_kl", "verl's `kl_cov`"): {"verl": lambda g: verl_metric("kl_cov", "actor/ppo_kl", g)},
-    ("rloo", "verl's `rloo`"): {"verl": lambda g: verl_outcome(verl.compute_rloo_outcome_advantage, g, 5)},
+    ("rloo", "verl's `rloo`"): {
+        "verl": lambda g: verl_outcome(verl.compute_rloo_outcome_advantage, g, 5)
+    },
     ("rloo", "verl's `rloo_vectorized`, SkyRL"): {
         "verl": lambda g: verl_outcome(verl.compute_rloo_vectorized_outcome_advantage, g, 5)
     },
-    ("grpo, as an advantage", "verl"): {"verl": lambda g: verl_outcome(verl.compute_grpo_outcome_advantage, g, 5)},
+    ("grpo, as an advantage", "verl"): {
+        "verl": lambda g: verl_outcome(verl.compute_grpo_outcome_advantage, g, 5)
+    },
     # verl refuses a group of one here.
     ("pass@k", "verl's and EasyR1's `grpo_passk`"): {
-        "verl": lambda g: torch.cat([verl_outcome(passk, g, 4), torch.zeros(1, dtype=torch.float64)])
+        "verl": lambda g: torch.cat(
+            [verl_outcome(passk, g, 4), torch.zeros(1, dtype=torch.float64)]
+        )
     },
 }
 
 
-@pytest.mark.parametrize(("key", "framework"), [(key, who) for key, checks in VALUES.items() for who in checks])
+@pytest.mark.parametrize(
+    ("key", "framework"), [(key, who) for key, checks in VALUES.items() for who in checks]
+)
 def test_a_value_is_what_the_drop_in_reports(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given: dict[str, Any] = names_page.batch()
-    given |= {"rewards": torch.tensor([1.0, 0.6, 0.0, 0.2, 0.5], dtype=torch.float64), "prompt": torch.tensor([0, 0, 0, 0, 1])}
+    given |= {
+        "rewards": torch.tensor([1.0, 0.6, 0.0, 0.2, 0.5], dtype=torch.float64),
+        "prompt": torch.tensor([0, 0, 0, 0, 1]),
+    }
     value = torch.as_tensor(VALUES[key][framework](given), dtype=torch.float64)
     # Shares and verl's metrics are float32.
     torch.testing.assert_close(numbers(meaning)[0], value, rtol=1e-6, atol=1e-6)
@@ -366,7 +479,12 @@ def test_every_meaning_ascribed_to_a_framework_with_a_drop_in_is_checked() -> No
     for homonym, meaning in MEANINGS:
         if meaning.spec is None and not meaning.expression:
             continue
-        checks = {**CHECKS.get((homonym.name, meaning.who), {}), **VALUES.get((homonym.name, meaning.who), {})}
+        checks = {
+            **CHECKS.get((homonym.name, meaning.who), {}),
+            **VALUES.get((homonym.name, meaning.who), {}),
+        }
         for framework in FRAMEWORKS:
             if re.search(rf"\b{framework}\b", meaning.who):
-                assert framework in checks or (homonym.name, framework) in WITHOUT, f"{homonym.name}: {meaning.who}"
+                assert framework in checks or (homonym.name, framework) in WITHOUT, (
+                    f"{homonym.name}: {meaning.who}"
+                )

@@ -32,7 +32,9 @@ def said(kind: type, framework: str | None = None) -> Iterator[tuple[str, Any]]:
 
 
 def the_callable(who: str, dotted: str) -> Any:
-    found: Any = pl if who == "policyloss" else importlib.import_module(f"policyloss.compat.{MODULES[who]}")
+    found: Any = (
+        pl if who == "policyloss" else importlib.import_module(f"policyloss.compat.{MODULES[who]}")
+    )
     for name in dotted.split("."):
         found = getattr(found, name)
     return found
@@ -44,7 +46,9 @@ def label(x: Any) -> str:
 
 @pytest.mark.parametrize(("who", "argument"), list(said(Argument)), ids=label)
 def test_a_stated_default_is_the_drop_ins_own(who: str, argument: Argument) -> None:
-    parameter = inspect.signature(the_callable(who, argument.function)).parameters[argument.parameter]
+    parameter = inspect.signature(the_callable(who, argument.function)).parameters[
+        argument.parameter
+    ]
     expected = REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
     assert argument.default == expected
     assert type(argument.default) is type(expected)
@@ -66,7 +70,9 @@ def test_defaults_by_heart() -> None:
 def test_the_options_of_trl_are_all_there_with_the_defaults_the_drop_in_knows() -> None:
     stated = {option.name: option.default for _, option in said(Option, "TRL")}
     assert {name: stated[name] for name in DEFAULTS if name in stated} == DEFAULTS
-    assert set(stated) - set(DEFAULTS) == {"scale_rewards"}  # an option of the advantages, which the drop-in leaves to TRL
+    assert set(stated) - set(DEFAULTS) == {
+        "scale_rewards"
+    }  # an option of the advantages, which the drop-in leaves to TRL
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,9 @@ def test_the_tables_are_on_the_page() -> None:
 
 
 def test_every_name_of_every_part_is_on_the_page() -> None:
-    section = PAGE.split("## What each framework calls it")[1].split("## One name, several meanings")[0]
+    section = PAGE.split("## What each framework calls it")[1].split(
+        "## One name, several meanings"
+    )[0]
     labels = [(entry.part, entry.what) for entry in ELSEWHERE]
     assert len(set(labels)) == len(labels), "two rows of a table with one label"
     for entry in ELSEWHERE:

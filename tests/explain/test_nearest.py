@@ -27,16 +27,27 @@ def one_change(spec: pl.LossSpec) -> Iterator[tuple[str, pl.LossSpec]]:
         yield "a KL", spec.replace(kl=pl.KL("k3", 0.01))
     else:
         yield "no KL", spec.replace(kl=None)
-        yield "another coefficient", spec.replace(kl=dataclasses.replace(spec.kl, coef=spec.kl.coef / 10))
+        yield (
+            "another coefficient",
+            spec.replace(kl=dataclasses.replace(spec.kl, coef=spec.kl.coef / 10)),
+        )
         yield "another estimator", spec.replace(kl=dataclasses.replace(spec.kl, estimator="k1"))
     for field in dataclasses.fields(spec.trust):
         value = getattr(spec.trust, field.name)
         if isinstance(value, float) and math.isfinite(value) and value:
-            yield f"trust.{field.name}", spec.replace(trust=dataclasses.replace(spec.trust, **{field.name: value * 1.1}))
+            yield (
+                f"trust.{field.name}",
+                spec.replace(trust=dataclasses.replace(spec.trust, **{field.name: value * 1.1})),
+            )
     for i, part in enumerate(spec.correction):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            if isinstance(value, float) and math.isfinite(value) and value and field.name != "log_clamp":
+            if (
+                isinstance(value, float)
+                and math.isfinite(value)
+                and value
+                and field.name != "log_clamp"
+            ):
                 parts = list(spec.correction)
                 parts[i] = dataclasses.replace(part, **{field.name: value * 1.0005})
                 yield f"correction.{field.name}", spec.replace(correction=parts)
@@ -57,13 +68,20 @@ def test_a_preset_with_one_change_is_a_change_of_that_preset(name: str) -> None:
             continue  # it has become another preset
         found = nearest(spec)
         if found is None or found.name not in REACHED[spec]:
-            wrong[change] = (found and found.name, {p: round(distance(spec, PRESETS[p].spec), 2) for p in (name, "ppo")})
+            wrong[change] = (
+                found and found.name,
+                {p: round(distance(spec, PRESETS[p].spec), 2) for p in (name, "ppo")},
+            )
     assert not wrong
 
 
 def test_few_changes_lead_to_the_same_loss() -> None:
     shared = {frozenset(names) for names in REACHED.values() if len(names) > 1}
-    same = {frozenset(("ppo", "bnpo")), frozenset(("ppo", "bnpo", "dr_grpo")), frozenset(("reinforce", "gpg"))}
+    same = {
+        frozenset(("ppo", "bnpo")),
+        frozenset(("ppo", "bnpo", "dr_grpo")),
+        frozenset(("reinforce", "gpg")),
+    }
     assert shared == same
 
 
@@ -72,13 +90,19 @@ def test_few_changes_lead_to_the_same_loss() -> None:
     [
         (pl.preset("grpo").replace(kl=None), "grpo"),
         (pl.preset("grpo").replace(kl=None, ratio=pl.TokenRatio(log_clamp=None)), "grpo"),
-        (pl.preset("ppo").replace(aggregate=pl.SeqMeanTokenMean()), "grpo"),  # the same loss as the first
+        (
+            pl.preset("ppo").replace(aggregate=pl.SeqMeanTokenMean()),
+            "grpo",
+        ),  # the same loss as the first
         (pl.preset("gspo").replace(trust=pl.Clip(0.2, 0.2)), "gspo"),
         (pl.preset("dapo").replace(trust=pl.Clip(0.2, 0.3)), "dapo"),
         (pl.preset("dapo").replace(trust=pl.Clip(0.2, 0.28, dual=3.0)), "dapo"),
         (pl.preset("ppo").replace(trust=pl.Clip(0.2, 0.2, dual=10.0)), "ppo_dual_clip"),
         (pl.preset("dr_grpo").with_horizon(8).replace(kl=pl.KL("k3", 0.04)), "dr_grpo"),
-        (pl.preset("gpg").replace(ratio=pl.SequenceProduct(), entropy_coef=0.1), "gpg"),  # nothing reads its ratio
+        (
+            pl.preset("gpg").replace(ratio=pl.SequenceProduct(), entropy_coef=0.1),
+            "gpg",
+        ),  # nothing reads its ratio
         (pl.preset("rloo_loss").replace(kl=pl.KL("k3", 0.05)), "rloo_loss"),
     ],
 )
@@ -96,11 +120,15 @@ CALLED = {"dapo": "ppo", "bnpo": "ppo"}
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_loss_types_of_trl(loss_type: str, beta: float) -> None:
     level = "sequence" if loss_type == "luspo" else "token"
-    spec = spec_from_config(config(loss_type=loss_type, beta=beta, importance_sampling_level=level, epsilon_high=0.2))
+    spec = spec_from_config(
+        config(loss_type=loss_type, beta=beta, importance_sampling_level=level, epsilon_high=0.2)
+    )
     explained = pl.explain(spec)
     assert (explained.preset or explained.near) == CALLED.get(loss_type, loss_type)
 
 
 def test_the_page_on_grpo_without_kl() -> None:
     text = str(pl.explain(spec_from_config(config(loss_type="grpo", beta=0.0))))
-    assert text.startswith("A change of grpo (GRPO, clipped surrogate with a KL penalty in the loss)")
+    assert text.startswith(
+        "A change of grpo (GRPO, clipped surrogate with a KL penalty in the loss)"
+    )

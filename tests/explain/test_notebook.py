@@ -114,5 +114,7 @@ def test_a_long_formula_and_a_long_number_stay_whole() -> None:
     text = "".join(Page(e._repr_html_()).texts)
     for line in e.formula.lines:
         assert str(line) in text
-    metrics = pl.Metrics({"tokens": pl.Stat(torch.tensor(123456789.0, dtype=torch.float64), torch.tensor(1))})
+    metrics = pl.Metrics(
+        {"tokens": pl.Stat(torch.tensor(123456789.0, dtype=torch.float64), torch.tensor(1))}
+    )
     assert "123456789" in metrics._repr_html_()

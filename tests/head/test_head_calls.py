@@ -40,10 +40,14 @@ from cases import PRESETS
 
 def test_the_output_holds_logp_and_entropy() -> None:
     """Detached, token-shaped, 0 where masked; the entropy metric is there although nothing asks for it."""
-    truth = contract(BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, mask=BATCH.kwargs["mask"])
+    truth = contract(
+        BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, mask=BATCH.kwargs["mask"]
+    )
     for plan in LOSS_PLANS:
         hidden = leaf(BATCH.hidden)
-        out = pl.linear_policy_loss(PRESETS["ppo"], hidden, BATCH.weight, BATCH.ids, plan=plan, **BATCH.kwargs)
+        out = pl.linear_policy_loss(
+            PRESETS["ppo"], hidden, BATCH.weight, BATCH.ids, plan=plan, **BATCH.kwargs
+        )
         tol = loss_tolerance(BATCH)
         assert_near(out.logp, truth.logp, tol, "logp")
         assert_near(out.entropy, truth.entropy, tol, "entropy")
@@ -81,15 +85,26 @@ def test_without_gradients(name: str) -> None:
     """Under no_grad, or with nothing that requires it: the value and the metrics, and no graph."""
     expected = run_oracle(PRESETS[name], BATCH)
     with torch.no_grad():
-        out = pl.linear_policy_loss(PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **BATCH.kwargs)
-    other = pl.linear_policy_loss(PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **BATCH.kwargs)
+        out = pl.linear_policy_loss(
+            PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **BATCH.kwargs
+        )
+    other = pl.linear_policy_loss(
+        PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **BATCH.kwargs
+    )
     for found in (out, other):
         assert not found.loss.requires_grad
-        assert_same_loss(LossRun(found.loss, *expected[1:3], found.metrics), expected, loss_tolerance(BATCH))
+        assert_same_loss(
+            LossRun(found.loss, *expected[1:3], found.metrics), expected, loss_tolerance(BATCH)
+        )
 
 
 HEADS: dict[str, dict[str, Any]] = {
-    "bias": {"bias": 0.3 * torch.randn(33, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE, FLOAT)},
+    "bias": {
+        "bias": 0.3
+        * torch.randn(33, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+            DEVICE, FLOAT
+        )
+    },
     "temperature": {"temperature": 0.7},
     "per_token": {"temperature": torch.linspace(0.5, 1.5, 56).reshape(7, 8).to(DEVICE, FLOAT)},
     "softcap": {"softcap": 5.0},
@@ -111,10 +126,23 @@ def test_heads_with_more_to_them(head: str, plan: str) -> None:
 def test_gradient_of_the_bias(plan: str) -> None:
     spec = BASE
     bias, truth = leaf(HEADS["bias"]["bias"]), leaf(HEADS["bias"]["bias"].double())
-    out = pl.linear_policy_loss(spec, BATCH.hidden, BATCH.weight, BATCH.ids, bias=bias, plan=plan, **BATCH.kwargs)
-    values = contract(BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, bias=truth, mask=BATCH.kwargs["mask"])
+    out = pl.linear_policy_loss(
+        spec, BATCH.hidden, BATCH.weight, BATCH.ids, bias=bias, plan=plan, **BATCH.kwargs
+    )
+    values = contract(
+        BATCH.hidden.double(),
+        BATCH.weight.double(),
+        BATCH.ids,
+        bias=truth,
+        mask=BATCH.kwargs["mask"],
+    )
     expected = pl.policy_loss(spec, values.logp, entropy=values.entropy, **BATCH.kwargs)
-    assert_near(torch.autograd.grad(out.loss, bias)[0], torch.autograd.grad(expected.loss, truth)[0], loss_tolerance(BATCH), "bias")
+    assert_near(
+        torch.autograd.grad(out.loss, bias)[0],
+        torch.autograd.grad(expected.loss, truth)[0],
+        loss_tolerance(BATCH),
+        "bias",
+    )
 
 
 CHECKED = {
@@ -135,13 +163,17 @@ def test_gradcheck(name: str, plan: str, layout: str) -> None:
     bias = torch.linspace(-0.5, 0.5, 5, dtype=torch.float64, device=DEVICE)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return pl.linear_policy_loss(CHECKED[name], hidden, weight, batch.ids, bias=bias, plan=plan, **batch.kwargs).loss
+        return pl.linear_policy_loss(
+            CHECKED[name], hidden, weight, batch.ids, bias=bias, plan=plan, **batch.kwargs
+        ).loss
 
     leaves = [leaf(x) for x in (batch.hidden, batch.weight, bias)]
     assert any((g != 0).any() for g in torch.autograd.grad(loss(*leaves), leaves))
     # A second backward makes a stash anew, in another order of sums.
     apart, entry_by_entry = 1e-12 if plan == "stash" else 0.0, (name, plan) == ("ppo", "one_pass")
-    assert gradcheck(loss, leaves, atol=1e-7, rtol=1e-6, nondet_tol=apart, fast_mode=not entry_by_entry)
+    assert gradcheck(
+        loss, leaves, atol=1e-7, rtol=1e-6, nondet_tol=apart, fast_mode=not entry_by_entry
+    )
 
 
 @pytest.mark.parametrize("plan", LOSS_PLANS)
@@ -154,8 +186,16 @@ def test_garbage_behind_the_mask(name: str, plan: str) -> None:
     hidden[3] = torch.inf
     ids[masked] = -100
     off = ~BATCH.tokens.mask
-    dirty = dataclasses.replace(BATCH, hidden=hidden, ids=ids, tokens=BATCH.tokens.map(lambda x: x.masked_fill(off, torch.nan)))
-    clean, found = run_loss(PRESETS[name], BATCH, plan=plan), run_loss(PRESETS[name], dirty, plan=plan)
+    dirty = dataclasses.replace(
+        BATCH,
+        hidden=hidden,
+        ids=ids,
+        tokens=BATCH.tokens.map(lambda x: x.masked_fill(off, torch.nan)),
+    )
+    clean, found = (
+        run_loss(PRESETS[name], BATCH, plan=plan),
+        run_loss(PRESETS[name], dirty, plan=plan),
+    )
     assert_same_bits(found[:3], clean[:3])
     assert (found.dhidden[masked] == 0).all()
     assert found.metrics == clean.metrics
@@ -203,7 +243,9 @@ def test_the_same_bits_every_time_and_whatever_memory_held(name: str, plan: str)
     assert_same_bits(run_loss(PRESETS[name], batch, **call)[:3], first[:3])
     with Poison():
         assert_same_bits(run_loss(PRESETS[name], batch, **call)[:3], first[:3])
-    poison_freed_memory((64, 333), (64, 384), (512, 333), (512, 16), (333, 16), (64, 16), (512,), (64,))
+    poison_freed_memory(
+        (64, 333), (64, 384), (512, 333), (512, 16), (333, 16), (64, 16), (512,), (64,)
+    )
     assert_same_bits(run_loss(PRESETS[name], batch, **call)[:3], first[:3])
 
 
@@ -226,7 +268,11 @@ def test_error_in_lower_precision(dtype: torch.dtype, plan: str) -> None:
 def test_bf16_gradients_do_not_degrade_with_the_number_of_windows(name: str) -> None:
     """The weight's gradient is summed over sixty windows in float32, and rounded once."""
     batch = make_head_batch(seed=4, rows=64, width=8, vocab=33, size=16, dtype=torch.bfloat16)
-    found = run_loss(PRESETS[name], batch, plan=rows_of_plan(PRESETS[name], batch, "one_pass", 8 if name == "gspo" else 4))
+    found = run_loss(
+        PRESETS[name],
+        batch,
+        plan=rows_of_plan(PRESETS[name], batch, "one_pass", 8 if name == "gspo" else 4),
+    )
     truth = run_oracle(PRESETS[name], batch)
     assert rms(found.dweight.double() - truth.dweight) <= 3e-3 * rms(truth.dweight)
     assert rms(found.dhidden.double() - truth.dhidden) <= 3e-3 * rms(truth.dhidden)
@@ -236,10 +282,14 @@ def test_bf16_gradients_do_not_degrade_with_the_number_of_windows(name: str) -> 
 def test_autocast(plan: str) -> None:
     """float32 parameters under autocast: the loss of the bf16 inputs, and float32 gradients to a rounding of bf16."""
     batch = make_head_batch(seed=4, rows=6, width=8, vocab=65, size=16, dtype=torch.float32)
-    rounded = dataclasses.replace(batch, hidden=batch.hidden.bfloat16(), weight=batch.weight.bfloat16())
+    rounded = dataclasses.replace(
+        batch, hidden=batch.hidden.bfloat16(), weight=batch.weight.bfloat16()
+    )
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        out = pl.linear_policy_loss(PRESETS["grpo"], hidden, weight, batch.ids, plan=plan, **batch.kwargs)
+        out = pl.linear_policy_loss(
+            PRESETS["grpo"], hidden, weight, batch.ids, plan=plan, **batch.kwargs
+        )
     out.loss.backward()
     truth = run_oracle(PRESETS["grpo"], rounded)
     assert_near(out.loss.detach(), truth.loss, 2e-5, "loss")
@@ -254,7 +304,9 @@ def test_checkpoint_around_the_body() -> None:
 
     def gradients(hidden_of: Any) -> tuple[Tensor, ...]:
         weight = leaf(batch.weight)
-        loss = pl.linear_policy_loss(PRESETS["ppo"], hidden_of(batch.hidden), weight, batch.ids, **batch.kwargs).loss
+        loss = pl.linear_policy_loss(
+            PRESETS["ppo"], hidden_of(batch.hidden), weight, batch.ids, **batch.kwargs
+        ).loss
         return torch.autograd.grad(loss, (weight, *body.parameters()))
 
     assert_same_bits(gradients(lambda x: checkpoint(body, x, use_reentrant=False)), gradients(body))
@@ -263,7 +315,9 @@ def test_checkpoint_around_the_body() -> None:
 def counted_rows(spec: pl.LossSpec, batch: HeadBatch, frozen: bool = False, **kwargs: Any) -> float:
     with MatmulRows(33, 8) as counted:
         hidden, weight = leaf(batch.hidden), batch.weight.detach().requires_grad_(not frozen)
-        pl.linear_policy_loss(spec, hidden, weight, batch.ids, **{**batch.kwargs, **kwargs}).loss.backward()
+        pl.linear_policy_loss(
+            spec, hidden, weight, batch.ids, **{**batch.kwargs, **kwargs}
+        ).loss.backward()
     return counted.rows
 
 
@@ -276,7 +330,11 @@ def test_only_rows_that_matter_enter_a_product(name: str, layout: str) -> None:
     assert 10 < live < batch.ids.numel()
     for plan, passes in (("one_pass", 3), ("recompute", 4), ("stash", 3)):
         if plan in preset_plans(name, layout):
-            moved = int((run_oracle(spec, batch).dhidden.abs().amax(-1) > 0).sum()) if plan == "recompute" else live
+            moved = (
+                int((run_oracle(spec, batch).dhidden.abs().amax(-1) > 0).sum())
+                if plan == "recompute"
+                else live
+            )
             # What turns out to have no gradient (a clipped token) is known before the logits are made again, not in one pass.
             assert counted_rows(spec, batch, plan=plan) == live + (passes - 1) * moved
             assert counted_rows(spec, batch, frozen=True, plan=plan) == live + (passes - 2) * moved
@@ -294,7 +352,9 @@ def test_rows_without_advantage_go_forward_only_or_not_at_all() -> None:
     live = ZEROS.tokens.mask
     moved = int((live & (ZEROS.tokens.advantages != 0)).sum())
     assert counted_rows(PRESETS["ppo"], ZEROS, plan="one_pass") == int(live.sum()) + 2 * moved
-    assert counted_rows(PRESETS["ppo"], ZEROS, plan="one_pass", skip_zero_advantage=True) == 3 * moved
+    assert (
+        counted_rows(PRESETS["ppo"], ZEROS, plan="one_pass", skip_zero_advantage=True) == 3 * moved
+    )
     # A KL gives every token a gradient.
     assert counted_rows(PRESETS["grpo"], ZEROS, plan="one_pass") == 3 * int(live.sum())
 
@@ -307,7 +367,9 @@ def test_the_plan_says_what_the_call_does(name: str) -> None:
             hidden, weight = leaf(ZEROS.hidden), leaf(ZEROS.weight)
             plan = pl.explain_plan(spec, hidden, weight, ZEROS.ids, plan=asked, **ZEROS.kwargs)
             if windows is not None:
-                plan = pl.explain_plan(spec, hidden, weight, ZEROS.ids, plan=forced_rows(plan, windows), **ZEROS.kwargs)
+                plan = pl.explain_plan(
+                    spec, hidden, weight, ZEROS.ids, plan=forced_rows(plan, windows), **ZEROS.kwargs
+                )
                 assert plan.rows == windows
             text = str(plan)
             assert plan.name in text
@@ -319,12 +381,19 @@ def test_the_plan_says_what_the_call_does(name: str) -> None:
             if plan.name == "one_pass":
                 assert counted_rows(spec, ZEROS, plan=plan) == pytest.approx(plan.matmuls * n)
             else:  # tokens that turn out to have no gradient may be left out of what was announced
-                assert plan.computed < counted_rows(spec, ZEROS, plan=plan) <= plan.matmuls * n + 1e-9
+                assert (
+                    plan.computed < counted_rows(spec, ZEROS, plan=plan) <= plan.matmuls * n + 1e-9
+                )
 
 
 def test_the_plan_knows_what_trains() -> None:
     """Nothing, the hidden states alone (no dW), or only the bias."""
-    frozen = {"hidden": BATCH.hidden, "weight": BATCH.weight, "ids": BATCH.ids, "mask": BATCH.kwargs["mask"]}
+    frozen = {
+        "hidden": BATCH.hidden,
+        "weight": BATCH.weight,
+        "ids": BATCH.ids,
+        "mask": BATCH.kwargs["mask"],
+    }
     live, bias = int(BATCH.tokens.mask.sum()), leaf(HEADS["bias"]["bias"])
     share = live / BATCH.ids.numel()
     none = pl.explain_plan(None, **frozen)

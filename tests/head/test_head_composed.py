@@ -66,7 +66,9 @@ def weight_of_the_token(t: pl.Tokens) -> pl.Corrected:
 @reaching("sequence", reads_logp=True)
 def weight_of_the_sequence(t: pl.Tokens) -> pl.Corrected:
     drift = t.sequence_mean(t.log_ratio_to("old").detach())
-    return pl.Corrected(weight=t.sequences.expand(drift.exp()), keep=t.sequences.expand(drift > -0.2))
+    return pl.Corrected(
+        weight=t.sequences.expand(drift.exp()), keep=t.sequences.expand(drift > -0.2)
+    )
 
 
 @reaching(None, reads_logp=False)
@@ -117,7 +119,12 @@ CUSTOM: dict[str, tuple[Any, ...]] = {
     "kl": (pull_to_reference, entropy_floor),
     "aggregate": (half_of_the_mean, by_probability, by_column),
 }
-CUSTOM_CORRECTIONS = (weight_of_the_token, weight_of_the_sequence, weight_of_the_advantage, weight_of_anyone)
+CUSTOM_CORRECTIONS = (
+    weight_of_the_token,
+    weight_of_the_sequence,
+    weight_of_the_advantage,
+    weight_of_anyone,
+)
 POOLS = {"ratio": RATIOS, "trust": TRUSTS, "kl": (None, None, *KLS), "aggregate": AGGREGATES}
 
 
@@ -130,7 +137,10 @@ def drawn_spec(rng: random.Random) -> pl.LossSpec:
             if rng.random() < 0.6:
                 correction.append(pl.SelfNormalise(rng.choice(["tokens", "sequences"])))
         rng.shuffle(correction)
-        slots = {slot: rng.choice(CUSTOM[slot] if rng.random() < 0.12 else pool) for slot, pool in POOLS.items()}
+        slots = {
+            slot: rng.choice(CUSTOM[slot] if rng.random() < 0.12 else pool)
+            for slot, pool in POOLS.items()
+        }
         spec = swapped(
             pl.LossSpec(),
             **slots,
@@ -182,14 +192,18 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def outcome(spec: pl.LossSpec, batch: HeadBatch, frozen: bool, call: str, **kwargs: Any) -> LossRun | None:
+def outcome(
+    spec: pl.LossSpec, batch: HeadBatch, frozen: bool, call: str, **kwargs: Any
+) -> LossRun | None:
     """What a call gives; None where the head says that this loss cannot go window by window, which is a right answer."""
     chosen = dict(CALLS[call])
     try:
         if call == "small windows":
             weight = batch.weight if frozen else leaf(batch.weight)
             arguments = {**batch.kwargs, **kwargs, **chosen}
-            chosen["plan"] = forced_rows(pl.explain_plan(spec, leaf(batch.hidden), weight, batch.ids, **arguments), WINDOW)
+            chosen["plan"] = forced_rows(
+                pl.explain_plan(spec, leaf(batch.hidden), weight, batch.ids, **arguments), WINDOW
+            )
         return run_with(spec, batch, frozen, **kwargs, **chosen)
     except pl.InputError as error:
         if call in ("one_pass", "small windows", "skip") and "one_pass" in str(error):
@@ -224,19 +238,29 @@ def compare(seed: int, losses: int) -> Compared:
             if actual is None:
                 continue
             error = error_of(actual, expected, metrics=call != "skip")
-            assert error <= 1e-10, f"off by {error:.3g} under {call}, totals={totals}, frozen={frozen}: {spec}"
-            calls, in_windows, worst = calls + 1, in_windows + (call == "small windows"), max(worst, error)
+            assert error <= 1e-10, (
+                f"off by {error:.3g} under {call}, totals={totals}, frozen={frozen}: {spec}"
+            )
+            calls, in_windows, worst = (
+                calls + 1,
+                in_windows + (call == "small windows"),
+                max(worst, error),
+            )
     return Compared(calls, in_windows, worst)
 
 
 @pytest.mark.skipif(CUDA, reason="the kernels do not take float64")
 @pytest.mark.parametrize("seed", range(3))
-def test_composed_losses_under_every_plan(seed: int, record_property: Callable[[str, object], None]) -> None:
+def test_composed_losses_under_every_plan(
+    seed: int, record_property: Callable[[str, object], None]
+) -> None:
     """Loss, gradients and metrics of 40 drawn losses agree with eager `policy_loss` to 1e-10 in float64 (measured: 1e-14)."""
     compared = compare(seed, losses=40)
     record_property("compared", str(compared))
     assert compared.calls >= 190, compared
-    assert compared.in_windows >= 20, compared  # or nothing was tested but the plans that are eager themselves
+    assert compared.in_windows >= 20, (
+        compared
+    )  # or nothing was tested but the plans that are eager themselves
 
 
 NORMALISED = {
@@ -253,10 +277,19 @@ def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measu
     batch = make_head_batch(seed=2)
     totals = totals_of(spec, batch) if measured else None
     expected = run_oracle(spec, batch, totals=totals)
-    plain = run_oracle(spec.replace(correction=tuple(c for c in spec.correction if not isinstance(c, pl.SelfNormalise))), batch)
-    assert not torch.allclose(expected.dweight, plain.dweight, rtol=1e-2)  # normalisation shows in this batch
+    plain = run_oracle(
+        spec.replace(
+            correction=tuple(c for c in spec.correction if not isinstance(c, pl.SelfNormalise))
+        ),
+        batch,
+    )
+    assert not torch.allclose(
+        expected.dweight, plain.dweight, rtol=1e-2
+    )  # normalisation shows in this batch
     for plan in ("auto", "recompute", "stash", *(["one_pass"] if measured else [])):
-        assert error_of(run_loss(spec, batch, plan=plan, totals=totals), expected, True) <= loss_tolerance(batch)
+        assert error_of(
+            run_loss(spec, batch, plan=plan, totals=totals), expected, True
+        ) <= loss_tolerance(batch)
     if not measured:
         with pytest.raises(pl.InputError, match="measure"):
             run_loss(spec, batch, plan="one_pass")
@@ -275,7 +308,11 @@ def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
 
 def test_a_test_of_sequences_beside_a_weight_of_tokens() -> None:
     """What does not read logp is asked of the whole batch: a window of single tokens is no sequence to judge."""
-    for test in (pl.Reject("k1", "max", high=0.25), pl.SequenceMask(0.9, 1.1, weight=None), pl.Veto(0.75, 1.5)):
+    for test in (
+        pl.Reject("k1", "max", high=0.25),
+        pl.SequenceMask(0.9, 1.1, weight=None),
+        pl.Veto(0.75, 1.5),
+    ):
         spec = pl.LossSpec(correction=(weight_of_the_token, test))
         assert spec.reach == "token"
         check_every_call(spec, *CALLS)

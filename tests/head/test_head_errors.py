@@ -31,7 +31,13 @@ def logits(**changes: Any) -> Any:
 
 
 def loss(spec: Any = PRESETS["ppo"], **changes: Any) -> Any:
-    arguments = {"hidden": leaf(BATCH.hidden), "weight": leaf(BATCH.weight), "ids": BATCH.ids, **BATCH.kwargs, **changes}
+    arguments = {
+        "hidden": leaf(BATCH.hidden),
+        "weight": leaf(BATCH.weight),
+        "ids": BATCH.ids,
+        **BATCH.kwargs,
+        **changes,
+    }
     return pl.linear_policy_loss(spec, **arguments)
 
 
@@ -102,12 +108,23 @@ def test_matrices_that_do_not_fit() -> None:
 
 
 def test_dtypes_that_do_not_fit() -> None:
-    said(lambda: linear(weight=CASE.weight.bfloat16()), "hidden", "float32", "weight", "bfloat16", "autocast")
+    said(
+        lambda: linear(weight=CASE.weight.bfloat16()),
+        "hidden",
+        "float32",
+        "weight",
+        "bfloat16",
+        "autocast",
+    )
     said(lambda: linear(hidden=CASE.hidden.double()), "float64", "float32")
     said(lambda: linear(hidden=CASE.hidden.long()), "hidden", "int64")
     said(lambda: linear(weight=CASE.weight.int()), "weight", "int32")
     said(lambda: linear(hidden=CASE.hidden.tolist()), "hidden", "list")
-    said(lambda: logits(logits=torch.zeros(6, 33, dtype=torch.int64, device=DEVICE)), "logits", "int64")
+    said(
+        lambda: logits(logits=torch.zeros(6, 33, dtype=torch.int64, device=DEVICE)),
+        "logits",
+        "int64",
+    )
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert linear(weight=CASE.weight.bfloat16()).dtype == torch.float32
 
@@ -119,7 +136,9 @@ def test_tensors_on_two_devices() -> None:
     said(lambda: logits(ids=CASE.ids.cpu()), "ids", "cpu", "cuda")
 
 
-@pytest.mark.parametrize("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
+@pytest.mark.parametrize(
+    "call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"]
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_none(call: Any, value: float) -> None:
     said(lambda: call(temperature=value), "temperature")
@@ -131,11 +150,21 @@ def test_a_temperature_that_is_none(call: Any, value: float) -> None:
 def test_temperatures_that_do_not_fit(call: Any) -> None:
     said(lambda: call(temperature=torch.ones(5, device=DEVICE)), "temperature", "(5,)", "(6,)")
     said(lambda: call(temperature=torch.ones(6, 1, device=DEVICE)), "temperature", "(6, 1)", "(6,)")
-    said(lambda: call(temperature=torch.ones(6, device=DEVICE, requires_grad=True)), "temperature", "grad")
-    said(lambda: call(temperature=torch.ones((), device=DEVICE, requires_grad=True)), "temperature", "grad")
+    said(
+        lambda: call(temperature=torch.ones(6, device=DEVICE, requires_grad=True)),
+        "temperature",
+        "grad",
+    )
+    said(
+        lambda: call(temperature=torch.ones((), device=DEVICE, requires_grad=True)),
+        "temperature",
+        "grad",
+    )
 
 
-@pytest.mark.parametrize("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
+@pytest.mark.parametrize(
+    "call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"]
+)
 def test_a_softcap_that_is_none(call: Any) -> None:
     for value in (0, -30.0, float("nan"), "30"):
         said(lambda value=value: call(softcap=value), "softcap")
@@ -145,11 +174,30 @@ def test_unknown_plans() -> None:
     said(lambda: linear(plan="recomptue"), "recomptue", "recompute", "stash", "auto")
     said(lambda: loss(plan="two_pass"), "two_pass", "one_pass", "recompute", "stash", "auto")
     plan = pl.explain_plan(None, leaf(CASE.hidden), CASE.weight, CASE.ids)
-    said(lambda: linear(plan=dataclasses.replace(plan, name="nothing")), "nothing", "recompute", "stash")
-    said(lambda: loss(plan=dataclasses.replace(plan, name="nothing")), "nothing", "recompute", "stash")
+    said(
+        lambda: linear(plan=dataclasses.replace(plan, name="nothing")),
+        "nothing",
+        "recompute",
+        "stash",
+    )
+    said(
+        lambda: loss(plan=dataclasses.replace(plan, name="nothing")),
+        "nothing",
+        "recompute",
+        "stash",
+    )
     said(lambda: linear(plan=dataclasses.replace(plan, rows=0)), "rows")
-    said(lambda: linear(plan=dataclasses.replace(plan, gathered=100)), "gathered=100", "only one_pass gathers")
-    said(lambda: loss(plan=pl.Plan("one_pass", rows=8, columns=0, gathered=7)), "gathered=7", "rows=8", "at least as many rows")
+    said(
+        lambda: linear(plan=dataclasses.replace(plan, gathered=100)),
+        "gathered=100",
+        "only one_pass gathers",
+    )
+    said(
+        lambda: loss(plan=pl.Plan("one_pass", rows=8, columns=0, gathered=7)),
+        "gathered=7",
+        "rows=8",
+        "at least as many rows",
+    )
     said(lambda: loss(plan=dataclasses.replace(plan, rows=-1)), "rows")
     said(lambda: linear(plan=3), "plan", "int")
     said(lambda: loss(plan=None), "plan", "None")
@@ -162,21 +210,44 @@ def test_one_pass_is_not_for_a_loss_of_ones_own() -> None:
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_one_pass_of_a_loss_that_compares_with_the_batch(name: str) -> None:
     """It says why (the whole batch) and both ways out: measure first, or another plan."""
-    said(lambda: loss(PRESETS[name], plan="one_pass"), "one_pass", "whole batch", "measure", "recompute")
-    explain = {"hidden": leaf(BATCH.hidden), "weight": BATCH.weight, "ids": BATCH.ids, **BATCH.kwargs}
+    said(
+        lambda: loss(PRESETS[name], plan="one_pass"),
+        "one_pass",
+        "whole batch",
+        "measure",
+        "recompute",
+    )
+    explain = {
+        "hidden": leaf(BATCH.hidden),
+        "weight": BATCH.weight,
+        "ids": BATCH.ids,
+        **BATCH.kwargs,
+    }
     said(lambda: pl.explain_plan(PRESETS[name], plan="one_pass", **explain), "one_pass", "measure")
 
 
 def test_a_window_too_small_for_a_sequence() -> None:
     hidden = leaf(BATCH.hidden)
-    plan = pl.explain_plan(PRESETS["gspo"], hidden, BATCH.weight, BATCH.ids, plan="one_pass", **BATCH.kwargs)
+    plan = pl.explain_plan(
+        PRESETS["gspo"], hidden, BATCH.weight, BATCH.ids, plan="one_pass", **BATCH.kwargs
+    )
     longest = int(BATCH.tokens.mask.sum(-1).max())
-    said(lambda: loss(PRESETS["gspo"], plan=dataclasses.replace(plan, rows=longest - 1)), "rows", "sequence", str(longest))
+    said(
+        lambda: loss(PRESETS["gspo"], plan=dataclasses.replace(plan, rows=longest - 1)),
+        "rows",
+        "sequence",
+        str(longest),
+    )
     assert loss(PRESETS["gspo"], plan=dataclasses.replace(plan, rows=longest)).loss.isfinite()
 
 
 def test_a_stash_has_no_softcap() -> None:
-    said(lambda: linear(hidden=leaf(CASE.hidden), plan="stash", softcap=30.0), "stash", "softcap", "recompute")
+    said(
+        lambda: linear(hidden=leaf(CASE.hidden), plan="stash", softcap=30.0),
+        "stash",
+        "softcap",
+        "recompute",
+    )
     said(lambda: loss(plan="stash", softcap=30.0), "stash", "softcap", "recompute")
 
 
@@ -187,17 +258,31 @@ def test_what_policy_loss_refuses_is_refused() -> None:
     said(lambda: loss(advantages=BATCH.kwargs["advantages"][:, 1:]), "advantages", "(7, 7)")
     said(lambda: loss(mask=BATCH.kwargs["mask"][1:]), "mask", "(6, 8)")
     said(lambda: loss(totals=7), "totals")
-    flat = {name: BATCH.kwargs[name].reshape(-1) for name in ("old_logp", "rollout_logp", "ref_logp", "advantages", "mask")}
-    said(lambda: loss(hidden=BATCH.hidden.reshape(-1, 8), ids=BATCH.ids.reshape(-1), group_ids=None, **flat), "cu_seqlens")
+    flat = {
+        name: BATCH.kwargs[name].reshape(-1)
+        for name in ("old_logp", "rollout_logp", "ref_logp", "advantages", "mask")
+    }
+    said(
+        lambda: loss(
+            hidden=BATCH.hidden.reshape(-1, 8), ids=BATCH.ids.reshape(-1), group_ids=None, **flat
+        ),
+        "cu_seqlens",
+    )
     said(lambda: loss(pl.Clip(0.2)), "spec", "Clip")
     cov = PRESETS["clip_cov"]
     counted = pl.Totals.count(BATCH.kwargs["mask"])
     said(lambda: loss(cov, totals=counted), "measure")
-    said(lambda: loss(PRESETS["ppo"].replace(aggregate=pl.PromptMean()), group_ids=None), "group_ids")
+    said(
+        lambda: loss(PRESETS["ppo"].replace(aggregate=pl.PromptMean()), group_ids=None), "group_ids"
+    )
 
 
 def test_explaining_a_loss_needs_to_know_which_rows_matter() -> None:
-    said(lambda: pl.explain_plan(PRESETS["ppo"], BATCH.hidden, BATCH.weight, BATCH.ids), "advantages", "mask")
+    said(
+        lambda: pl.explain_plan(PRESETS["ppo"], BATCH.hidden, BATCH.weight, BATCH.ids),
+        "advantages",
+        "mask",
+    )
 
 
 def test_a_weight_that_is_sharded() -> None:
@@ -206,7 +291,12 @@ def test_a_weight_that_is_sharded() -> None:
         mesh = init_device_mesh("cpu", (1,))
         weight = distribute_tensor(CASE.weight.cpu(), mesh, [Shard(0)])
         hidden, ids = CASE.hidden.cpu(), CASE.ids.cpu()
-        said(lambda: linear(hidden=hidden, weight=weight, ids=ids), "weight", "DTensor", "full_tensor")
+        said(
+            lambda: linear(hidden=hidden, weight=weight, ids=ids),
+            "weight",
+            "DTensor",
+            "full_tensor",
+        )
         whole = linear(hidden=hidden, weight=weight.full_tensor(), ids=ids)
         assert torch.equal(whole, linear(hidden=hidden, weight=CASE.weight.cpu(), ids=ids))
     finally:

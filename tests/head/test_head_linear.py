@@ -38,23 +38,43 @@ import policyloss as pl
 
 NAMES = ("hidden", "weight", "bias")
 UPSTREAM = {"dlogp": (True, False), "dentropy": (False, True), "both": (True, True)}
-SHAPES = [(5, 50257, 4), (13, 33, 8), (4, 1, 3), (6, 2, 3), (1, 33, 8), *(((64, 128256, 64), (64, 151936, 64)) if CUDA else ())]
+SHAPES = [
+    (5, 50257, 4),
+    (13, 33, 8),
+    (4, 1, 3),
+    (6, 2, 3),
+    (1, 33, 8),
+    *(((64, 128256, 64), (64, 151936, 64)) if CUDA else ()),
+]
 
 
 def plan_of(case: Case, name: str, rows: int | None = None, mask: Tensor | None = None) -> Any:
     """A plan by name, or that plan with windows of `rows` rows."""
     if rows is None:
         return name
-    return forced_rows(pl.explain_plan(None, leaf(case.hidden), leaf(case.weight), case.ids, None, None, mask, plan=name), rows)
+    return forced_rows(
+        pl.explain_plan(
+            None, leaf(case.hidden), leaf(case.weight), case.ids, None, None, mask, plan=name
+        ),
+        rows,
+    )
 
 
 def run(
-    function: Any, case: Case, dtype: torch.dtype | None = None, upstream: str = "both", bias: bool = True, **kwargs: Any
+    function: Any,
+    case: Case,
+    dtype: torch.dtype | None = None,
+    upstream: str = "both",
+    bias: bool = True,
+    **kwargs: Any,
 ) -> Run:
     """Values of `function` and the gradients of hidden, weight and bias, with the inputs as leaves of `dtype`."""
     leaves = [leaf(x, dtype) for x in (case.hidden, case.weight, case.bias)][: 3 if bias else 2]
     values = function(leaves[0], leaves[1], case.ids, bias=leaves[2] if bias else None, **kwargs)
-    through = [d if on else None for d, on in zip((case.dlogp, case.dentropy), UPSTREAM[upstream], strict=True)]
+    through = [
+        d if on else None
+        for d, on in zip((case.dlogp, case.dentropy), UPSTREAM[upstream], strict=True)
+    ]
     return backward(values, through, leaves)
 
 
@@ -65,11 +85,23 @@ def ours(case: Case, **kwargs: Any) -> Run:
 def check(case: Case, plan: Any = "auto", **kwargs: Any) -> Run:
     """Ours against the contract line in the inputs' dtype and in float64."""
     found = ours(case, plan=plan, **kwargs)
-    logits = case.hidden.double() @ case.weight.double().T + (case.bias.double() if kwargs.get("bias", True) else 0)
+    logits = case.hidden.double() @ case.weight.double().T + (
+        case.bias.double() if kwargs.get("bias", True) else 0
+    )
     logit = largest_logit(logits, kwargs.get("temperature", 1.0), kwargs.get("mask"))
     live = case.hidden if kwargs.get("mask") is None else case.hidden[kwargs["mask"]]
-    factors = {"hidden": float(case.weight.abs().max()), "weight": float(live.abs().max()), "bias": 1.0}
-    assert_run_no_worse(found, run(contract, case, **kwargs), run(contract, case, dtype=torch.float64, **kwargs), factors, logit)
+    factors = {
+        "hidden": float(case.weight.abs().max()),
+        "weight": float(live.abs().max()),
+        "bias": 1.0,
+    }
+    assert_run_no_worse(
+        found,
+        run(contract, case, **kwargs),
+        run(contract, case, dtype=torch.float64, **kwargs),
+        factors,
+        logit,
+    )
     return found
 
 
@@ -80,7 +112,13 @@ def test_values_and_gradients(dtype: torch.dtype, plan: str, upstream: str) -> N
     for n, vocab, width in SHAPES:
         found = check(peaked_case(n, vocab, width, dtype), plan, upstream=upstream)
         wide = torch.promote_types(dtype, torch.float32)
-        assert (found.logp.dtype, found.entropy.dtype, *(g.dtype for g in found.grads)) == (wide, wide, dtype, dtype, dtype)
+        assert (found.logp.dtype, found.entropy.dtype, *(g.dtype for g in found.grads)) == (
+            wide,
+            wide,
+            dtype,
+            dtype,
+            dtype,
+        )
 
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
@@ -95,8 +133,12 @@ def test_bf16_logprobs_are_float32_exact() -> None:
     truth = contract(case.hidden.double(), case.weight.double(), case.ids)
     eager = contract(case.hidden, case.weight, case.ids)
     found = pl.linear_logprobs(case.hidden, case.weight, case.ids, entropy=True)
-    assert 0.01 < float(truth.entropy.median()) < 5, "the point of the check is a peaked distribution"
-    assert rms(found.logp.double() - truth.logp) <= 2e-5 < 1e-3 < rms(eager.logp.double() - truth.logp)
+    assert 0.01 < float(truth.entropy.median()) < 5, (
+        "the point of the check is a peaked distribution"
+    )
+    assert (
+        rms(found.logp.double() - truth.logp) <= 2e-5 < 1e-3 < rms(eager.logp.double() - truth.logp)
+    )
     assert rms(found.entropy.double() - truth.entropy) <= 2e-5
 
 
@@ -151,11 +193,21 @@ def test_many_rows(n: int, plan: str) -> None:
 def test_more_than_two_to_the_31_logits(plan: str) -> None:
     """16 384 × 151 936 ≈ 2.5·10⁹ logits. Rows repeat every 64, so the first 64 say what all of them and the weight must get."""
     case, times = peaked_case(64, 151936, 64, torch.bfloat16), 256
-    long = Case(case.hidden.repeat(times, 1), case.weight, case.ids.repeat(times), case.bias, *(d.repeat(times) for d in case[4:]))
+    long = Case(
+        case.hidden.repeat(times, 1),
+        case.weight,
+        case.ids.repeat(times),
+        case.bias,
+        *(d.repeat(times) for d in case[4:]),
+    )
     found, truth = ours(long, plan=plan), run(contract, case, dtype=torch.float64)
     assert rms(found.logp.double() - truth.logp.repeat(times)) <= 2e-5
-    assert rms(found.grads[0].double() - truth.grads[0].repeat(times, 1)) <= 3e-3 * rms(truth.grads[0])
-    assert rms(found.grads[1].double() - times * truth.grads[1]) <= 3e-3 * rms(times * truth.grads[1])
+    assert rms(found.grads[0].double() - truth.grads[0].repeat(times, 1)) <= 3e-3 * rms(
+        truth.grads[0]
+    )
+    assert rms(found.grads[1].double() - times * truth.grads[1]) <= 3e-3 * rms(
+        times * truth.grads[1]
+    )
 
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
@@ -191,12 +243,18 @@ def test_ids_at_both_ends_and_of_either_width(plan: str) -> None:
     assert_same_bits(ours(case._replace(ids=case.ids.int()), plan=plan), found)
 
 
-@pytest.mark.parametrize(("plan", "softcap"), [("recompute", None), ("recompute", 30.0), ("stash", None)])
+@pytest.mark.parametrize(
+    ("plan", "softcap"), [("recompute", None), ("recompute", 30.0), ("stash", None)]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
 def test_temperature_and_softcap(temperature: Any, softcap: float | None, plan: str) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         case = peaked_case(11, 33, 8, dtype, peak=40.0)  # into the bend of the cap
-        t = torch.linspace(0.3, 2.0, 11, device=DEVICE) if temperature == "per token" else temperature
+        t = (
+            torch.linspace(0.3, 2.0, 11, device=DEVICE)
+            if temperature == "per token"
+            else temperature
+        )
         for rows in (None, 4):
             check(case, plan_of(case, plan, rows), temperature=t, softcap=softcap)
 
@@ -204,7 +262,11 @@ def test_temperature_and_softcap(temperature: Any, softcap: float | None, plan: 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
-    "per_token": {"temperature": torch.tensor([[0.5, 1.0, 1.7], [0.9, 2.0, 1.1]], dtype=torch.float64, device=DEVICE)},
+    "per_token": {
+        "temperature": torch.tensor(
+            [[0.5, 1.0, 1.7], [0.9, 2.0, 1.1]], dtype=torch.float64, device=DEVICE
+        )
+    },
     "softcap": {"softcap": 3.0},
     "mask": {"mask": torch.tensor([[True, False, True], [True, True, False]], device=DEVICE)},
 }
@@ -221,11 +283,15 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
     chosen = plan_of(case, plan, rows, kwargs.get("mask"))
 
     def values(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        return tuple(pl.linear_logprobs(hidden, weight, case.ids, bias, entropy=True, plan=chosen, **kwargs))
+        return tuple(
+            pl.linear_logprobs(hidden, weight, case.ids, bias, entropy=True, plan=chosen, **kwargs)
+        )
 
     leaves = [leaf(x) for x in (case.hidden, case.weight, case.bias)]
     # A stash is used up by the first backward; a second one makes it anew, in another order of sums.
-    assert gradcheck(values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0)
+    assert gradcheck(
+        values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0
+    )
 
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
@@ -235,8 +301,12 @@ def test_partial_gradients(wanted: str, plan: str) -> None:
     case = peaked_case(13, 33, 8, torch.float32)
     everything = dict(zip(NAMES, ours(case, plan=plan).grads, strict=True))
     inputs = zip(NAMES, (case.hidden, case.weight, case.bias), strict=True)
-    leaves = {name: x.detach().clone().requires_grad_(name in wanted.split("+")) for name, x in inputs}
-    values = pl.linear_logprobs(leaves["hidden"], leaves["weight"], case.ids, leaves["bias"], entropy=True, plan=plan)
+    leaves = {
+        name: x.detach().clone().requires_grad_(name in wanted.split("+")) for name, x in inputs
+    }
+    values = pl.linear_logprobs(
+        leaves["hidden"], leaves["weight"], case.ids, leaves["bias"], entropy=True, plan=plan
+    )
     torch.autograd.backward(values, (case.dlogp, case.dentropy))
     for name, x in leaves.items():
         if name in wanted.split("+"):
@@ -264,8 +334,15 @@ def test_strided_inputs(plan: str) -> None:
         turn = (lambda t: t.T) if back else (lambda t: t)
         values = pl.linear_logprobs(x, w, turn(ids), entropy=True, plan=plan)
         found = torch.autograd.grad(values, (hidden, weight), (turn(dlogp), turn(dentropy)))
-        assert_near(turn(values.logp.detach()).reshape(-1), expected.logp, 1e-5 if CUDA else 1e-12, f"{name}: logp")
-        assert_near(found[0].reshape(12, 8), expected.grads[0], 1e-5 if CUDA else 1e-12, f"{name}: hidden")
+        assert_near(
+            turn(values.logp.detach()).reshape(-1),
+            expected.logp,
+            1e-5 if CUDA else 1e-12,
+            f"{name}: logp",
+        )
+        assert_near(
+            found[0].reshape(12, 8), expected.grads[0], 1e-5 if CUDA else 1e-12, f"{name}: hidden"
+        )
         assert_near(found[1], expected.grads[1], 1e-5 if CUDA else 1e-12, f"{name}: weight")
 
 
@@ -274,14 +351,28 @@ def test_expanded_weight_and_hidden() -> None:
     case = peaked_case(5, 33, 8, FLOAT)
     one = leaf(case.weight[:1])
     values = pl.linear_logprobs(case.hidden, one.expand(33, 8), case.ids, entropy=True)
-    assert_near(values.logp.detach(), torch.full_like(values.logp, -3.4965075614664802), 1e-6, "logp")
-    assert_near(values.entropy.detach(), torch.full_like(values.logp, 3.4965075614664802), 4e-6, "entropy")
-    assert_near(torch.autograd.grad(values.logp.sum(), one)[0], torch.zeros_like(one), 1e-5, "the shared row cannot matter")
+    assert_near(
+        values.logp.detach(), torch.full_like(values.logp, -3.4965075614664802), 1e-6, "logp"
+    )
+    assert_near(
+        values.entropy.detach(), torch.full_like(values.logp, 3.4965075614664802), 4e-6, "entropy"
+    )
+    assert_near(
+        torch.autograd.grad(values.logp.sum(), one)[0],
+        torch.zeros_like(one),
+        1e-5,
+        "the shared row cannot matter",
+    )
     same, apart = leaf(case.hidden[:1]), leaf(case.hidden[:1].expand(5, 8))
     for x in (same, apart):
         found = pl.linear_logprobs(x.expand(5, 8), case.weight, case.ids)
         torch.autograd.backward(found, case.dlogp)
-    assert_near(same.grad, apart.grad.sum(0, keepdim=True), 1e-5 if CUDA else 1e-12, "gradient of a shared hidden state")
+    assert_near(
+        same.grad,
+        apart.grad.sum(0, keepdim=True),
+        1e-5 if CUDA else 1e-12,
+        "gradient of a shared hidden state",
+    )
 
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
@@ -300,8 +391,18 @@ def test_tied_weight(plan: str) -> None:
         return pl.linear_logprobs(*args, plan=plan)
 
     tied = gradient(head, FLOAT)
-    assert_near(tied, gradient(head, FLOAT, embed=False) + gradient(head, FLOAT, project=False), 1e-6, "sum of both uses")
-    assert_near(tied, gradient(lambda *a: contract(*a).logp, torch.float64), 1e-5 if CUDA else 1e-12, "tied gradient")
+    assert_near(
+        tied,
+        gradient(head, FLOAT, embed=False) + gradient(head, FLOAT, project=False),
+        1e-6,
+        "sum of both uses",
+    )
+    assert_near(
+        tied,
+        gradient(lambda *a: contract(*a).logp, torch.float64),
+        1e-5 if CUDA else 1e-12,
+        "tied gradient",
+    )
 
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
@@ -334,7 +435,9 @@ def test_a_nan_stays_in_its_row_and_shows_in_the_weight(plan: str) -> None:
     assert dirty.entropy[2].isnan()
     assert dirty.grads[0][2].isnan().all()
     assert dirty.grads[1].isnan().any()
-    assert_same_bits((dirty.logp[others], dirty.grads[0][others]), (clean.logp[others], clean.grads[0][others]))
+    assert_same_bits(
+        (dirty.logp[others], dirty.grads[0][others]), (clean.logp[others], clean.grads[0][others])
+    )
 
 
 @pytest.mark.parametrize("plan", ["auto", *LOGPROB_PLANS])
@@ -346,7 +449,9 @@ def test_no_rows_or_none_that_count(shape: tuple[int, ...], plan: str) -> None:
     weight, bias = leaf(case.weight), leaf(case.bias)
     ids = torch.full(shape, -100, device=DEVICE)
     mask = torch.zeros(shape, dtype=torch.bool, device=DEVICE)
-    logp, entropy = pl.linear_logprobs(hidden, weight, ids, bias, entropy=True, mask=mask, plan=plan)
+    logp, entropy = pl.linear_logprobs(
+        hidden, weight, ids, bias, entropy=True, mask=mask, plan=plan
+    )
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == shape
     for x in (logp, entropy, hidden.grad, weight.grad, bias.grad):
@@ -386,7 +491,9 @@ def test_forward_only_keeps_nothing() -> None:
 def test_autocast_is_the_computation_in_its_dtype(plan: str, inside: bool) -> None:
     """float32 parameters under autocast: the values of the bf16 inputs bit for bit, and float32 gradients to a rounding of bf16."""
     case = peaked_case(17, 65, 16, torch.float32)
-    rounded = Case(*(x.bfloat16() if x.is_floating_point() else x for x in case[:4]), case.dlogp, case.dentropy)
+    rounded = Case(
+        *(x.bfloat16() if x.is_floating_point() else x for x in case[:4]), case.dlogp, case.dentropy
+    )
     expected = ours(rounded, plan=plan, bias=False)
     truth = run(contract, rounded, dtype=torch.float64, bias=False)
     leaves = leaf(case.hidden), leaf(case.weight)
@@ -422,7 +529,9 @@ def test_the_same_bits_every_time_and_whatever_memory_held(dtype: torch.dtype, p
     assert_same_bits(ours(case, **call), first)
     with Poison():
         assert_same_bits(ours(case, **call), first)
-    poison_freed_memory((16, 333), (33, 333), (50, 333), (50, 16), (333, 16), (33, 16), (50,), (33,), (16,))
+    poison_freed_memory(
+        (16, 333), (33, 333), (50, 333), (50, 16), (333, 16), (33, 16), (50,), (33,), (16,)
+    )
     assert_same_bits(ours(case, **call), first)
 
 
@@ -438,10 +547,16 @@ def test_only_live_rows_enter_a_product(plan: str, passes: int) -> None:
         assert counted.rows == passes * 20
         with MatmulRows(65, 16) as counted:
             hidden = leaf(case.hidden)
-            torch.autograd.grad(pl.linear_logprobs(hidden, case.weight, case.ids, mask=mask, plan=chosen), hidden, case.dlogp)
+            torch.autograd.grad(
+                pl.linear_logprobs(hidden, case.weight, case.ids, mask=mask, plan=chosen),
+                hidden,
+                case.dlogp,
+            )
         assert counted.rows == (passes - 1) * 20
         with MatmulRows(65, 16) as counted, torch.no_grad():
-            pl.linear_logprobs(leaf(case.hidden), leaf(case.weight), case.ids, mask=mask, plan=chosen)
+            pl.linear_logprobs(
+                leaf(case.hidden), leaf(case.weight), case.ids, mask=mask, plan=chosen
+            )
         assert counted.rows == 20
 
 
@@ -452,7 +567,9 @@ def test_logits_are_never_there_all_at_once() -> None:
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             for x in torch.utils._pytree.tree_leaves(out):
                 if isinstance(x, Tensor):

@@ -47,8 +47,12 @@ def totals_of(spec: pl.LossSpec, batch: HeadBatch) -> pl.Totals:
     """The totals of the whole step, from the contract's log-probs."""
     logp, entropy = contract(batch.hidden, batch.weight, batch.ids)
     wide = batch.tokens.old_logp.dtype
-    tokens = dataclasses.replace(batch.tokens, **{k: v for k, v in batch.kwargs.items() if isinstance(v, Tensor)})
-    return step_totals(spec, dataclasses.replace(tokens, logp=logp.to(wide), entropy=entropy.to(wide)))
+    tokens = dataclasses.replace(
+        batch.tokens, **{k: v for k, v in batch.kwargs.items() if isinstance(v, Tensor)}
+    )
+    return step_totals(
+        spec, dataclasses.replace(tokens, logp=logp.to(wide), entropy=entropy.to(wide))
+    )
 
 
 def check(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
@@ -59,10 +63,15 @@ def check(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
     return found
 
 
-def rows_of_plan(spec: pl.LossSpec, batch: HeadBatch, plan: str, rows: int, **kwargs: Any) -> pl.Plan:
+def rows_of_plan(
+    spec: pl.LossSpec, batch: HeadBatch, plan: str, rows: int, **kwargs: Any
+) -> pl.Plan:
     """A plan by name with windows of `rows` rows."""
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
-    return forced_rows(pl.explain_plan(spec, hidden, weight, batch.ids, plan=plan, **{**batch.kwargs, **kwargs}), rows)
+    return forced_rows(
+        pl.explain_plan(spec, hidden, weight, batch.ids, plan=plan, **{**batch.kwargs, **kwargs}),
+        rows,
+    )
 
 
 @cache
@@ -104,10 +113,15 @@ def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
 def test_half_precision_is_gathered(name: str) -> None:
     """By default, if it fits: the same gradients as with float32 sums over windows, but for the one rounding of each."""
     batch = make_head_batch(seed=2, dtype=torch.bfloat16)
-    told = pl.explain_plan(PRESETS[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs)
+    told = pl.explain_plan(
+        PRESETS[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs
+    )
     assert told.gathered == told.with_gradient > 0
     assert f"{told.gathered} rows of logits are kept" in str(told)
-    one, other = (run_loss(PRESETS[name], batch, plan=p) for p in (told, dataclasses.replace(told, gathered=0)))
+    one, other = (
+        run_loss(PRESETS[name], batch, plan=p)
+        for p in (told, dataclasses.replace(told, gathered=0))
+    )
     for name_of in ("dhidden", "dweight"):
         a, b = getattr(one, name_of).double(), getattr(other, name_of).double()
         assert rms(a - b) <= 2**-8 * rms(b), name_of
@@ -130,9 +144,22 @@ def test_one_row(plan: str) -> None:
     """A batch of one token, and one with a single token that counts."""
     mask = torch.zeros_like(BATCH.tokens.mask)
     mask[0, 1] = True
-    short = dataclasses.replace(SMALL.rows([0]), hidden=SMALL.hidden[:1, 1:2], ids=SMALL.ids[:1, 1:2])
-    tokens = short.tokens.map(lambda x: x[:, 1:2], "logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages", "mask")
-    one = dataclasses.replace(short, tokens=dataclasses.replace(tokens, lengths=torch.tensor([1]), width=1))
+    short = dataclasses.replace(
+        SMALL.rows([0]), hidden=SMALL.hidden[:1, 1:2], ids=SMALL.ids[:1, 1:2]
+    )
+    tokens = short.tokens.map(
+        lambda x: x[:, 1:2],
+        "logp",
+        "old_logp",
+        "rollout_logp",
+        "ref_logp",
+        "entropy",
+        "advantages",
+        "mask",
+    )
+    one = dataclasses.replace(
+        short, tokens=dataclasses.replace(tokens, lengths=torch.tensor([1]), width=1)
+    )
     for name in ("ppo", "gspo", "grpo"):
         for batch in (BATCH.with_tokens(mask=mask), one, one.packed()):
             found = check(PRESETS[name], batch, plan=plan)
@@ -150,9 +177,17 @@ def test_arguments_of_other_shapes_and_types(plan: str) -> None:
         clean = check(PRESETS[name], BATCH, plan=plan)
         for mask in (BATCH.kwargs["mask"].long(), BATCH.kwargs["mask"].float()):
             assert_same_bits(run_loss(PRESETS[name], BATCH, plan=plan, mask=mask)[:3], clean[:3])
-        assert_same_bits(run_loss(PRESETS[name], dataclasses.replace(BATCH, ids=BATCH.ids.int()), plan=plan)[:3], clean[:3])
-        long, weight = torch.nn.functional.pad(BATCH.hidden, (0, 0, 0, 1)).requires_grad_(), leaf(BATCH.weight)
-        pl.linear_policy_loss(PRESETS[name], long[:, :-1], weight, BATCH.ids, plan=plan, **BATCH.kwargs).loss.backward()
+        assert_same_bits(
+            run_loss(PRESETS[name], dataclasses.replace(BATCH, ids=BATCH.ids.int()), plan=plan)[:3],
+            clean[:3],
+        )
+        long, weight = (
+            torch.nn.functional.pad(BATCH.hidden, (0, 0, 0, 1)).requires_grad_(),
+            leaf(BATCH.weight),
+        )
+        pl.linear_policy_loss(
+            PRESETS[name], long[:, :-1], weight, BATCH.ids, plan=plan, **BATCH.kwargs
+        ).loss.backward()
         assert_same_bits((long.grad[:, :-1], weight.grad), clean[1:3])
         assert (long.grad[:, -1] == 0).all()
         check(PRESETS[name], BATCH, plan=plan, old_logp=BATCH.kwargs["old_logp"].double())
@@ -167,14 +202,21 @@ def test_what_is_not_read_need_not_be_given(plan: str) -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="needs the memory of a GPU")
-@pytest.mark.parametrize(("rows", "width", "vocab", "size"), [(331, 199, 1000, 64), (16, 256, 151936, 256), (16, 256, 128256, 256)])
+@pytest.mark.parametrize(
+    ("rows", "width", "vocab", "size"),
+    [(331, 199, 1000, 64), (16, 256, 151936, 256), (16, 256, 128256, 256)],
+)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo"])
 def test_full_size(name: str, rows: int, width: int, vocab: int, size: int) -> None:
     """65 869 tokens, and real vocabularies, in bf16: log-probs to 2e-5, gradients to 3e-3."""
-    batch = make_head_batch(seed=6, rows=rows, width=width, vocab=vocab, size=size, dtype=torch.bfloat16).packed()
+    batch = make_head_batch(
+        seed=6, rows=rows, width=width, vocab=vocab, size=size, dtype=torch.bfloat16
+    ).packed()
     spec = PRESETS[name].replace(entropy_coef=0.01)
     truth = run_oracle(spec, batch)
-    values = contract(batch.hidden.double(), batch.weight.double(), batch.ids, mask=batch.kwargs["mask"])
+    values = contract(
+        batch.hidden.double(), batch.weight.double(), batch.ids, mask=batch.kwargs["mask"]
+    )
     for plan in LOSS_PLANS:
         hidden, weight = leaf(batch.hidden), leaf(batch.weight)
         out = pl.linear_policy_loss(spec, hidden, weight, batch.ids, plan=plan, **batch.kwargs)
@@ -191,7 +233,14 @@ def test_every_preset_that_can_takes_one_pass(name: str) -> None:
     for layout in LAYOUTS:
         assert preset_plans(name, layout) == expected
     totals = totals_of(PRESETS[name], BATCH)
-    plan = pl.explain_plan(PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, totals=totals, **BATCH.kwargs)
+    plan = pl.explain_plan(
+        PRESETS[name],
+        leaf(BATCH.hidden),
+        leaf(BATCH.weight),
+        BATCH.ids,
+        totals=totals,
+        **BATCH.kwargs,
+    )
     assert plan.name == "one_pass"
 
 
@@ -219,7 +268,9 @@ def test_every_correction_under_every_rejection(correction: Any, rejected: Any) 
 @pytest.mark.parametrize("trust", TRUSTS, ids=label)
 def test_every_trust_region_with_everything_else(trust: Any) -> None:
     correction = (pl.Truncate(1.1), pl.Reject("k1", low=-0.25, high=0.25), pl.SelfNormalise())
-    spec = BASE.replace(trust=trust, correction=correction, rejected="renormalise", aggregate=pl.PromptMean())
+    spec = BASE.replace(
+        trust=trust, correction=correction, rejected="renormalise", aggregate=pl.PromptMean()
+    )
     for batch in LAYOUTS.values():
         for plan in admitted(lambda plan, batch=batch: run_loss(spec, batch, plan=plan)):
             check(spec, batch, plan=plan)
@@ -234,13 +285,17 @@ def test_every_kl(kl: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "aggregate", [pl.PromptMean(), pl.LengthWeighted(), pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=label
+    "aggregate",
+    [pl.PromptMean(), pl.LengthWeighted(), pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()],
+    ids=label,
 )
 def test_averages_that_look_beyond_a_window(aggregate: Any) -> None:
     for ratio in (pl.TokenRatio(), pl.SequenceRatio()):
         spec = BASE.replace(ratio=ratio, aggregate=aggregate)
         for batch in LAYOUTS.values():
-            for plan in admitted(lambda plan, spec=spec, batch=batch: run_loss(spec, batch, plan=plan)):
+            for plan in admitted(
+                lambda plan, spec=spec, batch=batch: run_loss(spec, batch, plan=plan)
+            ):
                 check(spec, batch, plan=rows_of_plan(spec, batch, plan, 8))
 
 
@@ -255,9 +310,13 @@ def against_the_batch(t: pl.Tokens) -> Tensor:
 CALLABLES = {
     "a token's own": pl.LossSpec(trust=own_ratio),
     "anyone's": pl.LossSpec(trust=against_the_batch),
-    "correction": pl.LossSpec(correction=lambda t: pl.Corrected(weight=(t.logp.detach() * 0.1).exp())),
+    "correction": pl.LossSpec(
+        correction=lambda t: pl.Corrected(weight=(t.logp.detach() * 0.1).exp())
+    ),
     "kl": pl.LossSpec(kl=lambda t: 0.1 * (t.logp - t.logp.detach().mean()) ** 2),
-    "ratio": pl.LossSpec(ratio=lambda t: t.log_ratio_to("old") - t.log_ratio_to("old").detach().mean()),
+    "ratio": pl.LossSpec(
+        ratio=lambda t: t.log_ratio_to("old") - t.log_ratio_to("old").detach().mean()
+    ),
     "aggregate": pl.LossSpec(aggregate=lambda t: t.mask / (1 + t.lengths.max())),
 }
 
@@ -276,12 +335,17 @@ def test_a_callable_that_looks_beyond_its_token_takes_no_single_pass() -> None:
         run_loss(CALLABLES["anyone's"], BATCH, plan="one_pass")
 
 
-SPLITS = {"uneven": [[6], [5, 0, 2, 4, 1], [3]], "with an empty micro-batch": [[0, 1], [2, 3], [4, 5, 6], []]}
+SPLITS = {
+    "uneven": [[6], [5, 0, 2, 4, 1], [3]],
+    "with an empty micro-batch": [[0, 1], [2, 3], [4, 5, 6], []],
+}
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "gspo_turn", "clip_cov", "tis", "seq_mask_tis", "luspo", "opsm"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "grpo", "gspo", "gspo_turn", "clip_cov", "tis", "seq_mask_tis", "luspo", "opsm"]
+)
 def test_micro_batches_add_up(name: str, split: str, packed: bool) -> None:
     """Cut unevenly, with one `Totals`: loss, gradients (accumulated into `.grad`) and merged metrics are those of the whole."""
     spec = PRESETS[name]
@@ -320,11 +384,36 @@ def with_zero_advantages(batch: HeadBatch) -> HeadBatch:
 
 
 ZEROS = with_zero_advantages(BATCH)
-WITHOUT_ADVANTAGE = ("ppo", "grpo", "gspo", "gspo_turn", "dro", "tis", "seq_mask_tis", "opsm", "luspo", "cispo", "gmpo")
+WITHOUT_ADVANTAGE = (
+    "ppo",
+    "grpo",
+    "gspo",
+    "gspo_turn",
+    "dro",
+    "tis",
+    "seq_mask_tis",
+    "opsm",
+    "luspo",
+    "cispo",
+    "gmpo",
+)
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo", "grpo", "gspo", "gspo_turn", "dro", "tis", "seq_mask_tis", "opsm", "luspo", "cispo", "gmpo"]
+    "name",
+    [
+        "ppo",
+        "grpo",
+        "gspo",
+        "gspo_turn",
+        "dro",
+        "tis",
+        "seq_mask_tis",
+        "opsm",
+        "luspo",
+        "cispo",
+        "gmpo",
+    ],
 )
 def test_tokens_without_advantage(name: str) -> None:
     """By default nothing shows: same loss, gradient and metrics."""
@@ -334,7 +423,20 @@ def test_tokens_without_advantage(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ppo", "grpo", "gspo", "gspo_turn", "dro", "tis", "seq_mask_tis", "opsm", "luspo", "cispo", "gmpo"]
+    "name",
+    [
+        "ppo",
+        "grpo",
+        "gspo",
+        "gspo_turn",
+        "dro",
+        "tis",
+        "seq_mask_tis",
+        "opsm",
+        "luspo",
+        "cispo",
+        "gmpo",
+    ],
 )
 def test_skipping_tokens_without_advantage(name: str) -> None:
     """Same loss and gradient; the metrics count the tokens that were computed: fewer, where the loss does not need them."""
@@ -356,7 +458,9 @@ def test_skipping_tokens_without_advantage(name: str) -> None:
 def test_what_was_skipped_is_known() -> None:
     """ppo trains on single tokens: those computed are the valid ones with an advantage, and only they have a logp."""
     hidden, weight = leaf(ZEROS.hidden), leaf(ZEROS.weight)
-    out = pl.linear_policy_loss(PRESETS["ppo"], hidden, weight, ZEROS.ids, skip_zero_advantage=True, **ZEROS.kwargs)
+    out = pl.linear_policy_loss(
+        PRESETS["ppo"], hidden, weight, ZEROS.ids, skip_zero_advantage=True, **ZEROS.kwargs
+    )
     computed = ZEROS.kwargs["mask"] & (ZEROS.kwargs["advantages"] != 0)
     assert out.metrics.compute()["tokens"] == computed.sum()
     assert torch.equal(out.logp != 0, computed)

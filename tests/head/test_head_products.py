@@ -16,12 +16,16 @@ SIZES = [(64, 128, 192), (81, 130, 67), (63, 65, 66), (1, 257, 3), (129, 1, 71)]
 
 def matrices(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(m)
-    a, b, c = (torch.randn(*size, generator=g, dtype=torch.float64) for size in ((m, k), (k, n), (m, n)))
+    a, b, c = (
+        torch.randn(*size, generator=g, dtype=torch.float64) for size in ((m, k), (k, n), (m, n))
+    )
     return a, b, c
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_cut_products_are_whole_products(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_products_are_whole_products(
+    size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a device wants multiples of 8, every element is still written once, in a strided output too."""
     monkeypatch.setattr(products, "_aligned", lambda a: True)
     a, b, total = matrices(*size)
@@ -69,7 +73,11 @@ def test_the_scale_of_float16() -> None:
     small, large = torch.tensor([1e-6, -3e-5]), torch.tensor([2.5])
     assert half_scale(torch.float16, small, None) == 2.0**15
     assert half_scale(torch.float16, small, large) == 0.25
-    assert half_scale(torch.float16, torch.zeros(2), None) == half_scale(torch.float16, torch.tensor([torch.inf])) == 1
+    assert (
+        half_scale(torch.float16, torch.zeros(2), None)
+        == half_scale(torch.float16, torch.tensor([torch.inf]))
+        == 1
+    )
     assert half_scale(torch.bfloat16, small, None) == 1
 
 
@@ -78,14 +86,27 @@ def test_the_scale_of_float16() -> None:
 def test_a_scale_is_taken_back(plan: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the derivatives are multiplied with before the products, the gradients do not show it: hidden, weight and bias."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight, bias, old = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((2, 5, 4), (7, 4), (7,), (2, 5)))
-    ids, mask = torch.randint(0, 7, (2, 5), generator=g), torch.arange(5) < torch.tensor([[5], [last]])
+    hidden, weight, bias, old = (
+        torch.randn(*n, generator=g, dtype=torch.float64) for n in ((2, 5, 4), (7, 4), (7,), (2, 5))
+    )
+    ids, mask = (
+        torch.randint(0, 7, (2, 5), generator=g),
+        torch.arange(5) < torch.tensor([[5], [last]]),
+    )
     spec = pl.preset("ppo").replace(entropy_coef=0.1)
 
     def gradients() -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
         out = pl.linear_policy_loss(
-            spec, leaves[0], leaves[1], ids, old, torch.tensor([1.0, -2.0]), mask, bias=leaves[2], plan=plan
+            spec,
+            leaves[0],
+            leaves[1],
+            ids,
+            old,
+            torch.tensor([1.0, -2.0]),
+            mask,
+            bias=leaves[2],
+            plan=plan,
         )
         return list(torch.autograd.grad(out.loss, leaves))
 

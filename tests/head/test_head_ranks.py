@@ -15,7 +15,15 @@ import head_ranks_train as train_of
 import pytest
 import torch
 import torch.multiprocessing
-from head_cases import LOGPROB_PLANS, LOSS_PLANS, HeadBatch, assert_near, assert_same_bits, contract, leaf
+from head_cases import (
+    LOGPROB_PLANS,
+    LOSS_PLANS,
+    HeadBatch,
+    assert_near,
+    assert_same_bits,
+    contract,
+    leaf,
+)
 from head_ranks import (
     BATCH,
     CP_SEQUENCE,
@@ -49,7 +57,10 @@ def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], coun
     def start(place: Path) -> None:
         try:
             torch.multiprocessing.spawn(body, args=(str(place),), nprocs=count)
-        except (ProcessExitedException, ProcessRaisedException) as stopped:  # what was said before stands; the rest is missed below
+        except (
+            ProcessExitedException,
+            ProcessRaisedException,
+        ) as stopped:  # what was said before stands; the rest is missed below
             print(stopped)
 
     return started_once(factory, f"head_ranks_{body.__name__}", start)
@@ -84,12 +95,22 @@ def numbers(value: Tensor, leaves: dict[str, Tensor], **more: Any) -> dict[str, 
     return ranks_of.numbers(value, leaves, **more)
 
 
-def on_one(spec: pl.LossSpec, batch: HeadBatch, bias: Tensor | None = None, **head: Any) -> dict[str, Any]:
+def on_one(
+    spec: pl.LossSpec, batch: HeadBatch, bias: Tensor | None = None, **head: Any
+) -> dict[str, Any]:
     """The loss of the whole batch on one process, from the contract's log-probs and entropy."""
-    leaves = {"hidden": leaf(batch.hidden), "weight": leaf(batch.weight), **({} if bias is None else {"bias": leaf(bias)})}
+    leaves = {
+        "hidden": leaf(batch.hidden),
+        "weight": leaf(batch.weight),
+        **({} if bias is None else {"bias": leaf(bias)}),
+    }
     values = contract(ids=batch.ids, mask=batch.tokens.mask, **leaves, **head)
     out = pl.policy_loss(spec, values.logp, entropy=values.entropy, **given(batch))
-    seen = {"logp": values.logp.detach(), "entropy": values.entropy.detach(), "metrics": out.metrics.compute()}
+    seen = {
+        "logp": values.logp.detach(),
+        "entropy": values.entropy.detach(),
+        "metrics": out.metrics.compute(),
+    }
     return numbers(out.loss, leaves, **seen)
 
 
@@ -101,8 +122,15 @@ def check_shards(said: Said, case: str, expected: dict[str, Any], cut: Cut) -> N
             assert_near(numbers[name], expected[name], TOLERANCE, f"rank {rank}, {name}")
             assert_same_bits(numbers[name], said[0][case][name])
         for name in ("dweight", "dbias"):
-            scale = max(1.0, 1 / (float(expected[name].abs().max()) or 1.0))  # the tolerance is of the whole, not of the shard
-            assert_near(scale * numbers[name], scale * expected[name][cut.part(rank)], TOLERANCE, f"rank {rank}, {name}")
+            scale = max(
+                1.0, 1 / (float(expected[name].abs().max()) or 1.0)
+            )  # the tolerance is of the whole, not of the shard
+            assert_near(
+                scale * numbers[name],
+                scale * expected[name][cut.part(rank)],
+                TOLERANCE,
+                f"rank {rank}, {name}",
+            )
         if "metrics" in expected:
             assert_same(numbers["metrics"], expected["metrics"], TOLERANCE, f"rank {rank}, metric")
 
@@ -114,11 +142,20 @@ SHARDED = [(count, name) for count, cuts in CUTS.items() for name in cuts]
 def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, batch = CUTS[count][name], CUTS[count][name].batch()
     for case, arguments in logprob_cases(name == FIRST[count]).items():
-        leaves = {"hidden": leaf(batch.hidden), "weight": leaf(batch.weight), "bias": leaf(cut.bias)}
+        leaves = {
+            "hidden": leaf(batch.hidden),
+            "weight": leaf(batch.weight),
+            "bias": leaf(cut.bias),
+        }
         scale = {k: v for k, v in arguments.items() if k != "plan"}
         values = contract(ids=batch.ids, mask=batch.tokens.mask, **leaves, **scale)
         seen = {"logp": values.logp.detach(), "entropy": values.entropy.detach()}
-        check_shards(said, f"logprobs: {name}, {case}", numbers(ranks_of.weighted(values), leaves, **seen), cut)
+        check_shards(
+            said,
+            f"logprobs: {name}, {case}",
+            numbers(ranks_of.weighted(values), leaves, **seen),
+            cut,
+        )
 
 
 @pytest.mark.parametrize(("count", "name"), SHARDED)
@@ -147,7 +184,9 @@ def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
 
 @pytest.mark.parametrize("stray", [-1, VOCAB])
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_id_outside_the_whole_vocabulary_stops_every_rank(said: Said, count: int, stray: int) -> None:
+def test_an_id_outside_the_whole_vocabulary_stops_every_rank(
+    said: Said, count: int, stray: int
+) -> None:
     cases = [f"stray logprobs: {stray}, {plan}" for plan in plan_cases(LOGPROB_PLANS)]
     for case in [*cases, *(f"stray loss: {stray}, {plan}" for plan in LOSS_PLANS)]:
         messages = {s[case] for s in said}
@@ -177,12 +216,20 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
     """A shard without entries, or hidden states that are not the same everywhere: none is left waiting for the others."""
     for s in agreement:
         assert "weight has no entries on rank 1 of vocab_group" in s["empty"]
-        assert "hidden must be the same on every rank of vocab_group, but they hold [16, 56] tokens" in s["fewer"]
+        assert (
+            "hidden must be the same on every rank of vocab_group, but they hold [16, 56] tokens"
+            in s["fewer"]
+        )
 
 
-@pytest.mark.parametrize(("plan", "memory"), [("auto", "scarce on one"), *((plan, "ample") for plan in ("auto", *LOSS_PLANS))])
+@pytest.mark.parametrize(
+    ("plan", "memory"),
+    [("auto", "scarce on one"), *((plan, "ample") for plan in ("auto", *LOSS_PLANS))],
+)
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_ranks_take_the_same_windows_whatever_they_hold(agreement: Said, name: str, plan: str, memory: str) -> None:
+def test_ranks_take_the_same_windows_whatever_they_hold(
+    agreement: Said, name: str, plan: str, memory: str
+) -> None:
     """Each window is summed over the ranks, so neither the size of a shard nor a rank's memory may change it."""
     cut, case = CUTS[2]["one entry and the rest"], f"{name}, {plan}, {memory}"
     check_shards(agreement, f"agreement: {case}", on_one(PRESETS[name], cut.batch(), cut.bias), cut)
@@ -212,7 +259,12 @@ def check_sums(two: Said, case: str, expected: dict[str, Any], sharding: str, pa
     ranks = [s[case] for s in two]
     for name in ("value", "dweight"):
         assert_near(ranks[0][name] + ranks[1][name], expected[name], TOLERANCE, name)
-    assert_near(whole([r["dhidden"] for r in ranks], sharding, packed), expected["dhidden"], TOLERANCE, "dhidden")
+    assert_near(
+        whole([r["dhidden"] for r in ranks], sharding, packed),
+        expected["dhidden"],
+        TOLERANCE,
+        "dhidden",
+    )
 
 
 one_process = cache(lambda name: on_one({**CP_TOKEN, **CP_SEQUENCE}[name], BATCH))
@@ -222,7 +274,11 @@ one_process = cache(lambda name: on_one({**CP_TOKEN, **CP_SEQUENCE}[name], BATCH
 @pytest.mark.parametrize("name", [*CP_TOKEN, *CP_SEQUENCE])
 def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> None:
     spec = {**CP_TOKEN, **CP_SEQUENCE}[name]
-    cases = {case: packed for case, (s, _, where, packed) in cp_cases().items() if s is spec and where == sharding}
+    cases = {
+        case: packed
+        for case, (s, _, where, packed) in cp_cases().items()
+        if s is spec and where == sharding
+    }
     assert len(cases) >= 2
     assert set(cases.values()) == {True, False}
     for case, packed in cases.items():
@@ -236,15 +292,25 @@ def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> N
 def test_context_parallel_ranks_whose_gradients_are_averaged(two: Said, name: str) -> None:
     """`Totals.count` takes it that gradients are averaged over the group: each rank's is then twice its share."""
     expected, ranks = one_process(name), [s[f"cp mean: {name}"] for s in two]
-    assert_near((ranks[0]["dweight"] + ranks[1]["dweight"]) / 2, expected["dweight"], TOLERANCE, "dweight")
-    assert_near(whole([r["dhidden"] for r in ranks], "zigzag", packed=True) / 2, expected["dhidden"], TOLERANCE, "dhidden")
+    assert_near(
+        (ranks[0]["dweight"] + ranks[1]["dweight"]) / 2, expected["dweight"], TOLERANCE, "dweight"
+    )
+    assert_near(
+        whole([r["dhidden"] for r in ranks], "zigzag", packed=True) / 2,
+        expected["dhidden"],
+        TOLERANCE,
+        "dhidden",
+    )
 
 
 def test_the_plan_of_a_sequence_that_lies_on_several_ranks(two: Said) -> None:
     for s in two:
         assert s["cp plan: ppo, seq-mean"][0] == "one_pass"
         assert s["cp plan: gspo"] == ["recompute", "a sequence's tokens lie on several ranks"]
-        assert "plan='one_pass' cannot run this loss: a sequence's tokens lie on several ranks" in s["cp one pass"]
+        assert (
+            "plan='one_pass' cannot run this loss: a sequence's tokens lie on several ranks"
+            in s["cp one pass"]
+        )
 
 
 def test_missing_totals_are_an_error_with_a_cp_group(two: Said) -> None:
@@ -256,7 +322,13 @@ def test_missing_totals_are_an_error_with_a_cp_group(two: Said) -> None:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_rows_left_out_under_a_cp_group(two: Said, sharding: str) -> None:
     """Tokens without advantage are not computed, but still counted in every sequence's length."""
-    check_sums(two, f"cp skip: {sharding}", on_one(CP_TOKEN["ppo, seq-mean"], ZEROS), sharding, packed=False)
+    check_sums(
+        two,
+        f"cp skip: {sharding}",
+        on_one(CP_TOKEN["ppo, seq-mean"], ZEROS),
+        sharding,
+        packed=False,
+    )
 
 
 def check_parameters(two: Said, case: str, expected: dict[str, Tensor], tol: float) -> None:
@@ -271,7 +343,10 @@ def check_parameters(two: Said, case: str, expected: dict[str, Tensor], tol: flo
 @pytest.mark.parametrize("name", train_of.SPECS)
 def test_three_steps_with_a_sharded_body(two: Said, name: str, split: str) -> None:
     """FSDP2 around the body, the head a plain weight: the parameters of one process, to 1e-10."""
-    steps, start = train_of.whole_steps(train_of.SPECS[name]), dict(train_of.new_policy().named_parameters())
+    steps, start = (
+        train_of.whole_steps(train_of.SPECS[name]),
+        dict(train_of.new_policy().named_parameters()),
+    )
     assert all((steps[n] - start[n]).abs().max() > 1e-4 for n in steps)
     check_parameters(two, f"fsdp: {name}, {split}", steps, 1e-10)
 
@@ -279,7 +354,12 @@ def test_three_steps_with_a_sharded_body(two: Said, name: str, split: str) -> No
 def test_a_sharded_head(two: Said) -> None:
     """A DTensor is refused with what to do, which gives the gradient of all ranks; `full_tensor()` alone keeps one rank's."""
     gradients = train_of.whole_gradients(train_of.FULL)
-    check_parameters(two, "dtensor gradients", {n: g for n, g in gradients.items() if n.startswith("head")}, TOLERANCE)
+    check_parameters(
+        two,
+        "dtensor gradients",
+        {n: g for n, g in gradients.items() if n.startswith("head")},
+        TOLERANCE,
+    )
     for s in two:
         for name in ("weight", "bias"):
             assert f"InputError: {name} is a DTensor" in s[f"dtensor {name}"]
@@ -292,4 +372,6 @@ def test_averaged_gradients(two: Said, name: str, split: str) -> None:
     """DDP, at once and over micro-batches that are added to gradients of 1: those of one process with the whole batch."""
     expected = train_of.whole_gradients(train_of.SPECS[name])
     check_parameters(two, f"ddp: {name}, {split}", expected, TOLERANCE)
-    check_parameters(two, f"accumulated: {name}, {split}", {n: 1 + g for n, g in expected.items()}, TOLERANCE)
+    check_parameters(
+        two, f"accumulated: {name}, {split}", {n: 1 + g for n, g in expected.items()}, TOLERANCE
+    )

@@ -27,14 +27,18 @@ BACKWARD = {"_block": 64, "_warps": 1}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def logits(vocabulary: int, dtype: torch.dtype = torch.float32, size: float = 10.0, rows: int = ROWS) -> Tensor:
+def logits(
+    vocabulary: int, dtype: torch.dtype = torch.float32, size: float = 10.0, rows: int = ROWS
+) -> Tensor:
     g = torch.Generator().manual_seed(vocabulary)
     return (size * torch.randn(rows, vocabulary, generator=g)).to(dtype).to(DEVICE)
 
 
 def ids_of(vocabulary: int) -> Tensor:
     """Both ends of the vocabulary, one past each of them, and two in between."""
-    return torch.tensor([0, vocabulary - 1, -1, vocabulary, vocabulary // 2, vocabulary // 3], device=DEVICE)
+    return torch.tensor(
+        [0, vocabulary - 1, -1, vocabulary, vocabulary // 2, vocabulary // 3], device=DEVICE
+    )
 
 
 def scalings(vocabulary: int) -> dict[str, Scaling]:
@@ -68,12 +72,18 @@ def expected_partials(z: Tensor, ids: Tensor, scaling: Scaling) -> Partials:
     top = s.max(-1).values
     shift = s - top[:, None]
     e = shift.exp()
-    target = [shift[i, y].item() if 0 <= y < z.shape[1] else 0.0 for i, y in enumerate(ids.tolist())]
+    target = [
+        shift[i, y].item() if 0 <= y < z.shape[1] else 0.0 for i, y in enumerate(ids.tolist())
+    ]
     moment = torch.where(e > 0, e * shift, 0).sum(-1)
-    return Partials(top, e.sum(-1), moment, torch.tensor(target, dtype=torch.float64, device=z.device))
+    return Partials(
+        top, e.sum(-1), moment, torch.tensor(target, dtype=torch.float64, device=z.device)
+    )
 
 
-def expected_gradient(z: Tensor, ids: Tensor, g: Tensor, h: Tensor | None, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
+def expected_gradient(
+    z: Tensor, ids: Tensor, g: Tensor, h: Tensor | None, scaling: Scaling
+) -> tuple[Tensor, Tensor, Tensor]:
     """lse, entropy and dz in float64; dz from the formula `g·(1[y] − p) − h·p·(log p + H)` times ds/dz."""
     s, slope = scaled(z, scaling)
     lse = s.logsumexp(-1)
@@ -125,7 +135,8 @@ def assert_partials(got: Partials, want: Partials) -> None:
 
 @pytest.mark.parametrize(
     ("vocabulary", "kind"),
-    [(v, k) for k in KINDS for v in (300, 1)] + [(33, "plain"), (33, "all"), (256, "temperature"), (517, "all")],
+    [(v, k) for k in KINDS for v in (300, 1)]
+    + [(33, "plain"), (33, "all"), (256, "temperature"), (517, "all")],
 )
 def test_partials_equal_the_formula(vocabulary: int, kind: str) -> None:
     z, ids, scaling = logits(vocabulary), ids_of(vocabulary), scalings(vocabulary)[kind]
@@ -147,7 +158,9 @@ def test_partials_without_entropy_are_the_same() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_partials_of_half_precision_logits(dtype: torch.dtype) -> None:
     z, ids, scaling = logits(300, dtype), ids_of(300), Scaling(0.8)
-    assert_partials(row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling))
+    assert_partials(
+        row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling)
+    )
 
 
 def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
@@ -168,7 +181,10 @@ def test_by_hand() -> None:
     H = log(4/3) − (−log 3/3)/(4/3) = log(4/3) + log(3)/4. With g = 2, h = 0: dz = 2·(1 − 1/4, −3/4) = (1.5, −1.5).
     With g = 0, h = 1: dz₀ = −1/4·(log 1/4 + H) = −1/4·(−log 4 + log 4 − log 3 + log(3)/4) = 3/16·log 3 = −dz₁.
     """
-    z, ids = torch.tensor([[0.0, math.log(3)]] * 2, device=DEVICE), torch.tensor([0, 0], device=DEVICE)
+    z, ids = (
+        torch.tensor([[0.0, math.log(3)]] * 2, device=DEVICE),
+        torch.tensor([0, 0], device=DEVICE),
+    )
     p = row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD)
     assert p.moment is not None
     for got, want in zip(p, (math.log(3), 4 / 3, -math.log(3) / 3, -math.log(3)), strict=True):
@@ -183,7 +199,9 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "kind"), [(150, k) for k in KINDS] + [(1, "plain"), (1, "all"), (33, "plain"), (128, "temperature"), (33, "all")]
+    ("vocabulary", "kind"),
+    [(150, k) for k in KINDS]
+    + [(1, "plain"), (1, "all"), (33, "plain"), (128, "temperature"), (33, "all")],
 )
 def test_gradient_equals_the_formula(vocabulary: int, kind: str) -> None:
     z, ids, scaling = logits(vocabulary, size=3.0), ids_of(vocabulary), scalings(vocabulary)[kind]
@@ -209,8 +227,12 @@ def test_gradient_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(z, apart)
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(33, torch.bfloat16), (128, torch.float16), (300, torch.bfloat16)])
-def test_gradient_in_the_first_half_of_its_own_float32_rows(vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(33, torch.bfloat16), (128, torch.float16), (300, torch.bfloat16)]
+)
+def test_gradient_in_the_first_half_of_its_own_float32_rows(
+    vocabulary: int, dtype: torch.dtype
+) -> None:
     """Each row of a float32 buffer is overwritten by its gradient in half precision, from its first byte."""
     z, ids, scaling = logits(vocabulary, size=3.0), ids_of(vocabulary), Scaling(1.0)
     g, h = derivatives()
@@ -229,7 +251,9 @@ def test_gradient_in_the_first_half_of_its_own_float32_rows(vocabulary: int, dty
 def test_rows_with_a_stride_are_read_and_written_within_their_columns() -> None:
     wide, ids, scaling = logits(340), ids_of(300), Scaling(1.0)
     z = wide[:, 7:307]
-    assert_partials(row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling))
+    assert_partials(
+        row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling)
+    )
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
     buffer = torch.full((ROWS, 331), math.nan, device=DEVICE)
@@ -307,7 +331,10 @@ def test_shards_of_the_vocabulary_merge_into_the_whole() -> None:
     a = row_partials(z[:, :121], ids, Scaling(1.0), entropy=True, **FORWARD)
     b = row_partials(z[:, 121:], ids - 121, Scaling(1.0), entropy=True, **FORWARD)
     top = torch.maximum(a.max, b.max)
-    assert [(x == 0).tolist() for x in (a.target, b.target)] == [[x > 120 for x in ids.tolist()], [x < 121 for x in ids.tolist()]]
+    assert [(x == 0).tolist() for x in (a.target, b.target)] == [
+        [x > 120 for x in ids.tolist()],
+        [x < 121 for x in ids.tolist()],
+    ]
     target = torch.where(ids < 121, a.target + a.max, b.target + b.max) - top
     torch.testing.assert_close(target.double(), whole.target, rtol=3e-7, atol=4e-6)
     total = a.sum * (a.max - top).exp() + b.sum * (b.max - top).exp()
@@ -324,11 +351,17 @@ def test_no_rows_launch_nothing() -> None:
 def test_the_same_input_gives_the_same_bits() -> None:
     z, ids, (g, h) = logits(517), ids_of(517), derivatives()
     first, second = (row_partials(z, ids, Scaling(0.9), entropy=True, **FORWARD) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first, second, strict=True)
+        if a is not None and b is not None
+    )
     statistics = rows.finished(first)
     outs = [torch.full_like(z, math.nan) for _ in range(2)]
     for out in outs:
-        row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(0.9), **BACKWARD)
+        row_gradient(
+            z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(0.9), **BACKWARD
+        )
     assert torch.equal(*outs)
 
 
@@ -352,7 +385,9 @@ def test_rows_past_two_to_the_31_elements() -> None:
     ids = torch.zeros(1 << 17, dtype=torch.int64, device=DEVICE)
     z[-1, 0] = 20.0
     got = row_partials(z, ids, Scaling(1.0), entropy=False)
-    assert got.max[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 20.0], abs=2e-6)  # one rounding of 20
+    assert got.max[[0, -2, -1]].tolist() == pytest.approx(
+        [0.0, 0.0, 20.0], abs=2e-6
+    )  # one rounding of 20
     assert got.target[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=2e-6)
     assert got.target[0] == 0
     g = torch.zeros(1 << 17, device=DEVICE)
@@ -375,7 +410,11 @@ def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
     room = torch.full((n + 7,), math.nan, dtype=dtype, device=DEVICE)
     scaled_copy(x, factor, room[:n])
     want = x * factor
-    cut = (want.view(torch.int32) & -65536).view(torch.float32) if DEVICE == "cpu" and dtype == torch.bfloat16 else want
+    cut = (
+        (want.view(torch.int32) & -65536).view(torch.float32)
+        if DEVICE == "cpu" and dtype == torch.bfloat16
+        else want
+    )
     assert torch.equal(room[:n], cut.to(dtype))
     assert room[n:].isnan().all()
     scaled_copy(x, factor, x)

@@ -27,7 +27,9 @@ def rows(numbers: Any) -> Tensor:
     return x.reshape(1, -1) if x.dim() < 2 else x
 
 
-def evaluate(spec: pl.LossSpec, logp: Any, old_logp: Any, advantages: Any, mask: Any = None, **others: Any) -> Result:
+def evaluate(
+    spec: pl.LossSpec, logp: Any, old_logp: Any, advantages: Any, mask: Any = None, **others: Any
+) -> Result:
     """`policy_loss` in float64 on lists. `others` are further arguments of `policy_loss`; log-probs may be lists too."""
     leaf = rows(logp).clone().requires_grad_()
     for name in ("rollout_logp", "ref_logp", "entropy"):
@@ -39,12 +41,18 @@ def evaluate(spec: pl.LossSpec, logp: Any, old_logp: Any, advantages: Any, mask:
     valid = torch.ones(leaf.shape, dtype=torch.bool) if mask is None else rows(mask) != 0
     old = None if old_logp is None else rows(old_logp)
     a = torch.as_tensor(advantages, dtype=torch.float64)
-    out = pl.policy_loss(spec, leaf, old, rows(a) if a.numel() == leaf.numel() else a, valid, **others)
+    out = pl.policy_loss(
+        spec, leaf, old, rows(a) if a.numel() == leaf.numel() else a, valid, **others
+    )
     out.loss.backward()
-    return Result(out.loss.item(), leaf.grad, None if entropy is None else entropy.grad, out.metrics.compute())
+    return Result(
+        out.loss.item(), leaf.grad, None if entropy is None else entropy.grad, out.metrics.compute()
+    )
 
 
-def at_ratio(spec: pl.LossSpec, ratio: Any, advantages: Any, logp: Any = -1.0, **others: Any) -> Result:
+def at_ratio(
+    spec: pl.LossSpec, ratio: Any, advantages: Any, logp: Any = -1.0, **others: Any
+) -> Result:
     """`evaluate` with `old_logp` chosen so that each token's ratio is `ratio`."""
     now, r = rows(logp), rows(ratio)
     now = now.expand(r.shape) if now.numel() == 1 else now
@@ -58,12 +66,18 @@ def weighted(spec: pl.LossSpec, weights: Any, advantages: Any = -1.0, **others: 
     """
     w = rows(weights)
     logp = torch.full_like(w, -1.0)
-    a = torch.full_like(w, float(advantages)) if not isinstance(advantages, (list, Tensor)) else advantages
+    a = (
+        torch.full_like(w, float(advantages))
+        if not isinstance(advantages, (list, Tensor))
+        else advantages
+    )
     return evaluate(spec, logp, logp, a, rollout_logp=logp - w.log(), **others)
 
 
 def assert_loss(result: Result, loss: float, grad: Any = None) -> None:
     """Loss (and gradient) equal to numbers computed by hand, to the rounding of float64."""
-    assert abs(result.loss - loss) <= 1e-12 * max(1.0, abs(loss)), f"loss {result.loss!r}, by hand {loss!r}"
+    assert abs(result.loss - loss) <= 1e-12 * max(1.0, abs(loss)), (
+        f"loss {result.loss!r}, by hand {loss!r}"
+    )
     if grad is not None:
         torch.testing.assert_close(result.grad, rows(grad), rtol=1e-12, atol=1e-12)

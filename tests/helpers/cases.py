@@ -104,7 +104,9 @@ def label(part: Any) -> str:
     if not dataclasses.is_dataclass(part):
         return str(part)
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
-    values = [str(getattr(part, name)) for name in defaults if getattr(part, name) != defaults[name]]
+    values = [
+        str(getattr(part, name)) for name in defaults if getattr(part, name) != defaults[name]
+    ]
     return f"{type(part).__name__}({','.join(values)})"
 
 
@@ -121,10 +123,15 @@ def neighbours(spec: pl.LossSpec) -> dict[str, pl.LossSpec]:
     choices: dict[str, Iterable[Any]] = {
         "ratio": RATIOS,
         "trust": TRUSTS,
-        "correction": ((), *{tuple(map(type, c)): c for c in CORRECTIONS}.values()),  # one of each kind
+        "correction": (
+            (),
+            *{tuple(map(type, c)): c for c in CORRECTIONS}.values(),
+        ),  # one of each kind
         "kl": (None, *KLS),
         "entropy_coef": (0.0, 0.01),
-        "aggregate": [a for a in AGGREGATES if not isinstance(a, LOCAL)],  # in one call they are the means they are local to
+        "aggregate": [
+            a for a in AGGREGATES if not isinstance(a, LOCAL)
+        ],  # in one call they are the means they are local to
         "rejected": REJECTED,
     }
     found = {}
@@ -151,10 +158,18 @@ def unique(groups: dict[str, dict[str, pl.LossSpec]]) -> dict[str, dict[str, pl.
 PRESETS = {name: pl.preset(name).with_horizon(12) for name in pl.presets()}
 NEIGHBOURS = unique({name: neighbours(spec) for name, spec in PRESETS.items()})
 _FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01)
-_BASES = {"token": _FULL, "sequence": _FULL.replace(ratio=pl.SequenceRatio()), "turn": _FULL.replace(ratio=pl.SegmentRatio())}
-BY_AGGREGATE = {f"{b}:{label(a)}": spec.replace(aggregate=a) for b, spec in _BASES.items() for a in AGGREGATES}
+_BASES = {
+    "token": _FULL,
+    "sequence": _FULL.replace(ratio=pl.SequenceRatio()),
+    "turn": _FULL.replace(ratio=pl.SegmentRatio()),
+}
+BY_AGGREGATE = {
+    f"{b}:{label(a)}": spec.replace(aggregate=a) for b, spec in _BASES.items() for a in AGGREGATES
+}
 BY_CORRECTION = {
-    f"{label(c)}:{rejected}": _FULL.replace(correction=c, rejected=rejected, aggregate=pl.SeqMeanTokenMean())
+    f"{label(c)}:{rejected}": _FULL.replace(
+        correction=c, rejected=rejected, aggregate=pl.SeqMeanTokenMean()
+    )
     for c in CORRECTIONS
     for rejected in REJECTED
 }
@@ -162,7 +177,13 @@ BY_CORRECTION = {
 SPECS = {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}
 
 
-def make_batch(seed: int = 0, rows: int = 7, width: int = 8, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> Batch:
+def make_batch(
+    seed: int = 0,
+    rows: int = 7,
+    width: int = 8,
+    dtype: torch.dtype = torch.float64,
+    spread: float = 0.3,
+) -> Batch:
     """A random batch with everything that goes wrong in it.
 
     One row has no tokens and one has tokens but none to train on (if there are four rows or more); masks have holes (turns);
@@ -222,15 +243,21 @@ def step_totals(spec: pl.LossSpec, batch: Batch, **kwargs: Any) -> pl.Totals:
     """The totals of the whole step, counted or measured as the spec needs."""
     if spec.needs_statistics:
         return pl.measure(spec, **batch.kwargs, **kwargs)
-    return pl.Totals.count(batch.mask, cu_seqlens=batch.cu_seqlens, group_ids=batch.group_ids, **kwargs)
+    return pl.Totals.count(
+        batch.mask, cu_seqlens=batch.cu_seqlens, group_ids=batch.group_ids, **kwargs
+    )
 
 
 def assert_same(actual: Any, expected: Any, tol: float = 1e-12, what: str = "result") -> None:
     """Equal tensors, or dicts of numbers: bit for bit if `tol` is 0, else to `tol` relative or absolute. NaN equals NaN."""
     if not isinstance(expected, dict):
-        torch.testing.assert_close(actual, expected, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(
+            actual, expected, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
         return
-    assert actual.keys() == expected.keys(), f"{what}: {sorted(actual.keys() ^ expected.keys())} on one side only"
+    assert actual.keys() == expected.keys(), (
+        f"{what}: {sorted(actual.keys() ^ expected.keys())} on one side only"
+    )
     for name, e in expected.items():
         a = actual[name]
         same = a == e or (math.isnan(a) and math.isnan(e)) or abs(a - e) <= tol * max(1.0, abs(e))

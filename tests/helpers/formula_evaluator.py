@@ -32,7 +32,10 @@ class Evaluator:
             "logp": leaf,
             "entropy": entropy,
             "mask": torch.ones(len(self.row), dtype=torch.bool),
-            **{name: getattr(batch, name)[valid] for name in ("old_logp", "rollout_logp", "ref_logp", "advantages")},
+            **{
+                name: getattr(batch, name)[valid]
+                for name in ("old_logp", "rollout_logp", "ref_logp", "advantages")
+            },
         }
         for line in formula.lines:
             self.names[line.name] = self.evaluate(line.expression)
@@ -42,11 +45,22 @@ class Evaluator:
         return self.names["mask"]
 
     def evaluate(self, expression: str) -> Any:
-        counts = {"N": self.count(), "n": self.count(), "B": self.rows(), "b": self.rows(), "G": self.groups(), "inf": math.inf}
+        counts = {
+            "N": self.count(),
+            "n": self.count(),
+            "B": self.rows(),
+            "b": self.rows(),
+            "G": self.groups(),
+            "inf": math.inf,
+        }
         for name, key in (("L", self.row), ("N_group", self.group_ids[self.row])):
-            counts[name] = self.by(key, self.ones()).clamp(min=1)  # a token outside the mask may have no peers left
+            counts[name] = self.by(key, self.ones()).clamp(
+                min=1
+            )  # a token outside the mask may have no peers left
         functions = {name: getattr(self, name) for name in dir(self) if name in FUNCTIONS}
-        return eval(expression, {"__builtins__": {}}, {**PLAIN, **functions, **counts, **self.names})
+        return eval(
+            expression, {"__builtins__": {}}, {**PLAIN, **functions, **counts, **self.names}
+        )
 
     def ones(self) -> Tensor:
         return torch.ones(len(self.row), dtype=torch.float64)
@@ -84,7 +98,10 @@ class Evaluator:
     def run(self) -> Tensor:
         """The number of the unbroken run of the mask that each token stands in."""
         runs, number = [], 0
-        here = [(int(r), int(c), bool(m)) for r, c, m in zip(self.row, self.column, self.mask, strict=True)]
+        here = [
+            (int(r), int(c), bool(m))
+            for r, c, m in zip(self.row, self.column, self.mask, strict=True)
+        ]
         previous = None
         for r, c, m in here:
             if m and previous != (r, c - 1):
@@ -116,7 +133,11 @@ class Evaluator:
 
 
 def _number(x: Any) -> Any:
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
+    return (
+        x
+        if isinstance(x, Tensor)
+        else torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
+    )
 
 
 def _elementwise(torch_function: Any) -> Any:
@@ -132,7 +153,18 @@ def _where(c: Tensor, a: Any, b: Any) -> Tensor:
     return torch.where(c, _number(a), _number(b))
 
 
-FUNCTIONS = ("seq_sum", "seq_mean", "seq_max", "seq_any", "seq_all", "run_mean", "run_all", "sum", "token_mean", "kth_largest")
+FUNCTIONS = (
+    "seq_sum",
+    "seq_mean",
+    "seq_max",
+    "seq_any",
+    "seq_all",
+    "run_mean",
+    "run_all",
+    "sum",
+    "token_mean",
+    "kth_largest",
+)
 PLAIN = {
     "sg": lambda x: x.detach(),
     "exp": torch.exp,

@@ -18,12 +18,18 @@ from policyloss.explain.zero_gradient import zero_gradient
 def assert_formula_holds(spec: pl.LossSpec, batch: Batch) -> None:
     evaluated = Evaluator(formula(spec), batch)
     loss = evaluated.names["loss"]
-    dlogp, dentropy = torch.autograd.grad(loss, (evaluated.leaf, evaluated.entropy), allow_unused=True)
+    dlogp, dentropy = torch.autograd.grad(
+        loss, (evaluated.leaf, evaluated.entropy), allow_unused=True
+    )
     expected = run(spec, batch)
-    assert abs(loss.item() - expected.loss.item()) <= 1e-12 * max(1.0, abs(expected.loss.item())), f"{spec}\n{formula(spec)}"
+    assert abs(loss.item() - expected.loss.item()) <= 1e-12 * max(1.0, abs(expected.loss.item())), (
+        f"{spec}\n{formula(spec)}"
+    )
     for got, want in ((dlogp, expected.dlogp), (dentropy, expected.dentropy)):
         got = torch.zeros(len(evaluated.row), dtype=torch.float64) if got is None else got
-        torch.testing.assert_close(evaluated.padded(got), want, rtol=1e-12, atol=1e-12, msg=lambda m: f"{spec}\n{m}")
+        torch.testing.assert_close(
+            evaluated.padded(got), want, rtol=1e-12, atol=1e-12, msg=lambda m: f"{spec}\n{m}"
+        )
 
 
 def zero_batch(seed: int) -> Batch:
@@ -41,7 +47,9 @@ def assert_zero_where_said(spec: pl.LossSpec, batch: Batch) -> tuple[int, int]:
     empty = torch.zeros(len(evaluated.row), dtype=torch.bool)
     where = evaluated.evaluate(said.expression) if said.expression else empty
     zero = run(spec, batch).dlogp[batch.mask] == 0
-    assert torch.equal(where, zero), f"{spec}\n{formula(spec)}\nsaid {said.expression}\nat {where.tolist()}\nis {zero.tolist()}"
+    assert torch.equal(where, zero), (
+        f"{spec}\n{formula(spec)}\nsaid {said.expression}\nat {where.tolist()}\nis {zero.tolist()}"
+    )
     return int(zero.sum()), int((~zero).sum())
 
 

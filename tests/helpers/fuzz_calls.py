@@ -27,21 +27,46 @@ PER_SEQUENCE = torch.tensor([1.0, -1.0, 0.5])
 LENGTHS = torch.tensor([3, 2, 4])
 CU = torch.tensor([0, 3, 5, 9])
 PACK = LOGP[MASK]
-HIDDEN, WEIGHT = torch.linspace(-1, 1, B * T * 5).view(B, T, 5), torch.linspace(-1, 1, 35).view(7, 5)
+HIDDEN, WEIGHT = (
+    torch.linspace(-1, 1, B * T * 5).view(B, T, 5),
+    torch.linspace(-1, 1, 35).view(7, 5),
+)
 TOKEN_IDS = torch.arange(12).view(B, T) % 7
-TRUST_WITH_ALL = pl.LossSpec(pl.TokenRatio(), pl.Clip(0.2, 0.28), correction=pl.Truncate(2.0), kl=pl.KL("k3", 0.1))
+TRUST_WITH_ALL = pl.LossSpec(
+    pl.TokenRatio(), pl.Clip(0.2, 0.28), correction=pl.Truncate(2.0), kl=pl.KL("k3", 0.1)
+)
 
 Case = tuple[Callable[..., Any], dict[str, Any]]
 
 
 def loss_arguments(**more: Any) -> dict[str, Any]:
-    tensors = {"logp": LOGP, "old_logp": OLD, "advantages": PER_SEQUENCE, "mask": MASK, "rollout_logp": OLD - 0.1}
-    return {"spec": TRUST_WITH_ALL, **tensors, "ref_logp": OLD, "entropy": -OLD, "group_ids": IDS, "totals": None, **more}
+    tensors = {
+        "logp": LOGP,
+        "old_logp": OLD,
+        "advantages": PER_SEQUENCE,
+        "mask": MASK,
+        "rollout_logp": OLD - 0.1,
+    }
+    return {
+        "spec": TRUST_WITH_ALL,
+        **tensors,
+        "ref_logp": OLD,
+        "entropy": -OLD,
+        "group_ids": IDS,
+        "totals": None,
+        **more,
+    }
 
 
 def packed_arguments() -> dict[str, Any]:
     same = dict.fromkeys(("logp", "old_logp", "rollout_logp", "ref_logp"), PACK)
-    return {"spec": TRUST_WITH_ALL, **same, "advantages": PER_SEQUENCE, "mask": PACK < 0, "cu_seqlens": CU}
+    return {
+        "spec": TRUST_WITH_ALL,
+        **same,
+        "advantages": PER_SEQUENCE,
+        "mask": PACK < 0,
+        "cu_seqlens": CU,
+    }
 
 
 def _compiled_call(**arguments: Any) -> Any:
@@ -72,9 +97,15 @@ def _step(**micro: Any) -> Any:
 
 
 LIBRARY: dict[str, Case] = {
-    "policy_loss": (pl.policy_loss, loss_arguments(positions=TOKEN_IDS, cu_seqlens=None, cp_group=None)),
+    "policy_loss": (
+        pl.policy_loss,
+        loss_arguments(positions=TOKEN_IDS, cu_seqlens=None, cp_group=None),
+    ),
     "policy_loss packed": (pl.policy_loss, packed_arguments()),
-    "measure": (pl.measure, loss_arguments(group=None, cp_group=None, dp_size=None) | {"totals": ...}),
+    "measure": (
+        pl.measure,
+        loss_arguments(group=None, cp_group=None, dp_size=None) | {"totals": ...},
+    ),
     "value_loss": (
         pl.value_loss,
         {
@@ -94,10 +125,36 @@ LIBRARY: dict[str, Case] = {
     ),
     "aggregate_tokens": (
         pl.aggregate_tokens,
-        {"x": LOGP, "mask": MASK, "aggregate": pl.TokenMean(), "group_ids": IDS, "totals": None, "cp_group": None},
+        {
+            "x": LOGP,
+            "mask": MASK,
+            "aggregate": pl.TokenMean(),
+            "group_ids": IDS,
+            "totals": None,
+            "cp_group": None,
+        },
     ),
-    "gae": (pl.gae, {"rewards": PER_SEQUENCE, "values": LOGP, "mask": MASK, "gamma": 0.9, "lam": 0.9, "last_values": PER_SEQUENCE}),
-    "gae packed": (pl.gae, {"rewards": PER_SEQUENCE, "values": PACK, "mask": PACK < 0, "cu_seqlens": CU, "positions": None}),
+    "gae": (
+        pl.gae,
+        {
+            "rewards": PER_SEQUENCE,
+            "values": LOGP,
+            "mask": MASK,
+            "gamma": 0.9,
+            "lam": 0.9,
+            "last_values": PER_SEQUENCE,
+        },
+    ),
+    "gae packed": (
+        pl.gae,
+        {
+            "rewards": PER_SEQUENCE,
+            "values": PACK,
+            "mask": PACK < 0,
+            "cu_seqlens": CU,
+            "positions": None,
+        },
+    ),
     "group_advantages": (
         pl.group_advantages,
         {
@@ -112,10 +169,19 @@ LIBRARY: dict[str, Case] = {
             "group": None,
         },
     ),
-    "whiten": (pl.whiten, {"x": LOGP, "mask": MASK, "mean": True, "group": None, "eps": 1e-8, "cp_group": None}),
+    "whiten": (
+        pl.whiten,
+        {"x": LOGP, "mask": MASK, "mean": True, "group": None, "eps": 1e-8, "cp_group": None},
+    ),
     "logprobs": (
         pl.logprobs,
-        {"logits": torch.randn(B, T, 7), "ids": TOKEN_IDS, "temperature": 1.0, "mask": MASK, "softcap": 3.0},
+        {
+            "logits": torch.randn(B, T, 7),
+            "ids": TOKEN_IDS,
+            "temperature": 1.0,
+            "mask": MASK,
+            "softcap": 3.0,
+        },
     ),
     "logprobs, a temperature per token": (
         pl.logprobs,
@@ -165,16 +231,49 @@ LIBRARY: dict[str, Case] = {
         },
     ),
     "compiled_loss": (_compiled_call, {k: v for k, v in loss_arguments().items() if k != "spec"}),
-    "compiled_loss packed": (_compiled_call, {k: v for k, v in packed_arguments().items() if k != "spec"}),
+    "compiled_loss packed": (
+        _compiled_call,
+        {k: v for k, v in packed_arguments().items() if k != "spec"},
+    ),
     "compiled_loss, its spec": (pl.compiled_loss, {"spec": pl.preset("ppo")}),
-    "accumulate": (pl.accumulate, {"spec": pl.preset("ppo"), "micro_batches": [{"mask": MASK}], "group": None, "cp_group": None}),
-    "accumulate, a micro-batch": (_step, {"mask": MASK, "old_logp": OLD, "advantages": PER_SEQUENCE, "group_ids": IDS}),
-    "Totals": (pl.Totals, {"tokens": 9, "sequences": 3, "groups": 2, "dp_size": 1, "statistics": {"a": torch.ones(())}}),
+    "accumulate": (
+        pl.accumulate,
+        {
+            "spec": pl.preset("ppo"),
+            "micro_batches": [{"mask": MASK}],
+            "group": None,
+            "cp_group": None,
+        },
+    ),
+    "accumulate, a micro-batch": (
+        _step,
+        {"mask": MASK, "old_logp": OLD, "advantages": PER_SEQUENCE, "group_ids": IDS},
+    ),
+    "Totals": (
+        pl.Totals,
+        {
+            "tokens": 9,
+            "sequences": 3,
+            "groups": 2,
+            "dp_size": 1,
+            "statistics": {"a": torch.ones(())},
+        },
+    ),
     "Totals.count": (
         pl.Totals.count,
-        {"mask": MASK, "cu_seqlens": None, "group_ids": IDS, "group": None, "cp_group": None, "dp_size": None},
+        {
+            "mask": MASK,
+            "cu_seqlens": None,
+            "group_ids": IDS,
+            "group": None,
+            "cp_group": None,
+            "dp_size": None,
+        },
     ),
-    "Totals.count packed": (pl.Totals.count, {"mask": PACK < 0, "cu_seqlens": CU, "group_ids": IDS}),
+    "Totals.count packed": (
+        pl.Totals.count,
+        {"mask": PACK < 0, "cu_seqlens": CU, "group_ids": IDS},
+    ),
     "Totals.of_call": (pl.Totals.of_call, {"mask": MASK, "dp_size": 1}),
     "GroupTokens": (pl.GroupTokens, {"ids": torch.arange(2), "tokens": torch.ones(2)}),
     "Metrics": (pl.Metrics, {"records": {"a": pl.Stat(torch.ones(()), torch.ones(()))}}),
@@ -197,9 +296,20 @@ ADVANTAGES: dict[str, Case] = {
     "grpo_loo": (pl.advantage.grpo_loo, {**_GROUP, "eps": 1e-6}),
     "reinforce_pp": (
         pl.advantage.reinforce_pp,
-        {"rewards": PER_SEQUENCE, "mask": MASK, "gamma": 1.0, "cu_seqlens": None, "group": None, "eps": 1e-8, "cp_group": None},
+        {
+            "rewards": PER_SEQUENCE,
+            "mask": MASK,
+            "gamma": 1.0,
+            "cu_seqlens": None,
+            "group": None,
+            "eps": 1e-8,
+            "cp_group": None,
+        },
     ),
-    "reinforce_pp_baseline": (pl.advantage.reinforce_pp_baseline, {**_GROUP, "lengths": LENGTHS, "single": "zero", "eps": 1e-8}),
+    "reinforce_pp_baseline": (
+        pl.advantage.reinforce_pp_baseline,
+        {**_GROUP, "lengths": LENGTHS, "single": "zero", "eps": 1e-8},
+    ),
     "remax": (pl.advantage.remax, {"rewards": PER_SEQUENCE, "baseline_rewards": PER_SEQUENCE}),
     "opo": (pl.advantage.opo, {**_GROUP, "lengths": LENGTHS, "single": "zero"}),
     "gpg": (pl.advantage.gpg, {**_GROUP, "f_norm": 1.0, "valid": "nonzero", "single": "zero"}),
@@ -217,8 +327,14 @@ ADVANTAGES: dict[str, Case] = {
         },
     ),
     "maxrl": (pl.advantage.maxrl, {**_GROUP, "eps": 1e-6, "single": "zero"}),
-    "passk_max_gap": (pl.advantage.passk_max_gap, {**_GROUP, "scale": "std", "eps": 1e-6, "ddof": 1}),
-    "passk_combinatorial": (pl.advantage.passk_combinatorial, {**_GROUP, "k": 2, "scale": "std", "eps": 1e-6}),
+    "passk_max_gap": (
+        pl.advantage.passk_max_gap,
+        {**_GROUP, "scale": "std", "eps": 1e-6, "ddof": 1},
+    ),
+    "passk_combinatorial": (
+        pl.advantage.passk_combinatorial,
+        {**_GROUP, "k": 2, "scale": "std", "eps": 1e-6},
+    ),
     "optimal_token_baseline": (
         pl.advantage.optimal_token_baseline,
         {
@@ -235,19 +351,56 @@ ADVANTAGES: dict[str, Case] = {
             "cp_group": None,
         },
     ),
-    "discounted_returns": (pl.advantage.discounted_returns, {"rewards": LOGP, "mask": MASK, "gamma": 1.0, "cp_group": None}),
+    "discounted_returns": (
+        pl.advantage.discounted_returns,
+        {"rewards": LOGP, "mask": MASK, "gamma": 1.0, "cp_group": None},
+    ),
     "estimator": (pl.advantage.estimator, {"name": "grpo"}),
 }
 
 PARTS: dict[str, Case] = {
-    type(part).__name__: (type(part), {f.name: getattr(part, f.name) for f in dataclasses.fields(part)})
+    type(part).__name__: (
+        type(part),
+        {f.name: getattr(part, f.name) for f in dataclasses.fields(part)},
+    )
     for part in (
-        *(pl.TokenRatio(), pl.SequenceRatio(), pl.SequenceProduct(), RolloutProduct(), pl.SegmentRatio()),
-        *(pl.Clip(0.2, 0.28, 3.0), pl.TwoSidedClip(4.0), pl.DetachedClip(0.8, 1.2), pl.SoftGate(), pl.GammaWeight()),
-        *(pl.ProbabilityBand("tv", 0.1, 0.2), pl.GeometricClip(0.4, 0.4), pl.Quadratic(0.1), pl.TaperedNegative(), pl.Unbounded()),
+        *(
+            pl.TokenRatio(),
+            pl.SequenceRatio(),
+            pl.SequenceProduct(),
+            RolloutProduct(),
+            pl.SegmentRatio(),
+        ),
+        *(
+            pl.Clip(0.2, 0.28, 3.0),
+            pl.TwoSidedClip(4.0),
+            pl.DetachedClip(0.8, 1.2),
+            pl.SoftGate(),
+            pl.GammaWeight(),
+        ),
+        *(
+            pl.ProbabilityBand("tv", 0.1, 0.2),
+            pl.GeometricClip(0.4, 0.4),
+            pl.Quadratic(0.1),
+            pl.TaperedNegative(),
+            pl.Unbounded(),
+        ),
         pl.BySign(pl.Unbounded(), pl.Clip(0.2)),
-        *(pl.CovClip(), pl.CovKL(), pl.Truncate(2.0), pl.Band(0.5, 2.0), pl.SequenceMask(0.5, 2.0), pl.Reject("k1", "token", 0.1)),
-        *(pl.Veto(), pl.OPSM(0.1), pl.SelfNormalise(), pl.DivergenceMask("kl", 0.1), pl.KL("k3", 0.1)),
+        *(
+            pl.CovClip(),
+            pl.CovKL(),
+            pl.Truncate(2.0),
+            pl.Band(0.5, 2.0),
+            pl.SequenceMask(0.5, 2.0),
+            pl.Reject("k1", "token", 0.1),
+        ),
+        *(
+            pl.Veto(),
+            pl.OPSM(0.1),
+            pl.SelfNormalise(),
+            pl.DivergenceMask("kl", 0.1),
+            pl.KL("k3", 0.1),
+        ),
         *(pl.SeqMeanTokenMean(), pl.SeqMeanTokenSumNorm(8.0), pl.TokenSumNorm(8.0)),
     )
     if dataclasses.fields(part)
@@ -263,12 +416,27 @@ CONFIG = SimpleNamespace(
     gamma=1.0,
     global_batch_info={},
     policy_loss=SimpleNamespace(
-        clip_cov_ratio=0.5, clip_cov_lb=0.0, clip_cov_ub=5.0, kl_cov_ratio=0.5, ppo_kl_coef=1.0, dro_beta=0.1
+        clip_cov_ratio=0.5,
+        clip_cov_lb=0.0,
+        clip_cov_ub=5.0,
+        kl_cov_ratio=0.5,
+        ppo_kl_coef=1.0,
+        dro_beta=0.1,
     ),
 )
 _POLICY = {"old_log_prob": OLD, "log_prob": LOGP, "advantages": OLD, "response_mask": MASK}
-_OUTCOME = {"token_level_rewards": LOGP, "response_mask": MASK, "index": ["a", "a", "b"], "config": CONFIG}
-_WITH_PI = {"old_log_probs": OLD, "sum_pi_squared": OLD.exp(), "rollout_is_weights": OLD.exp(), "handle_zero_tail": True}
+_OUTCOME = {
+    "token_level_rewards": LOGP,
+    "response_mask": MASK,
+    "index": ["a", "a", "b"],
+    "config": CONFIG,
+}
+_WITH_PI = {
+    "old_log_probs": OLD,
+    "sum_pi_squared": OLD.exp(),
+    "rollout_is_weights": OLD.exp(),
+    "handle_zero_tail": True,
+}
 _COUNTS = {"dp_size": 1, "batch_num_tokens": 9, "global_batch_size": 3}
 
 
@@ -276,13 +444,23 @@ def _verl_advantage(name: str) -> Case:
     function = getattr(verl, name)
     arguments: dict[str, Any] = dict(_OUTCOME)
     if "gae" in name:
-        return function, {"token_level_rewards": LOGP, "values": OLD, "response_mask": MASK, "gamma": 0.9, "lam": 0.9}
+        return function, {
+            "token_level_rewards": LOGP,
+            "values": OLD,
+            "response_mask": MASK,
+            "gamma": 0.9,
+            "lam": 0.9,
+        }
     if name.endswith("plus_plus_outcome_advantage") or "remax" in name:
         del arguments["index"]
     if "remax" in name:
         arguments["reward_baselines"] = PER_SEQUENCE
     if "optimal_token" in name:
-        return function, {**{k: v for k, v in arguments.items() if k != "config"}, **_WITH_PI, "epsilon": 1e-8}
+        return function, {
+            **{k: v for k, v in arguments.items() if k != "config"},
+            **_WITH_PI,
+            "epsilon": 1e-8,
+        }
     if "passk" in name:
         arguments["index"] = ["a", "a", "a"]
     return function, arguments
@@ -291,31 +469,71 @@ def _verl_advantage(name: str) -> Case:
 VERL: dict[str, Case] = {
     **{f.__name__: _verl_advantage(f.__name__) for f in verl.ADVANTAGE_ESTIMATORS.values()},
     **{
-        f.__name__: (f, {**_POLICY, "loss_agg_mode": "token-mean", "config": CONFIG, "rollout_is_weights": OLD.exp()})
+        f.__name__: (
+            f,
+            {
+                **_POLICY,
+                "loss_agg_mode": "token-mean",
+                "config": CONFIG,
+                "rollout_is_weights": OLD.exp(),
+            },
+        )
         for name, f in verl.POLICY_LOSSES.items()
         if name not in ("bypass_mode",)
     },
     "compute_policy_loss": (
         verl.compute_policy_loss,
-        {**_POLICY, "cliprange": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean", "log_clamp": 20.0, "release": None},
+        {
+            **_POLICY,
+            "cliprange": 0.2,
+            "clip_ratio_c": 3.0,
+            "loss_agg_mode": "token-mean",
+            "log_clamp": 20.0,
+            "release": None,
+        },
     ),
-    "agg_loss": (verl.agg_loss, {"loss_mat": LOGP, "loss_mask": MASK, "loss_agg_mode": "token-mean", **_COUNTS}),
+    "agg_loss": (
+        verl.agg_loss,
+        {"loss_mat": LOGP, "loss_mask": MASK, "loss_agg_mode": "token-mean", **_COUNTS},
+    ),
     "compute_value_loss": (
         verl.compute_value_loss,
-        {"vpreds": LOGP, "returns": OLD, "values": OLD, "response_mask": MASK, "cliprange_value": 0.2, **_COUNTS},
+        {
+            "vpreds": LOGP,
+            "returns": OLD,
+            "values": OLD,
+            "response_mask": MASK,
+            "cliprange_value": 0.2,
+            **_COUNTS,
+        },
     ),
     "kl_penalty": (verl.kl_penalty, {"logprob": LOGP, "ref_logprob": OLD, "kl_penalty": "k3"}),
     "compute_rollout_correction_weights": (
         verl.compute_rollout_correction_weights,
-        {"log_ratio": LOGP - OLD, "response_mask": MASK, "rollout_is": "token", "rollout_is_threshold": 2.0},
+        {
+            "log_ratio": LOGP - OLD,
+            "response_mask": MASK,
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+        },
     ),
     "compute_rollout_rejection_mask": (
         verl.compute_rollout_rejection_mask,
-        {"log_ratio": LOGP - OLD, "response_mask": MASK, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
+        {
+            "log_ratio": LOGP - OLD,
+            "response_mask": MASK,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": "0.5_2.0",
+        },
     ),
     "compute_rollout_correction_and_rejection_mask": (
         verl.compute_rollout_correction_and_rejection_mask,
-        {"old_log_prob": OLD, "rollout_log_prob": LOGP, "response_mask": MASK, "rollout_is": "token"},
+        {
+            "old_log_prob": OLD,
+            "rollout_log_prob": LOGP,
+            "response_mask": MASK,
+            "rollout_is": "token",
+        },
     ),
     "compute_offpolicy_metrics": (
         verl.compute_offpolicy_metrics,
@@ -332,17 +550,32 @@ OTHERS: dict[str, Case] = {
     ),
     "openrlhf.PolicyLoss()": (
         openrlhf.PolicyLoss,
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": 3.0, "token_level_loss": True, "policy_loss_type": "ppo"},
+        {
+            "clip_eps_low": 0.2,
+            "clip_eps_high": 0.2,
+            "dual_clip": 3.0,
+            "token_level_loss": True,
+            "policy_loss_type": "ppo",
+        },
     ),
     "openrlhf.ValueLoss": (
         openrlhf.ValueLoss(0.2),
         {"values": LOGP, "old_values": OLD, "returns": OLD, "action_mask": MASK, **_COUNTS},
     ),
     "openrlhf.ValueLoss()": (openrlhf.ValueLoss, {"clip_eps": 0.2, "token_level_loss": True}),
-    "openrlhf.aggregate_loss": (openrlhf.losses.aggregate_loss, {"loss": LOGP, "loss_mask": MASK, **_COUNTS}),
+    "openrlhf.aggregate_loss": (
+        openrlhf.losses.aggregate_loss,
+        {"loss": LOGP, "loss_mask": MASK, **_COUNTS},
+    ),
     "openrlhf.compute_approx_kl": (
         openrlhf.losses.compute_approx_kl,
-        {"log_probs": LOGP, "log_probs_base": OLD, "log_probs_old": OLD, "kl_estimator": "k3", "unbiased_gradient": True},
+        {
+            "log_probs": LOGP,
+            "log_probs_base": OLD,
+            "log_probs_old": OLD,
+            "kl_estimator": "k3",
+            "unbiased_gradient": True,
+        },
     ),
     "colossalai.PolicyLoss": (
         colossalai.PolicyLoss(),
@@ -352,7 +585,10 @@ OTHERS: dict[str, Case] = {
         colossalai.PolicyLoss(loss_variation="token_level"),
         {**_LOSS, "per_token_kl": OLD.abs(), "total_effective_tokens_in_batch": 9.0},
     ),
-    "colossalai.PolicyLoss()": (colossalai.PolicyLoss, {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "beta": 0.1}),
+    "colossalai.PolicyLoss()": (
+        colossalai.PolicyLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "beta": 0.1},
+    ),
     "colossalai.models.PolicyLoss": (colossalai.models.PolicyLoss(), _LOSS),
     "colossalai.models.ValueLoss": (
         colossalai.models.ValueLoss(),
@@ -398,10 +634,26 @@ PLAIN: dict[str, Any] = {
     "a class": pl.Clip,
 }
 # What no argument that was a tensor may be.
-NEVER_A_TENSOR = {"a string", "huge", "more digits than print", "nan", "a complex number", "a dict", "an object", "a class"}
+NEVER_A_TENSOR = {
+    "a string",
+    "huge",
+    "more digits than print",
+    "nan",
+    "a complex number",
+    "a dict",
+    "an object",
+    "a class",
+}
 NEVER_RIGHT = {"complex", "on another device", "sparse"}
 # What only disagrees with another argument: the error may name that one.
-DISAGREES = {"no rows", "a row less", "another dimension", "a dimension less", "one number", "on another device"}
+DISAGREES = {
+    "no rows",
+    "a row less",
+    "another dimension",
+    "a dimension less",
+    "one number",
+    "on another device",
+}
 
 
 def spoiled(x: Tensor) -> dict[str, Tensor]:

@@ -23,7 +23,9 @@ from cases import Batch, make_batch
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FLOAT = torch.float32 if CUDA else torch.float64  # the kernels do not take float64; without them it is the sharpest test
+FLOAT = (
+    torch.float32 if CUDA else torch.float64
+)  # the kernels do not take float64; without them it is the sharpest test
 LOGPROB_PLANS = ("recompute", "stash")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 
@@ -41,7 +43,11 @@ class Values(NamedTuple):
 
 
 def contract_of_logits(
-    logits: Tensor, ids: Tensor, temperature: float | Tensor = 1.0, mask: Tensor | None = None, softcap: float | None = None
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Values:
     """`log_softmax(logits.float() / temperature).gather(ids)` and its entropy; 0 where masked, whatever stands there."""
     live = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
@@ -52,7 +58,9 @@ def contract_of_logits(
         temperature = torch.where(live, temperature, 1).to(z.dtype)[..., None]
     log_p = (z / temperature).log_softmax(-1)
     logp = log_p.gather(-1, torch.where(live, ids, 0).long()[..., None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)  # p·log p is 0 at p = 0
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(
+        -1
+    )  # p·log p is 0 at p = 0
     return Values(torch.where(live, logp, 0), torch.where(live, entropy, 0))
 
 
@@ -99,7 +107,9 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def largest_logit(logits: Tensor, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> float:
+def largest_logit(
+    logits: Tensor, temperature: float | Tensor = 1.0, mask: Tensor | None = None
+) -> float:
     """The largest finite |logits / temperature| of the rows that count."""
     live = logits.detach() if mask is None else logits.detach()[mask]
     t = temperature if mask is None or not isinstance(temperature, Tensor) else temperature[mask]
@@ -107,40 +117,58 @@ def largest_logit(logits: Tensor, temperature: float | Tensor = 1.0, mask: Tenso
     return float(size[size.isfinite()].max()) if size.numel() else 0.0
 
 
-def assert_no_worse(ours: Tensor, eager: Tensor, truth: Tensor, what: str, logit: float = 1.0, factor: float = 1.0) -> None:
+def assert_no_worse(
+    ours: Tensor, eager: Tensor, truth: Tensor, what: str, logit: float = 1.0, factor: float = 1.0
+) -> None:
     """Our error against float64 is at most twice that of eager PyTorch in the same dtype, plus one rounding.
 
     Both the root mean square and the largest error. The rounding is that of the result; and that of the largest scaled `logit` in
     the dtype of the statistics, which is a relative error of every probability, times what probabilities are multiplied by
     (`factor`). Where all is float64 the truth is rounded as well, so everything must agree to 1e-12.
     """
-    assert ours.shape == truth.shape, f"{what}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
+    assert ours.shape == truth.shape, (
+        f"{what}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
+    )
     assert bool(ours.isfinite().all()), f"{what}: not finite"
     if truth.numel() == 0:
         return
     error, eager_error = (ours.double() - truth).abs(), (eager.double() - truth).abs()
     size = float(truth.abs().max())
-    inside = torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps * max(1.0, logit) * max(size, factor)
+    inside = (
+        torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
+        * max(1.0, logit)
+        * max(size, factor)
+    )
     one = torch.finfo(ours.dtype).eps * size + inside
     if ours.dtype == torch.float64:
         one = 1e-12 * max(size, factor)
-    assert rms(error) <= 2 * rms(eager_error) + one, f"{what}: rms error {rms(error):.3g}, eager {rms(eager_error):.3g}"
+    assert rms(error) <= 2 * rms(eager_error) + one, (
+        f"{what}: rms error {rms(error):.3g}, eager {rms(eager_error):.3g}"
+    )
     worst, eager_worst = float(error.max()), float(eager_error.max())
-    assert worst <= 2 * eager_worst + one, f"{what}: largest error {worst:.3g}, eager {eager_worst:.3g}"
+    assert worst <= 2 * eager_worst + one, (
+        f"{what}: largest error {worst:.3g}, eager {eager_worst:.3g}"
+    )
 
 
-def assert_run_no_worse(ours: Run, eager: Run, truth: Run, factors: dict[str, float], logit: float) -> None:
+def assert_run_no_worse(
+    ours: Run, eager: Run, truth: Run, factors: dict[str, float], logit: float
+) -> None:
     """`assert_no_worse` for both values and every gradient; `factors` names the gradients (upstream ones are of order 1)."""
     for name, a, b, c in zip(("logp", "entropy"), ours, eager, truth, strict=False):
         assert_no_worse(a, b, c, name, logit)
     assert len(ours.grads) == len(eager.grads) == len(truth.grads) <= len(factors)
-    for (name, factor), a, b, c in zip(factors.items(), ours.grads, eager.grads, truth.grads, strict=False):
+    for (name, factor), a, b, c in zip(
+        factors.items(), ours.grads, eager.grads, truth.grads, strict=False
+    ):
         assert_no_worse(a, b, c, f"gradient of {name}", logit, factor)
 
 
 def assert_near(actual: Tensor, expected: Tensor, tol: float, what: str) -> None:
     """Equal to `tol` times the largest expected value (or times 1, if that is less); NaN and inf are never equal."""
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
     if expected.numel() == 0:
         return
     scale = min(1.0, float(expected.abs().max())) or 1.0
@@ -173,7 +201,14 @@ class Case(NamedTuple):
 
 
 def peaked_case(
-    n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64, seed: int = 0, *, peak: float = 6.0, spread: float = 1.0
+    n: int,
+    vocab: int,
+    width: int,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    *,
+    peak: float = 6.0,
+    spread: float = 1.0,
 ) -> Case:
     """Hidden states that point at their token: its logit is about `peak`, the others are spread around 0 by `spread`.
 
@@ -189,7 +224,14 @@ def peaked_case(
     dlogp, dentropy = torch.randn(n, generator=g), torch.randn(n, generator=g)
     floats = [x.to(DEVICE, dtype) for x in (hidden, weight, bias)]
     wide = torch.promote_types(dtype, torch.float32)
-    return Case(floats[0], floats[1], ids.to(DEVICE), floats[2], dlogp.to(DEVICE, wide), dentropy.to(DEVICE, wide))
+    return Case(
+        floats[0],
+        floats[1],
+        ids.to(DEVICE),
+        floats[2],
+        dlogp.to(DEVICE, wide),
+        dentropy.to(DEVICE, wide),
+    )
 
 
 @dataclass(frozen=True)
@@ -210,11 +252,15 @@ class HeadBatch:
     def packed(self) -> HeadBatch:
         """The same sequences end to end."""
         inside = self.tokens.inside.to(self.hidden.device)
-        return dataclasses.replace(self, hidden=self.hidden[inside], ids=self.ids[inside], tokens=self.tokens.packed())
+        return dataclasses.replace(
+            self, hidden=self.hidden[inside], ids=self.ids[inside], tokens=self.tokens.packed()
+        )
 
     def rows(self, index: list[int]) -> HeadBatch:
         """Some of the sequences, in the given order. Padded only."""
-        return dataclasses.replace(self, hidden=self.hidden[index], ids=self.ids[index], tokens=self.tokens.rows(index))
+        return dataclasses.replace(
+            self, hidden=self.hidden[index], ids=self.ids[index], tokens=self.tokens.rows(index)
+        )
 
     def with_tokens(self, **tensors: Tensor) -> HeadBatch:
         """The batch with some of its token tensors replaced."""
@@ -222,7 +268,12 @@ class HeadBatch:
 
 
 def make_head_batch(
-    seed: int = 0, rows: int = 7, width: int = 8, vocab: int = 33, size: int = 8, dtype: torch.dtype | None = None
+    seed: int = 0,
+    rows: int = 7,
+    width: int = 8,
+    vocab: int = 33,
+    size: int = 8,
+    dtype: torch.dtype | None = None,
 ) -> HeadBatch:
     """`cases.make_batch` (holes in the mask, an empty row, a masked one), with hidden states whose log-probs are its `logp`.
 
@@ -236,7 +287,9 @@ def make_head_batch(
     logp = contract(hidden.double(), weight.double(), ids).logp.cpu()
     shift = logp - tokens.logp
     wide = torch.promote_types(dtype, torch.float32)
-    tokens = tokens.map(lambda x: (x + shift).clamp(max=-1e-3), "logp", "old_logp", "rollout_logp", "ref_logp")
+    tokens = tokens.map(
+        lambda x: (x + shift).clamp(max=-1e-3), "logp", "old_logp", "rollout_logp", "ref_logp"
+    )
     return HeadBatch(hidden, weight, ids, tokens.map(lambda x: x.to(wide)))
 
 
@@ -260,7 +313,9 @@ def run_loss(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
 
 
-def run_oracle(spec: pl.LossSpec, batch: HeadBatch, dtype: torch.dtype = torch.float64, **kwargs: Any) -> LossRun:
+def run_oracle(
+    spec: pl.LossSpec, batch: HeadBatch, dtype: torch.dtype = torch.float64, **kwargs: Any
+) -> LossRun:
     """`policy_loss` on the contract's log-probs and entropy computed in `dtype`, its gradients by autograd.
 
     The loss itself is computed in the dtype of the batch's frozen log-probs, as ours is, so that draws that depend on their bits
@@ -269,7 +324,14 @@ def run_oracle(spec: pl.LossSpec, batch: HeadBatch, dtype: torch.dtype = torch.f
     hidden, weight = leaf(batch.hidden, dtype), leaf(batch.weight, dtype)
     call = {**batch.kwargs, **kwargs}
     head = {name: call.pop(name, None) for name in ("bias", "softcap")}
-    values = contract(hidden, weight, batch.ids, temperature=call.pop("temperature", 1.0), mask=call["mask"].bool(), **head)
+    values = contract(
+        hidden,
+        weight,
+        batch.ids,
+        temperature=call.pop("temperature", 1.0),
+        mask=call["mask"].bool(),
+        **head,
+    )
     logp, entropy = (x.to(batch.tokens.old_logp.dtype) for x in values)
     out = pl.policy_loss(spec, logp, entropy=entropy, **call)
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
@@ -286,16 +348,22 @@ def assert_same_loss(actual: LossRun, expected: LossRun, tol: float) -> None:
     assert_near(actual.dhidden, expected.dhidden, tol, "gradient of hidden")
     assert_near(actual.dweight, expected.dweight, tol, "gradient of weight")
     ours, theirs = actual.metrics, expected.metrics
-    assert not theirs.keys() - ours.keys(), f"metrics missing: {sorted(theirs.keys() - ours.keys())}"
+    assert not theirs.keys() - ours.keys(), (
+        f"metrics missing: {sorted(theirs.keys() - ours.keys())}"
+    )
     for name, value in theirs.items():
         both_nan = math.isnan(ours[name]) and math.isnan(value)
-        same = ours[name] == value or both_nan or abs(ours[name] - value) <= tol * max(1.0, abs(value))
+        same = (
+            ours[name] == value or both_nan or abs(ours[name] - value) <= tol * max(1.0, abs(value))
+        )
         assert same, f"metric {name}: {ours[name]!r} is not {value!r}"
 
 
 def forced_rows(plan: pl.Plan, rows: int) -> pl.Plan:
     """The same plan with windows of `rows` rows (and, where it makes logits again, of ten vocabulary entries)."""
-    return dataclasses.replace(plan, rows=rows, columns=10 if plan.name == "recompute" else plan.columns)
+    return dataclasses.replace(
+        plan, rows=rows, columns=10 if plan.name == "recompute" else plan.columns
+    )
 
 
 def admitted(call: Callable[[str], Any], plans: Sequence[str] = LOSS_PLANS) -> list[str]:
@@ -338,7 +406,13 @@ class Poison(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+        if func.overloadpacket.__name__ in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ):
             if out.is_floating_point():
                 out.fill_(torch.nan)
             elif out.dtype in (torch.int32, torch.int64):
@@ -349,6 +423,8 @@ class Poison(TorchDispatchMode):
 def poison_freed_memory(*shapes: tuple[int, ...]) -> None:
     """Fill memory of these sizes with NaN and give it back, so that what is allocated next finds it there."""
     held = [
-        torch.full(shape, torch.nan, device=DEVICE, dtype=dtype) for shape in shapes for dtype in (torch.float32, torch.float64)
+        torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
+        for shape in shapes
+        for dtype in (torch.float32, torch.float64)
     ]
     held.clear()

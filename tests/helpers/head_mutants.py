@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 _LOGITS, _LINEAR, _LOSS = "test_head_logits.py::", "test_head_linear.py::", "test_head_loss.py::"
-_ERRORS, _CALLS, _COMPOSED = "test_head_errors.py::", "test_head_calls.py::", "test_head_composed.py::"
+_ERRORS, _CALLS, _COMPOSED = (
+    "test_head_errors.py::",
+    "test_head_calls.py::",
+    "test_head_composed.py::",
+)
 
 HEAD = (
     (

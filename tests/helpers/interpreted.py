@@ -16,7 +16,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cpu":
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; import tests/interpreted.py first.")
+        raise RuntimeError(
+            "triton was imported before TRITON_INTERPRET=1 was set; import tests/interpreted.py first."
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 triton = pytest.importorskip("triton")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -97,7 +98,13 @@ MUTANTS = (
         "never)",
         "test_by_sign.py::test_each_side_is_its_part_alone",
     ),
-    Mutant("sapo_scale", "functional/trust.py", "-advantages * (4 / tau)", "-advantages * 4", _HAND + "test_trust"),
+    Mutant(
+        "sapo_scale",
+        "functional/trust.py",
+        "-advantages * (4 / tau)",
+        "-advantages * 4",
+        _HAND + "test_trust",
+    ),
     Mutant(
         "gmpo_clips_the_ratio_not_its_log",
         "functional/trust.py",
@@ -225,7 +232,11 @@ MUTANTS = (
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
     ),
     Mutant(
-        "value_loss_without_the_half", "value.py", "return 0.5 * error**2", "return error**2", "test_value.py::test_clipped_by_hand"
+        "value_loss_without_the_half",
+        "value.py",
+        "return 0.5 * error**2",
+        "return error**2",
+        "test_value.py::test_clipped_by_hand",
     ),
     Mutant(
         "value_loss_takes_the_smaller",
@@ -287,15 +298,37 @@ MUTANTS = (
 )
 
 
+def places_of(mutant: Mutant, source: str) -> list[tuple[int, int]]:
+    """Where `mutant.old` stands in `source`, wherever the formatter has put the ends of its lines.
+
+    White space matches any white space, none beside punctuation, and a closing bracket may follow
+    a comma. Indentation before `old` and the end of the line after it match as they are written.
+    """
+    indent = re.match(r"[ ]*", mutant.old)
+    words = re.findall(r"\w+|[^\w\s]", mutant.old)
+    pattern = ""
+    for before, word in zip(["", *words], words, strict=False):
+        both_are_words = bool(re.match(r"\w", before) and re.match(r"\w", word))
+        gap = r"\s+" if both_are_words else r"\s*,?\s*" if word in ")]}" else r"\s*"
+        pattern += (gap if before else "") + re.escape(word)
+    pattern = (f"^{indent[0]}" if indent and indent[0] else "") + pattern
+    pattern += r"[ ]*\n" if mutant.old.endswith("\n") else ""
+    return [match.span() for match in re.finditer(pattern, source, re.MULTILINE)]
+
+
 def mutated_copy(folder: Path, mutant: Mutant | None) -> None:
     """A copy of the package in `folder`, with the mistake made in it."""
     shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
         path = folder / PACKAGE.name / mutant.file
         source = path.read_text(encoding="utf-8")
-        if source.count(mutant.old) != 1:
-            raise LookupError(f"{mutant.name}: {mutant.old!r} stands {source.count(mutant.old)} times in {mutant.file}, not once")
-        path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+        places = places_of(mutant, source)
+        if len(places) != 1:
+            raise LookupError(
+                f"{mutant.name}: {mutant.old!r} stands {len(places)} times in {mutant.file}, not once"
+            )
+        start, stop = places[0]
+        path.write_text(source[:start] + mutant.new + source[stop:], encoding="utf-8")
 
 
 def located(test: str) -> str:
@@ -309,7 +342,9 @@ def run_tests(folder: Path, tests: list[str]) -> int:
     """Run `tests` against the package in `folder`, in this process; pytest's exit code (1: a test failed)."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if (name.split(".")[0] == PACKAGE.name or TESTS in Path(file).parents) and name != "__main__":
+        if (
+            name.split(".")[0] == PACKAGE.name or TESTS in Path(file).parents
+        ) and name != "__main__":
             del sys.modules[name]
     sys.path.insert(0, str(folder))
     try:

@@ -10,7 +10,10 @@ from pathlib import Path
 import policyloss as pl
 
 PACKAGE = Path(pl.__file__).parent
-FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
 def _runtime_statements(tree: ast.AST) -> list[ast.stmt]:
@@ -43,7 +46,9 @@ def imports_of(module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{module}: relative import"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names.update(n if n in FILES or f"{n}.__init__" in FILES else node.module for n in inner)
+            names.update(
+                n if n in FILES or f"{n}.__init__" in FILES else node.module for n in inner
+            )
     return names
 
 
@@ -58,8 +63,16 @@ def holds_kernels(module: str) -> bool:
 
 def named_modules(source: str, files: Collection[str]) -> set[str]:
     """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
-    strings = {node.value for node in ast.walk(parsed(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {s if s in files else f"{s}.__init__" for s in strings if s in files or f"{s}.__init__" in files}
+    strings = {
+        node.value
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {
+        s if s in files else f"{s}.__init__"
+        for s in strings
+        if s in files or f"{s}.__init__" in files
+    }
 
 
 def loads(module: str) -> set[str]:
@@ -71,6 +84,12 @@ def loads(module: str) -> set[str]:
     imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
     named = named_modules(FILES[module].read_text(), FILES)
     there = {n for n in imported | named if not holds_kernels(n)}
-    around = {f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)}
-    running = {p for p in around | named if p.endswith("__init__") and module.startswith(p.removesuffix("__init__"))}
+    around = {
+        f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)
+    }
+    running = {
+        p
+        for p in around | named
+        if p.endswith("__init__") and module.startswith(p.removesuffix("__init__"))
+    }
     return (there | around) - (running - imported) - {module}

@@ -44,7 +44,8 @@ def make_batch(dtype: torch.dtype = torch.float64, lengths: Tensor = LENGTHS) ->
         "labels": ids[:, 1:],
         "mask": (column >= PROMPT) & (column < PROMPT + lengths[:, None]),
         "advantages": torch.randn(rows, generator=g, dtype=torch.float64).to(dtype),
-        "old_logp": -2.4 + 0.3 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64).to(dtype),
+        "old_logp": -2.4
+        + 0.3 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64).to(dtype),
         "group_ids": torch.arange(rows) // 2,
         "temperature": 1.0,
     }
@@ -54,7 +55,10 @@ def packed(batch: Batch) -> Batch:
     """The same sequences, prompts included and padding left out, end to end."""
     lengths = PROMPT + batch["mask"].sum(1)
     inside = torch.arange(WIDTH) < lengths[:, None]
-    flat = {name: x[inside] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in batch.items()}
+    flat = {
+        name: x[inside] if isinstance(x, Tensor) and x.dim() == 2 else x
+        for name, x in batch.items()
+    }
     return {**flat, "cu_seqlens": nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)}
 
 
@@ -81,7 +85,9 @@ def trainer(loss_of: StepLoss, model: nn.Module | None = None) -> Step:
     def step(micro_batches: list[Batch]) -> nn.Module:
         model.zero_grad()
         n = sum(int(m["mask"].sum()) for m in micro_batches)
-        s = sum(m.get("cu_seqlens", m["mask"]).shape[0] - ("cu_seqlens" in m) for m in micro_batches)
+        s = sum(
+            m.get("cu_seqlens", m["mask"]).shape[0] - ("cu_seqlens" in m) for m in micro_batches
+        )
         for micro in micro_batches:
             loss_of(token_losses(model, micro), micro["mask"], len(micro_batches), n, s).backward()
         return model
@@ -96,10 +102,14 @@ def library_trainer(spec: pl.LossSpec, model: nn.Module) -> Step:
         model.zero_grad()
         names = ("mask", "cu_seqlens", "group_ids")
         layouts = [{name: m.get(name) for name in names} for m in micro_batches]
-        totals = sum((pl.Totals.count(**layout) for layout in layouts[1:]), pl.Totals.count(**layouts[0]))
+        totals = sum(
+            (pl.Totals.count(**layout) for layout in layouts[1:]), pl.Totals.count(**layouts[0])
+        )
         for micro, layout in zip(micro_batches, layouts, strict=True):
             logp = log_probs(model, micro)
-            pl.policy_loss(spec, logp, micro["old_logp"], micro["advantages"], **layout, totals=totals).loss.backward()
+            pl.policy_loss(
+                spec, logp, micro["old_logp"], micro["advantages"], **layout, totals=totals
+            ).loss.backward()
         return model
 
     return step
@@ -124,7 +134,9 @@ RIGHT = (pl.TokenMean(), pl.TokenSum(), pl.PromptMean())
 
 def fsdp_trainer(loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor]) -> Step:
     """Sharded parameters: a rank's gradients are shards, which the check puts together."""
-    from torch.distributed.device_mesh import init_device_mesh  # slow to import, and needed by the two ranks alone
+    from torch.distributed.device_mesh import (
+        init_device_mesh,
+    )  # slow to import, and needed by the two ranks alone
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,)))
@@ -139,7 +151,9 @@ def fsdp_trainer(loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor]) -> Step:
     return step
 
 
-def ddp_trainer(loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor], dp_size: int | None = None) -> Step:
+def ddp_trainer(
+    loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor], dp_size: int | None = None
+) -> Step:
     """One backward per micro-batch, gradients averaged over ranks at the last one."""
     model = DistributedDataParallel(make_model())
 
@@ -160,7 +174,9 @@ def of_spec(aggregate: Any) -> Callable[[Tensor, Batch, pl.Totals], Tensor]:
 
     def loss_of(logp: Tensor, micro: Batch, totals: pl.Totals) -> Tensor:
         tensors = (micro["old_logp"], micro["advantages"], micro["mask"])
-        return pl.policy_loss(spec, logp, *tensors, group_ids=micro["group_ids"], totals=totals).loss
+        return pl.policy_loss(
+            spec, logp, *tensors, group_ids=micro["group_ids"], totals=totals
+        ).loss
 
     return loss_of
 
@@ -198,29 +214,53 @@ def _answer(step: Step, batch: Batch, **options: Any) -> dict[str, Any]:
     except pl.InputError as error:
         return {"error": str(error)}
     cuts = {cut.name: [cut.moved, cut.factor] for cut in report.cuts}
-    return {"text": str(report), "moved": report.moved, "cuts": cuts, "diagnosis": report.diagnosis, "notes": report.notes}
+    return {
+        "text": str(report),
+        "moved": report.moved,
+        "cuts": cuts,
+        "diagnosis": report.diagnosis,
+        "notes": report.notes,
+    }
 
 
 def work(rank: int, folder: str, references: dict[str, Tensor]) -> None:
     """The body of each of the two processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     batch = make_batch()
     halves = {"two halves": [[0, 1, 2], [3, 4, 5]]}
     mean, reference = of_spec(pl.TokenMean()), references["TokenMean"]
     said = {
-        f"right {type(a).__name__}": _answer(ddp_trainer(of_spec(a)), batch, cuts=halves, reference=references[type(a).__name__])
+        f"right {type(a).__name__}": _answer(
+            ddp_trainer(of_spec(a)), batch, cuts=halves, reference=references[type(a).__name__]
+        )
         for a in RIGHT
     }
     said |= {
         "local means": _answer(ddp_trainer(_local_mean), batch, cuts={"whole": [[*range(6)]]}),
-        "dp_size forgotten": _answer(ddp_trainer(mean, dp_size=1), batch, cuts=halves, reference=reference),
-        "dp_size forgotten, no reference": _answer(ddp_trainer(mean, dp_size=1), batch, cuts=halves),
+        "dp_size forgotten": _answer(
+            ddp_trainer(mean, dp_size=1), batch, cuts=halves, reference=reference
+        ),
+        "dp_size forgotten, no reference": _answer(
+            ddp_trainer(mean, dp_size=1), batch, cuts=halves
+        ),
         "right FSDP2": _answer(fsdp_trainer(mean), batch, cuts=halves, reference=reference),
-        "right sum over ranks": _answer(summed_over_ranks(dp_size=1), batch, cuts=halves, reference=reference),
-        "dp_size where ranks are summed": _answer(summed_over_ranks(dp_size=None), batch, cuts=halves, reference=reference),
+        "right sum over ranks": _answer(
+            summed_over_ranks(dp_size=1), batch, cuts=halves, reference=reference
+        ),
+        "dp_size where ranks are summed": _answer(
+            summed_over_ranks(dp_size=None), batch, cuts=halves, reference=reference
+        ),
         "not reduced": _answer(_not_reduced, batch, cuts=halves),
-        "other batches": _answer(ddp_trainer(mean), make_batch(lengths=LENGTHS + rank), cuts=halves),
+        "other batches": _answer(
+            ddp_trainer(mean), make_batch(lengths=LENGTHS + rank), cuts=halves
+        ),
     }
     torch.save(said, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -24,7 +24,14 @@ def entries(peer):
 
 
 def entry(peer, name, version):
-    return next(f for f in entries(peer) if f.name == name and (f.releases is None or version in f.releases))
+    return next(
+        f for f in entries(peer) if f.name == name and (f.releases is None or version in f.releases)
+    )
 
 
-NAMES = [(peer, name) for peer in PEERS if (RECORDED / f"{peer}.json").is_file() for name in recorded(peer)]
+NAMES = [
+    (peer, name)
+    for peer in PEERS
+    if (RECORDED / f"{peer}.json").is_file()
+    for name in recorded(peer)
+]

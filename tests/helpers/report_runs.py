@@ -38,8 +38,12 @@ def write_run(
         "betas": [0.9, 0.99],
         **(config or {}),
     }
-    (path / "config.json").write_text(json.dumps({"policyloss": "0.1.0", "config": settings, "loss": pl.preset(loss).to_dict()}))
-    (path / "environment.json").write_text(json.dumps({"python": "3.11.7", "torch": "2.13.0", "device": "cpu"}))
+    (path / "config.json").write_text(
+        json.dumps({"policyloss": "0.1.0", "config": settings, "loss": pl.preset(loss).to_dict()})
+    )
+    (path / "environment.json").write_text(
+        json.dumps({"python": "3.11.7", "torch": "2.13.0", "device": "cpu"})
+    )
     write_lines(path / "metrics.jsonl", metrics)
     if timing:
         write_lines(path / "timing.jsonl", timing)
@@ -49,7 +53,13 @@ def write_run(
 
 
 def rollout(
-    step: int, tokens: Sequence[str], *, group: int = 0, reward: float = 1.0, seed: int = 0, **texts: str
+    step: int,
+    tokens: Sequence[str],
+    *,
+    group: int = 0,
+    reward: float = 1.0,
+    seed: int = 0,
+    **texts: str,
 ) -> dict[str, Any]:
     """One row of rollouts.jsonl with numbers that fit together: ratio = exp(logp − old_logp), clipped as DAPO's bounds say."""
     rng = random.Random(1000 * step + 10 * group + seed)
@@ -83,7 +93,13 @@ def rollout(
 
 
 def realistic_run(
-    path: Path, *, loss: str = "dapo", steps: int = 120, seed: int = 0, speed: float = 1.0, critic: bool = False
+    path: Path,
+    *,
+    loss: str = "dapo",
+    steps: int = 120,
+    seed: int = 0,
+    speed: float = 1.0,
+    critic: bool = False,
 ) -> Path:
     """A run that learns: accuracy from about 0.3 to above 0.9, with noise, evaluations every ten steps, and rollouts."""
     rng = random.Random(seed)
@@ -134,15 +150,37 @@ def realistic_run(
                 "value/explained_variance": learned,
                 "value/value_mean": right - 0.1 * (1 - learned),
             }
-            row |= {"value/return_mean": right, "critic_grad_norm": 0.3 * math.exp(rng.gauss(0, 0.2))}
+            row |= {
+                "value/return_mean": right,
+                "critic_grad_norm": 0.3 * math.exp(rng.gauss(0, 0.2)),
+            }
         if step % 10 == 0:
             row["eval/accuracy"] = min(1.0, 0.31 + 0.66 * learned)
         metrics.append(row)
-        timing.append({"step": step, "sample_s": 0.6, "step_s": 1.1 + rng.uniform(0, 0.2), "tokens_per_s": 1280 / 1.2})
+        timing.append(
+            {
+                "step": step,
+                "sample_s": 0.6,
+                "step_s": 1.1 + rng.uniform(0, 0.2),
+                "tokens_per_s": 1280 / 1.2,
+            }
+        )
         if step % 20 == 0:
-            words = [["1", " ", "2", " ", "3", "</s>"], ["3", " ", "1", " ", "2", "</s>"], [*"12 33 1 20 5 7 ", "9", "\n", "1"]]
-            rows += [rollout(step, words[k % 3], group=k // 2, reward=float(k % 3 == 0), seed=seed) for k in range(8)]
+            words = [
+                ["1", " ", "2", " ", "3", "</s>"],
+                ["3", " ", "1", " ", "2", "</s>"],
+                [*"12 33 1 20 5 7 ", "9", "\n", "1"],
+            ]
+            rows += [
+                rollout(step, words[k % 3], group=k // 2, reward=float(k % 3 == 0), seed=seed)
+                for k in range(8)
+            ]
     metrics.append({"step": steps, "eval/accuracy": 0.97 - 0.02 * seed})
     return write_run(
-        path, metrics, loss=loss, timing=timing, rollouts=rows, config={"steps": steps, "seed": seed, "lr": 1e-3 * (1 + seed)}
+        path,
+        metrics,
+        loss=loss,
+        timing=timing,
+        rollouts=rows,
+        config={"steps": steps, "seed": seed, "lr": 1e-3 * (1 + seed)},
     )

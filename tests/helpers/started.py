@@ -12,7 +12,9 @@ import pytest
 PATIENCE_S = 300.0
 
 
-def started_once(factory: pytest.TempPathFactory, name: str, work: Callable[[Path], object]) -> Path:
+def started_once(
+    factory: pytest.TempPathFactory, name: str, work: Callable[[Path], object]
+) -> Path:
     """The folder `name` of this test session, after `work(folder)` has been done in it, once for all workers."""
     base = factory.getbasetemp()
     folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name

@@ -22,7 +22,9 @@ def _numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 RATIOS = st.one_of(
-    st.builds(pl.TokenRatio, anchor=st.sampled_from(["old", "rollout", "current"]), log_clamp=LOG_CLAMP),
+    st.builds(
+        pl.TokenRatio, anchor=st.sampled_from(["old", "rollout", "current"]), log_clamp=LOG_CLAMP
+    ),
     st.builds(
         pl.SequenceRatio,
         grad=st.sampled_from(["sequence", "token"]),
@@ -48,7 +50,12 @@ RATIOS = st.one_of(
 TRUSTS = st.one_of(
     st.builds(pl.Clip, EPS, EPS, dual=st.none() | _numbers(1.125, 10)),
     st.builds(pl.TwoSidedClip, _numbers(1.125, 8), EPS, EPS),
-    st.builds(pl.DetachedClip, _numbers(0, 1), _numbers(1, 8), st.sampled_from(["clip", "zero_by_sign", "zero"])),
+    st.builds(
+        pl.DetachedClip,
+        _numbers(0, 1),
+        _numbers(1, 8),
+        st.sampled_from(["clip", "zero_by_sign", "zero"]),
+    ),
     st.builds(pl.SoftGate, _numbers(0.25, 4), _numbers(0.25, 4)),
     st.builds(
         pl.ProbabilityBand,
@@ -76,8 +83,10 @@ TRUSTS = st.one_of(
     st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"])),
     st.builds(
         pl.BySign,
-        st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"])) | st.builds(pl.SoftGate, _numbers(0.25, 4)),
-        st.builds(pl.Clip, EPS, EPS, dual=st.none() | _numbers(1.125, 10)) | st.builds(pl.Quadratic, _numbers(0.0625, 2)),
+        st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"]))
+        | st.builds(pl.SoftGate, _numbers(0.25, 4)),
+        st.builds(pl.Clip, EPS, EPS, dual=st.none() | _numbers(1.125, 10))
+        | st.builds(pl.Quadratic, _numbers(0.0625, 2)),
     ),
 )
 WEIGHTS = st.one_of(
@@ -91,7 +100,10 @@ WEIGHTS = st.one_of(
         st.sampled_from(["token", "sequence"]),
     ),
     st.builds(
-        pl.DivergenceMask, st.sampled_from(["kl", "tv"]), _numbers(0.015625, 0.25), level=st.sampled_from(["token", "sequence"])
+        pl.DivergenceMask,
+        st.sampled_from(["kl", "tv"]),
+        _numbers(0.015625, 0.25),
+        level=st.sampled_from(["token", "sequence"]),
     ),
 )
 TESTS = st.one_of(
@@ -118,13 +130,22 @@ KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
 )
 KLS = st.one_of(
     st.builds(pl.KL, *KL_OPTIONS, st.sampled_from([None, "ratio"]), *KL_BOUNDS),
-    st.builds(WrittenKL, *KL_OPTIONS, st.none(), *KL_BOUNDS, st.sampled_from(["token", "sequence"])),
+    st.builds(
+        WrittenKL, *KL_OPTIONS, st.none(), *KL_BOUNDS, st.sampled_from(["token", "sequence"])
+    ),
 )
 HORIZON = st.integers(1, 5000)
 # The two that divide by the call's own counts are left out: they depend on the cut by design.
 AGGREGATES = st.one_of(
     st.sampled_from(
-        [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.TokenSum(), pl.PromptMean(), pl.LengthWeighted()]
+        [
+            pl.TokenMean(),
+            pl.SeqMeanTokenMean(),
+            pl.SeqMeanTokenSum(),
+            pl.TokenSum(),
+            pl.PromptMean(),
+            pl.LengthWeighted(),
+        ]
     ),
     st.builds(GuardedSeqMeanTokenMean, EPSILON),
     st.builds(pl.SeqMeanTokenSumNorm, HORIZON),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS = "test_train_durability.py::", "test_train_faults.py::", "test_train_doors.py::"
+_DISK, _FAULTS, _DOORS = (
+    "test_train_durability.py::",
+    "test_train_faults.py::",
+    "test_train_doors.py::",
+)
 TRAIN = (
     (
         "reference_not_restored",

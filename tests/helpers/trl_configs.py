@@ -11,11 +11,20 @@ from policyloss.compat.trl.options import DEFAULTS
 
 def config(**options: Any) -> SimpleNamespace:
     """GRPOConfig of TRL 1.16.0 with these options set."""
-    return SimpleNamespace(**{**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, **options})
+    return SimpleNamespace(
+        **{**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, **options}
+    )
 
 
 def grpo_config(**options: Any) -> Any:
     """The same as a dataclass, which knows its own defaults as the real one does."""
-    defaults = {**DEFAULTS, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "world_size": 1}
-    made = make_dataclass("GRPOConfig", [(name, Any, field(default=value)) for name, value in defaults.items()])
+    defaults = {
+        **DEFAULTS,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+        "world_size": 1,
+    }
+    made = make_dataclass(
+        "GRPOConfig", [(name, Any, field(default=value)) for name, value in defaults.items()]
+    )
     return made(**options)

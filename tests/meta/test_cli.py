@@ -40,15 +40,21 @@ def test_presets_lists_every_preset_once(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_presets_as_json_read_back_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(printed(capsys, "presets", "--json"))
-    assert {row["name"]: pl.LossSpec.from_dict(row["spec"]) for row in rows} == {n: pl.preset(n) for n in pl.presets()}
+    assert {row["name"]: pl.LossSpec.from_dict(row["spec"]) for row in rows} == {
+        n: pl.preset(n) for n in pl.presets()
+    }
 
 
 def test_explain_prints_what_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "explain", "dapo") == str(pl.explain("dapo")) + "\n"
-    assert json.loads(printed(capsys, "explain", "dapo", "--json")) == json.loads(json.dumps(pl.explain("dapo").to_dict()))
+    assert json.loads(printed(capsys, "explain", "dapo", "--json")) == json.loads(
+        json.dumps(pl.explain("dapo").to_dict())
+    )
 
 
-def test_explain_trl_reads_a_grpo_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_trl_reads_a_grpo_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"loss_type": "cispo", "epsilon_high": 5.0, "learning_rate": 1e-6}))
     text = printed(capsys, "explain-trl", str(path))
@@ -58,13 +64,17 @@ def test_explain_trl_reads_a_grpo_config(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text(json.dumps({"loss_type": "cispoo"}))
     assert "did you mean 'cispo'?" in complaint(capsys, "explain-trl", str(path))
     path.write_text(json.dumps({"epsilon_hgih": 0.28}))
-    assert "'epsilon_hgih'; did you mean 'epsilon_high'?" in complaint(capsys, "explain-trl", str(path))
+    assert "'epsilon_hgih'; did you mean 'epsilon_high'?" in complaint(
+        capsys, "explain-trl", str(path)
+    )
     path.write_text("[1]")
     assert "one JSON object" in complaint(capsys, "explain-trl", str(path))
     assert "No such file" in complaint(capsys, "explain-trl", str(tmp_path / "none.json"))
 
 
-def test_what_explain_trl_writes_can_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_explain_trl_writes_can_be_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The config's KL has TRL's own rounding, so the spec holds a part of `policyloss.compat.trl`."""
     config, spec = tmp_path / "config.json", tmp_path / "spec.json"
     config.write_text(json.dumps({"loss_type": "vespo", "beta": 0.04}))
@@ -88,7 +98,12 @@ def test_a_loss_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text(json.dumps(spec.to_dict()))
     assert printed(capsys, "explain", str(path)) == str(pl.explain(spec)) + "\n"
     assert "eps_low: 0.2 -> 0.1" in printed(capsys, "diff", "dapo", str(path))
-    assert json.loads(printed(capsys, "diff", "dapo", str(path), "--json"))["changes"][0]["fields"][1]["b"] == "inf"
+    assert (
+        json.loads(printed(capsys, "diff", "dapo", str(path), "--json"))["changes"][0]["fields"][1][
+            "b"
+        ]
+        == "inf"
+    )
 
 
 def test_a_wrong_name_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +129,9 @@ def test_a_bad_file_is_one_line_and_exit_code_two(
     assert words in complaint(capsys, "explain", str(path))
 
 
-def test_a_missing_or_binary_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_or_binary_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "No such file" in complaint(capsys, "explain", str(tmp_path / "none.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     assert "is not JSON" in complaint(capsys, "explain", str(tmp_path / "binary.json"))
@@ -136,10 +153,14 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(c.name in usage.split() and c.about[:30] in usage for c in COMMANDS)
 
 
-def command(*argv: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def command(
+    *argv: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
     env = {**os.environ, **environment}
     whole = [sys.executable, "-m", "policyloss", *argv]
-    return subprocess.run(whole, stdout=stdout, stderr=subprocess.PIPE, env=env, timeout=120, check=False)
+    return subprocess.run(
+        whole, stdout=stdout, stderr=subprocess.PIPE, env=env, timeout=120, check=False
+    )
 
 
 def test_a_reader_that_is_gone_is_no_error() -> None:
@@ -163,12 +184,16 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 def extras() -> set[str]:
     """The extras of pyproject.toml: the names in its section of optional dependencies. (Python 3.10 has no tomllib.)"""
-    section = PROJECT.read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    section = (
+        PROJECT.read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    )
     return set(re.findall(r"^([\w-]+) = \[", section, flags=re.M))
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_an_extra_that_is_advised_exists(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extra_that_is_advised_exists(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A package that is missing is named with the extra that brings it; the report needs none, so there is none to name."""
 
     def missing(module: str) -> None:
@@ -179,7 +204,9 @@ def test_an_extra_that_is_advised_exists(command: str, monkeypatch: pytest.Monke
         with pytest.raises(ModuleNotFoundError, match="rich"):
             main([command])
         return
-    (extra,) = re.findall(r"needs rich; pip install 'policyloss\[(\w+)\]'", complaint(capsys, command))
+    (extra,) = re.findall(
+        r"needs rich; pip install 'policyloss\[(\w+)\]'", complaint(capsys, command)
+    )
     assert extra in extras()
 
 

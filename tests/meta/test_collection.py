@@ -12,7 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # What a test run loads while it collects. Examples are read as documentation, and import what they
 # use at the top.
 FOLDERS = ("src", "tests", "benchmarks", "conformance", "docs")
-HEAVY = {"transformers", "tokenizers", "deepspeed", "accelerate", "lightning", "reasoning_gym", "math_verify"}
+HEAVY = {
+    "transformers",
+    "tokenizers",
+    "deepspeed",
+    "accelerate",
+    "lightning",
+    "reasoning_gym",
+    "math_verify",
+}
 
 
 def imported_at_load(tree: ast.Module) -> Iterator[str]:

@@ -32,7 +32,16 @@ MAY_IMPORT = {
     "parts": {"arguments", "errors", "functional", "tokens", "totals", "parts"},
     "spec": {"arguments", "errors", "tokens", "parts"},
     "presets": {"arguments", "errors", "parts", "spec"},
-    "policy_metrics": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec"},
+    "policy_metrics": {
+        "arguments",
+        "errors",
+        "functional",
+        "tokens",
+        "totals",
+        "metrics",
+        "parts",
+        "spec",
+    },
     "loss": {
         "arguments",
         "errors",
@@ -46,7 +55,17 @@ MAY_IMPORT = {
         "presets",
         "policy_metrics",
     },
-    "value": {"arguments", "errors", "functional", "tokens", "totals", "metrics", "parts", "spec", "loss"},
+    "value": {
+        "arguments",
+        "errors",
+        "functional",
+        "tokens",
+        "totals",
+        "metrics",
+        "parts",
+        "spec",
+        "loss",
+    },
     "head": {
         "arguments",
         "errors",
@@ -61,13 +80,35 @@ MAY_IMPORT = {
         "loss",
         "head",
     },
-    "accumulate": {"arguments", "errors", "functional", "tokens", "inputs", "totals", "metrics", "spec", "presets", "loss"},
+    "accumulate": {
+        "arguments",
+        "errors",
+        "functional",
+        "tokens",
+        "inputs",
+        "totals",
+        "metrics",
+        "spec",
+        "presets",
+        "loss",
+    },
     "advantage": ADVANTAGE,
 }
 
 
 # What the parts that are not the core may import beside torch: the extras of pyproject.toml.
-EXTRAS = {"train": {"math_verify", "numpy", "reasoning_gym", "rich", "safetensors", "tokenizers", "transformers", "tyro"}}
+EXTRAS = {
+    "train": {
+        "math_verify",
+        "numpy",
+        "reasoning_gym",
+        "rich",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "tyro",
+    }
+}
 
 
 def part_of(module: str) -> str:
@@ -88,8 +129,14 @@ def test_every_part_of_the_rule_exists() -> None:
 
 def test_there_is_no_cycle() -> None:
     graph = {m: loads(m) for m in FILES}
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
-    assert order.index("policyloss.errors") < order.index("policyloss.loss") < order.index("policyloss.__init__")
+    order = list(
+        TopologicalSorter(graph).static_order()
+    )  # raises CycleError, which names the modules
+    assert (
+        order.index("policyloss.errors")
+        < order.index("policyloss.loss")
+        < order.index("policyloss.__init__")
+    )
 
 
 def test_a_module_named_in_a_string_is_an_import() -> None:
@@ -100,7 +147,12 @@ def test_a_module_named_in_a_string_is_an_import() -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_the_core_needs_torch_only(module: str) -> None:
-    allowed = {"torch", "policyloss", "__future__", *(["triton"] if holds_kernels(module) else [])} | set(sys.stdlib_module_names)
+    allowed = {
+        "torch",
+        "policyloss",
+        "__future__",
+        *(["triton"] if holds_kernels(module) else []),
+    } | set(sys.stdlib_module_names)
     allowed |= EXTRAS.get(part_of(module), set())
     foreign = {n.split(".")[0] for n in imports_of(module)} - allowed
     assert not foreign, f"{module} imports {sorted(foreign)}"
@@ -114,7 +166,9 @@ def test_nothing_imports_a_module_of_kernels(module: str) -> None:
 
 def test_the_kernels_are_where_the_rule_says() -> None:
     """Triton is imported by the modules that are named for kernels, by each of them, and by no other."""
-    assert {m for m in FILES if "triton" in {n.split(".")[0] for n in imports_of(m)}} == {m for m in FILES if holds_kernels(m)}
+    assert {m for m in FILES if "triton" in {n.split(".")[0] for n in imports_of(m)}} == {
+        m for m in FILES if holds_kernels(m)
+    }
 
 
 def test_the_package_file_only_names_things() -> None:
@@ -152,7 +206,9 @@ print(json.dumps({
 def fresh_import() -> dict[str, Any]:
     """What a new interpreter says of `import policyloss`, with every framework made impossible to import."""
     path = {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -183,7 +239,9 @@ def documented(thing: Any) -> bool:
 def test_every_public_name_exists_and_is_documented() -> None:
     assert len(set(pl.__all__)) == len(pl.__all__)
     missing = [name for name in pl.__all__ if not hasattr(pl, name)]
-    undocumented = [name for name in pl.__all__ if name not in missing and not documented(getattr(pl, name))]
+    undocumented = [
+        name for name in pl.__all__ if name not in missing and not documented(getattr(pl, name))
+    ]
     assert not missing
     assert not undocumented
 
@@ -197,7 +255,9 @@ def test_every_public_function_underneath_is_documented() -> None:
             continue
         loaded = importlib.import_module(module.removesuffix(".__init__"))
         for name, thing in vars(loaded).items():
-            public = not name.startswith("_") and (inspect.isfunction(thing) or inspect.isclass(thing))
+            public = not name.startswith("_") and (
+                inspect.isfunction(thing) or inspect.isclass(thing)
+            )
             if public and thing.__module__ == loaded.__name__ and not documented(thing):
                 undocumented.append(f"{module}.{name}")
     assert not undocumented
@@ -211,5 +271,9 @@ def test_the_functional_module_lists_what_it_has() -> None:
 def test_every_module_of_explain_is_used_by_the_package() -> None:
     """Data that only the documentation reads lies in docs/, not in what is installed."""
     used = set().union(*(imports_of(module) for module in FILES))
-    inside = {name for name in FILES if name.startswith("policyloss.explain.") and not name.endswith("__init__")}
+    inside = {
+        name
+        for name in FILES
+        if name.startswith("policyloss.explain.") and not name.endswith("__init__")
+    }
     assert inside - used == set()

@@ -10,7 +10,7 @@ from itertools import accumulate as running_total
 from types import ModuleType
 
 import pytest
-from mutants import CLEAN, MUTANTS, PACKAGE, TESTS
+from mutants import CLEAN, MUTANTS, PACKAGE, TESTS, places_of
 
 from policyloss.functional import correction as functional_correction
 from policyloss.parts import aggregate, correction, kl, ratio, trust
@@ -21,7 +21,11 @@ GROUPS = 3
 def exit_codes(names: list[str]) -> dict[str, int]:
     """The exit code of each mutant's test, from one process for all of them."""
     done = subprocess.run(
-        [sys.executable, str(TESTS / "helpers/mutants.py"), *names], capture_output=True, text=True, cwd=TESTS.parent, timeout=300
+        [sys.executable, str(TESTS / "helpers/mutants.py"), *names],
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
@@ -37,7 +41,10 @@ def test_the_named_tests_pass_on_an_unchanged_copy():
 def test_every_mutant_dies(group):
     mutants = MUTANTS[group::GROUPS]
     codes = exit_codes([m.name for m in mutants])
-    survivors = [f"{m.name}: {m.test} did not fail on {m.new!r} in {m.file} (exit code {codes[m.name]})" for m in mutants]
+    survivors = [
+        f"{m.name}: {m.test} did not fail on {m.new!r} in {m.file} (exit code {codes[m.name]})"
+        for m in mutants
+    ]
     survivors = [line for m, line in zip(mutants, survivors, strict=True) if codes[m.name] != 1]
     assert not survivors, "\n".join(survivors)
 
@@ -47,12 +54,20 @@ def spans_of(file: str, names: set[str]) -> dict[str, tuple[int, int]]:
     text = (PACKAGE / file).read_text(encoding="utf-8")
     begins = [0, *running_total(len(line) for line in text.splitlines(keepends=True))]
     nodes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
-    return {n.name: (begins[n.lineno - 1], begins[n.end_lineno or n.lineno]) for n in nodes if n.name in names}
+    return {
+        n.name: (begins[n.lineno - 1], begins[n.end_lineno or n.lineno])
+        for n in nodes
+        if n.name in names
+    }
 
 
 def public_functions(module: ModuleType) -> set[str]:
     """The functions that a module defines and does not hide."""
-    return {n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and not n.startswith("_")}
+    return {
+        n
+        for n, f in vars(module).items()
+        if getattr(f, "__module__", "") == module.__name__ and not n.startswith("_")
+    }
 
 
 VARIANTS = [part for slot in (ratio, trust, correction, kl, aggregate) for part in slot.VARIANTS]
@@ -65,15 +80,20 @@ DEMANDED = {**SLOTS, "functional/correction.py": public_functions(functional_cor
 def test_every_part_has_a_mutant(file):
     """A part without one could be wrong unnoticed: somewhere inside its own lines a mistake must make a test fail."""
     text = (PACKAGE / file).read_text(encoding="utf-8")
-    places = [text.index(m.old) for m in MUTANTS if m.file == file]
+    places = [places_of(m, text)[0][0] for m in MUTANTS if m.file == file]
     spans = spans_of(file, DEMANDED[file])
     assert spans.keys() == DEMANDED[file]
-    assert {name for name, (start, stop) in spans.items() if not any(start <= p < stop for p in places)} == set()
+    assert {
+        name for name, (start, stop) in spans.items() if not any(start <= p < stop for p in places)
+    } == set()
 
 
 def test_mutants_are_up_to_date():
-    """Each stands once in today's source, on one line, under its own name."""
+    """Each stands once in today's source, under its own name."""
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 18
-    found = {m.name: (PACKAGE / m.file).read_text(encoding="utf-8").count(m.old) for m in MUTANTS}
-    assert {name: n for name, n in found.items() if n != 1} == {}
-    assert all(m.old != m.new and "\n" not in m.old.rstrip("\n") + m.new.rstrip("\n") for m in MUTANTS)
+    sources = {m.file: (PACKAGE / m.file).read_text(encoding="utf-8") for m in MUTANTS}
+    counts = {m.name: len(places_of(m, sources[m.file])) for m in MUTANTS}
+    assert {name: n for name, n in counts.items() if n != 1} == {}
+    assert all(
+        m.old != m.new and "\n" not in m.old.rstrip("\n") + m.new.rstrip("\n") for m in MUTANTS
+    )

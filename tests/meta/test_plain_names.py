@@ -13,7 +13,18 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "policyloss"
 FOLDERS = ("functional", "parts", "advantage", "explain")
 FILES = ("metrics.py", "presets.py", "spec.py", "arguments.py", "errors.py")
-HEAD = ("backward", "head", "kernels", "linear", "logits", "matmul", "plans", "softmax_rows", "validate", "vocab_parallel")
+HEAD = (
+    "backward",
+    "head",
+    "kernels",
+    "linear",
+    "logits",
+    "matmul",
+    "plans",
+    "softmax_rows",
+    "validate",
+    "vocab_parallel",
+)
 # These say how a value came to be, and neither what it is nor what type it has.
 VAGUE = frozenset(("found", "given", "held", "made", "own", "said", "told"))
 WIDTH = 100
@@ -38,7 +49,9 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
     """Every line of a docstring, and every line that is a comment and nothing else."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             first, last = node.body[0].lineno, node.body[0].end_lineno or 0
             yield from zip(range(first, last + 1), text.splitlines()[first - 1 : last], strict=True)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -55,12 +68,27 @@ def test_a_name_says_what_a_thing_is(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=IDS)
 def test_docstrings_and_comments_fit_on_a_line(path: Path) -> None:
     # A line that tells a tool something cannot be broken.
-    lines = [(i, line) for i, line in prose_lines(path.read_text()) if "disable-error-code" not in line]
+    lines = [
+        (i, line) for i, line in prose_lines(path.read_text()) if "disable-error-code" not in line
+    ]
     assert [(i, line) for i, line in lines if len(line) > WIDTH] == []
 
 
 def test_both_checks_can_fail() -> None:
     vague = "def f(own, *, kept):\n    found, x.held = 1, 2\n    def told(): ...\n"
-    assert {name for _, name in bound_names(ast.parse(vague))} == {"f", "own", "kept", "found", "held", "told"}
+    assert {name for _, name in bound_names(ast.parse(vague))} == {
+        "f",
+        "own",
+        "kept",
+        "found",
+        "held",
+        "told",
+    }
     text = 'def f():\n    """One.\n\n    Two.\n    """\n    # three\n    return 4  # four\n'
-    assert [line.strip() for _, line in prose_lines(text)] == ['"""One.', "", "Two.", '"""', "# three"]
+    assert [line.strip() for _, line in prose_lines(text)] == [
+        '"""One.',
+        "",
+        "Two.",
+        '"""',
+        "# three",
+    ]

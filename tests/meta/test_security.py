@@ -19,12 +19,23 @@ def breaches(source: str) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in FORBIDDEN_MODULES}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FORBIDDEN_MODULES:
+            found |= {
+                alias.name
+                for alias in node.names
+                if alias.name.partition(".")[0] in FORBIDDEN_MODULES
+            }
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").partition(".")[0] in FORBIDDEN_MODULES
+        ):
             found.add(node.module or "")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
             found.add(ast.unparse(node.func))
-        elif isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg == "shell"
+            and ast.unparse(node.value) != "False"
+        ):
             found.add("shell")
     return found
 
@@ -34,6 +45,8 @@ def test_the_check_can_fail() -> None:
     assert breaches(source) == {"pickle", "marshal", "torch.load", "eval", "shell"}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_no_module_unpickles_or_evaluates_text(path: Path) -> None:
     assert breaches(path.read_text(encoding="utf-8")) == set()

@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.multiprocessing
 from started import started_once
-from two_ranks import BATCH, DP_ROWS, SHARDINGS, VALUE_AGGREGATES, cp_cases, shard, whole_gradient, work
+from two_ranks import (
+    BATCH,
+    DP_ROWS,
+    SHARDINGS,
+    VALUE_AGGREGATES,
+    cp_cases,
+    shard,
+    whole_gradient,
+    work,
+)
 
 import policyloss as pl
 from cases import BY_CORRECTION, PRESETS, Result, assert_same, make_batch, run
@@ -24,7 +33,9 @@ Said = list[dict[str, Any]]
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
     folder = started_once(
-        tmp_path_factory, "two_ranks", lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2)
+        tmp_path_factory,
+        "two_ranks",
+        lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2),
     )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
@@ -39,7 +50,11 @@ def test_context_parallel_ranks_add_up(case: str, said: Said) -> None:
     expected, ranks = run(spec, BATCH), both(said, f"cp: {case}")
     assert_same(ranks[0]["loss"] + ranks[1]["loss"], expected.loss, what="loss")
     for name in ("dlogp", "dentropy"):
-        assert_same(whole_gradient([r[name] for r in ranks], sharding, packed), getattr(expected, name), what=name)
+        assert_same(
+            whole_gradient([r[name] for r in ranks], sharding, packed),
+            getattr(expected, name),
+            what=name,
+        )
     for rank in ranks:
         assert_same(rank["metrics"], expected.metrics, what="metric")
 
@@ -58,7 +73,14 @@ def test_the_shards_are_the_batch(sharding: str) -> None:
 
 def value_of_whole(aggregate: Any) -> Result:
     values = BATCH.logp.clone().requires_grad_()
-    out = pl.value_loss(values, BATCH.advantages, BATCH.old_logp, BATCH.mask, aggregate=aggregate, group_ids=BATCH.group_ids)
+    out = pl.value_loss(
+        values,
+        BATCH.advantages,
+        BATCH.old_logp,
+        BATCH.mask,
+        aggregate=aggregate,
+        group_ids=BATCH.group_ids,
+    )
     (gradient,) = torch.autograd.grad(out.loss, values)
     return Result(out.loss.detach(), gradient, torch.zeros_like(gradient), out.metrics)
 
@@ -67,19 +89,32 @@ def value_of_whole(aggregate: Any) -> Result:
 def test_value_loss_over_context_parallel_ranks(aggregate: Any, said: Said) -> None:
     expected, ranks = value_of_whole(aggregate), both(said, f"cp value: {aggregate}")
     assert_same(ranks[0]["loss"] + ranks[1]["loss"], expected.loss, what="loss")
-    assert_same(whole_gradient([r["dlogp"] for r in ranks], "zigzag", packed=True), expected.dlogp, what="gradient")
+    assert_same(
+        whole_gradient([r["dlogp"] for r in ranks], "zigzag", packed=True),
+        expected.dlogp,
+        what="gradient",
+    )
     assert_same(ranks[1]["metrics"], expected.metrics, what="metric")
 
 
 def test_one_advantage_per_sequence_reaches_every_rank(said: Said) -> None:
-    batch = make_batch(seed=10).map(lambda _: torch.linspace(-2, 2, 7, dtype=torch.float64), "advantages")
+    batch = make_batch(seed=10).map(
+        lambda _: torch.linspace(-2, 2, 7, dtype=torch.float64), "advantages"
+    )
     expected, ranks = run(PRESETS["gspo"], batch), both(said, "cp per sequence")
     assert_same(ranks[0]["loss"] + ranks[1]["loss"], expected.loss, what="loss")
-    assert_same(whole_gradient([r["dlogp"] for r in ranks], "halves", packed=True), expected.dlogp, what="gradient")
+    assert_same(
+        whole_gradient([r["dlogp"] for r in ranks], "halves", packed=True),
+        expected.dlogp,
+        what="gradient",
+    )
 
 
 @pytest.mark.parametrize("holder", [0, 1])
-@pytest.mark.parametrize("name", [n for n, s in BY_CORRECTION.items() if n.endswith(":keep") and "rollout_logp" in s.reads])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, s in BY_CORRECTION.items() if n.endswith(":keep") and "rollout_logp" in s.reads],
+)
 def test_a_nan_on_one_rank_is_not_dropped(name: str, holder: int, said: Said) -> None:
     ranks = both(said, f"cp nan: {name}, {holder}")
     assert (ranks[0]["loss"] + ranks[1]["loss"]).isnan()
@@ -93,7 +128,9 @@ def test_turns_that_cross_ranks_need_positions(said: Said) -> None:
         assert "pass positions=" in str(message)
 
 
-def check_average(ranks: tuple[dict[str, Any], dict[str, Any]], expected: Result, split: str) -> None:
+def check_average(
+    ranks: tuple[dict[str, Any], dict[str, Any]], expected: Result, split: str
+) -> None:
     """The mean over ranks of loss and gradient, as DDP takes it, is the whole batch's."""
     assert_same((ranks[0]["loss"] + ranks[1]["loss"]) / 2, expected.loss, what="loss")
     for rows, rank in zip(DP_ROWS[split], ranks, strict=True):
@@ -142,4 +179,6 @@ def test_with_a_cp_group_the_data_parallel_group_must_be_named(said: Said) -> No
 
 def test_local_totals_are_this_rank_only(said: Said) -> None:
     for rank, rows in enumerate(DP_ROWS["uneven"]):
-        assert_same(said[rank]["local"], run(PRESETS["ppo"], BATCH.rows(list(rows))).loss, what="loss")
+        assert_same(
+            said[rank]["local"], run(PRESETS["ppo"], BATCH.rows(list(rows))).loss, what="loss"
+        )

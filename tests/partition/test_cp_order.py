@@ -43,7 +43,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     def start(place: Path) -> None:
         # Importing torch is most of the work: one process imports it, and the four are copies of that one.
         multiprocessing.set_forkserver_preload(["torch", "policyloss"])
-        torch.multiprocessing.start_processes(work, args=(str(place),), nprocs=4, start_method="forkserver")
+        torch.multiprocessing.start_processes(
+            work, args=(str(place),), nprocs=4, start_method="forkserver"
+        )
 
     folder = started_once(tmp_path_factory, "cp_order", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
@@ -84,14 +86,21 @@ def test_head_and_compiled_loss_pass_positions_on(said: Said) -> None:
     for name in ("loss", "gradient"):
         assert_same(sum(ranks["head"][name] for ranks in said), expected[name], what=name)
     assert expected["gradient"].abs().max() > 1e-2
-    assert_same(sum(ranks["compiled"] for ranks in said), run(TURN_SPECS["gspo_turn"], BATCH).loss, what="loss")
+    assert_same(
+        sum(ranks["compiled"] for ranks in said),
+        run(TURN_SPECS["gspo_turn"], BATCH).loss,
+        what="loss",
+    )
 
 
 def test_a_turn_is_not_a_sequence() -> None:
     """What a rank would see alone, or the sequence as one turn, are other losses: the cases above can fail."""
     turn, sequence = (run(PRESETS[name], BATCH).dlogp for name in ("gspo_turn", "gspo"))
     assert (turn - sequence).abs().max() > 1e-3
-    alone = [run(PRESETS["gspo_turn"], shard("contiguous", rank, 2, "padded").batch).dlogp for rank in (0, 1)]
+    alone = [
+        run(PRESETS["gspo_turn"], shard("contiguous", rank, 2, "padded").batch).dlogp
+        for rank in (0, 1)
+    ]
     assert (whole(alone, "contiguous") - turn).abs().max() > 1e-3
 
 
@@ -121,7 +130,10 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
     """Two pairs hold other sequences; each pair has their tokens spread over it; all four share mean and variance."""
     expected = advantage.reinforce_pp(BATCH.advantages, BATCH.mask, 0.9)
     for first, half in ((0, [0, 1, 5]), (2, [2, 3, 4, 6])):
-        found = [torch.zeros(7, said[rank]["pairs"].shape[1], dtype=torch.float64) for rank in (first, first + 1)]
+        found = [
+            torch.zeros(7, said[rank]["pairs"].shape[1], dtype=torch.float64)
+            for rank in (first, first + 1)
+        ]
         for x, rank in zip(found, (first, first + 1), strict=True):
             x[half] = said[rank]["pairs"]
         assert_same(whole(found, "zigzag")[half], expected[half], what="advantages")
@@ -130,7 +142,10 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
     """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening, whose sums go by the order of rows."""
-    expected, tol = ESTIMATES[name](REWARDS, IDS), 1e-14 if name.startswith(("gdpo", "reinforce", "whiten")) else 0
+    expected, tol = (
+        ESTIMATES[name](REWARDS, IDS),
+        1e-14 if name.startswith(("gdpo", "reinforce", "whiten")) else 0,
+    )
     for rank, rows in enumerate(ROWS):
         assert_same(said[rank][f"estimate: {name}"], expected[rows], tol, what=f"rank {rank}")
 
@@ -173,11 +188,17 @@ def test_what_the_losses_exchange(said: Said) -> None:
         ("missing", "SegmentRatio depends on the order of tokens, and with cp_group"),
         ("missing", "pass positions=, each token's place in its whole sequence"),
         ("twice", "belongs to two valid tokens on the ranks of cp_group"),
-        ("float", "positions must be a tensor of integers, each token's place in its whole sequence, got dtype torch.float64"),
+        (
+            "float",
+            "positions must be a tensor of integers, each token's place in its whole sequence, got dtype torch.float64",
+        ),
         ("shape", "positions have shape (7, 1) but the tokens have (7, "),
         ("scan missing", "a scan over time depends on the order of tokens"),
         ("scan twice", "position 0 of sequence 0 belongs to two valid tokens"),
-        ("other sequences", "every rank must give as many sequences, but the ranks gave [3, 3, 2, 3]"),
+        (
+            "other sequences",
+            "every rank must give as many sequences, but the ranks gave [3, 3, 2, 3]",
+        ),
         ("mixed", "packed ones as [S, 1]"),
         ("columns", "bridge=False compares columns as they stand"),
         ("name", "group must be a process group, \"local\" (this rank alone) or None, got 'world'"),

@@ -65,7 +65,9 @@ def summed(call: Callable[[Batch], Result], split: list[list[int]], packed: bool
 
 def check_split(spec: pl.LossSpec, split: str, packed: bool = False) -> None:
     totals = step_totals(spec, BATCH.packed() if packed else BATCH)
-    assert_same_result(summed(partial(run, spec, totals=totals), SPLITS[split], packed), whole(spec))
+    assert_same_result(
+        summed(partial(run, spec, totals=totals), SPLITS[split], packed), whole(spec)
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -78,7 +80,11 @@ def test_every_preset_under_every_split(name: str, split: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
     """Given its own totals, a call gives the bits it gives without (up to the rounding of measured means in another layout)."""
-    assert_same_result(run(PRESETS[name], BATCH, step_totals(PRESETS[name], BATCH)), whole(PRESETS[name]), tol=1e-15)
+    assert_same_result(
+        run(PRESETS[name], BATCH, step_totals(PRESETS[name], BATCH)),
+        whole(PRESETS[name]),
+        tol=1e-15,
+    )
 
 
 @pytest.mark.parametrize("aggregate", GLOBAL, ids=label)
@@ -91,7 +97,9 @@ def test_every_preset_with_every_aggregation(name: str, aggregate: Any) -> None:
 
 @pytest.mark.parametrize("rejected", REJECTED)
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=label)
-def test_every_correction_under_every_rejection_and_aggregation(correction: Any, rejected: Any) -> None:
+def test_every_correction_under_every_rejection_and_aggregation(
+    correction: Any, rejected: Any
+) -> None:
     for i, aggregate in enumerate(GLOBAL):
         spec = BASE.replace(correction=correction, rejected=rejected, aggregate=aggregate)
         check_split(spec, FEW[i % len(FEW)], packed=i % 2 == 0)
@@ -111,14 +119,18 @@ def test_every_trust_region_with_rejection_and_self_normalisation(trust: Any) ->
 def test_local_aggregations_depend_on_the_cut(aggregate: Any) -> None:
     """They reproduce runs that averaged per micro-batch, so the sum over the cut is not the whole — by a lot."""
     spec = BASE.replace(aggregate=aggregate())
-    parts = summed(partial(run, spec, totals=step_totals(spec, BATCH)), SPLITS["halves"], packed=False)
+    parts = summed(
+        partial(run, spec, totals=step_totals(spec, BATCH)), SPLITS["halves"], packed=False
+    )
     assert (parts.loss - whole(spec).loss).abs() > 0.05 * whole(spec).loss.abs()
     assert (parts.dlogp - whole(spec).dlogp).abs().max() > 0.05 * whole(spec).dlogp.abs().max()
 
 
 @pytest.mark.parametrize("aggregate", LOCAL, ids=lambda a: a.__name__)
 def test_a_local_mean_is_the_mean_of_its_own_call(aggregate: Any) -> None:
-    same = {pl.LocalTokenMean: pl.TokenMean, pl.LocalSeqMeanTokenMean: pl.SeqMeanTokenMean}[aggregate]
+    same = {pl.LocalTokenMean: pl.TokenMean, pl.LocalSeqMeanTokenMean: pl.SeqMeanTokenMean}[
+        aggregate
+    ]
     part = BATCH.rows([4, 5, 6])
     result = run(BASE.replace(aggregate=aggregate()), part, step_totals(BASE, BATCH))
     assert_same_result(result, run(BASE.replace(aggregate=same()), part))
@@ -146,13 +158,19 @@ def test_counts_alone_are_an_error_where_a_loss_needs_statistics(name: str) -> N
 def test_measure_is_count_where_counts_are_enough(name: str) -> None:
     measured = pl.measure(PRESETS[name], **BATCH.kwargs)
     counted = pl.Totals.count(BATCH.mask, group_ids=BATCH.group_ids)
-    assert (int(measured.tokens), int(measured.sequences)) == (int(counted.tokens), int(counted.sequences))
+    assert (int(measured.tokens), int(measured.sequences)) == (
+        int(counted.tokens),
+        int(counted.sequences),
+    )
     assert measured.dp_size == counted.dp_size == 1
 
 
 def test_counts_of_micro_batches_add_up() -> None:
     """Counted by hand in the batch: fully masked and empty rows are no sequences, and a group of such rows is no group."""
-    counted = [pl.Totals.count(p.mask, group_ids=p.group_ids) for p in (BATCH.rows(r) for r in SPLITS["uneven, out of order"])]
+    counted = [
+        pl.Totals.count(p.mask, group_ids=p.group_ids)
+        for p in (BATCH.rows(r) for r in SPLITS["uneven, out of order"])
+    ]
     total = counted[0] + counted[1] + counted[2]
     expected = step_totals(BASE, BATCH)
     assert int(total.tokens) == int(expected.tokens) == int(BATCH.mask.sum())
@@ -160,17 +178,30 @@ def test_counts_of_micro_batches_add_up() -> None:
     assert isinstance(total.groups, pl.GroupTokens)
     by_group = dict(zip(total.groups.ids.tolist(), total.groups.tokens.tolist(), strict=True))
     lengths = BATCH.mask.sum(1).tolist()
-    assert by_group == {-5: lengths[5], 11: lengths[1] + lengths[4], 42: lengths[6], 70: lengths[0] + lengths[2], 99: 0}
+    assert by_group == {
+        -5: lengths[5],
+        11: lengths[1] + lengths[4],
+        42: lengths[6],
+        70: lengths[0] + lengths[2],
+        99: 0,
+    }
 
 
 def test_packed_and_padded_counts_agree() -> None:
-    padded, packed = (pl.Totals.count(b.mask, cu_seqlens=b.cu_seqlens) for b in (BATCH, BATCH.packed()))
-    assert (int(padded.tokens), int(padded.sequences)) == (int(packed.tokens), int(packed.sequences))
+    padded, packed = (
+        pl.Totals.count(b.mask, cu_seqlens=b.cu_seqlens) for b in (BATCH, BATCH.packed())
+    )
+    assert (int(padded.tokens), int(padded.sequences)) == (
+        int(packed.tokens),
+        int(packed.sequences),
+    )
 
 
 def test_a_number_of_groups_is_enough_when_no_group_is_split() -> None:
     spec = BASE.replace(aggregate=pl.PromptMean())
-    totals = pl.Totals(int(BATCH.mask.sum()), 5, groups=4)  # 70, 11, -5 and 42 have tokens; 99 has none
+    totals = pl.Totals(
+        int(BATCH.mask.sum()), 5, groups=4
+    )  # 70, 11, -5 and 42 have tokens; 99 has none
     split = [[0, 2], [1, 4, 3], [5], [6]]
     assert_same_result(summed(partial(run, spec, totals=totals), split, packed=False), whole(spec))
 
@@ -203,8 +234,22 @@ def test_totals_may_be_numbers_or_tensors(as_type: Any) -> None:
 
 def value_run(aggregate: Any, kind: Any, batch: Batch, totals: Any = None) -> Result:
     values = batch.logp.clone().requires_grad_()
-    shared: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids, "totals": totals, "huber_delta": 0.7}
-    out = pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, 0.2, kind, aggregate=aggregate, **shared)
+    shared: dict[str, Any] = {
+        "cu_seqlens": batch.cu_seqlens,
+        "group_ids": batch.group_ids,
+        "totals": totals,
+        "huber_delta": 0.7,
+    }
+    out = pl.value_loss(
+        values,
+        batch.advantages,
+        batch.old_logp,
+        batch.mask,
+        0.2,
+        kind,
+        aggregate=aggregate,
+        **shared,
+    )
     (gradient,) = torch.autograd.grad(out.loss, values)
     rows = batch.as_rows(gradient)
     return Result(out.loss.detach(), rows, torch.zeros_like(rows), out.metrics)
@@ -232,7 +277,12 @@ def test_metrics_of_uneven_micro_batches_are_the_true_fractions() -> None:
     def part(log_ratios: list[float]) -> pl.Metrics:
         logp = torch.tensor([log_ratios], dtype=torch.float64)
         return pl.policy_loss(
-            spec, logp, torch.zeros_like(logp), advantages, torch.ones_like(logp, dtype=torch.bool), totals=totals
+            spec,
+            logp,
+            torch.zeros_like(logp),
+            advantages,
+            torch.ones_like(logp, dtype=torch.bool),
+            totals=totals,
         ).metrics
 
     merged = (part([1.0, 1.0, 1.0, 0.0]) + part([0.0] * 12)).compute()

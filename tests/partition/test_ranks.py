@@ -54,7 +54,11 @@ def reference(case: str) -> dict[str, Any]:
     logp, entropy, values = predict(model, whole["ids"])
     if case.startswith("value "):
         kind, aggregate = case.removeprefix("value ").split(":")
-        given = {"kind": kind, "huber_delta": 0.7, "aggregate": {label(a): a for a in GLOBAL}[aggregate]}
+        given = {
+            "kind": kind,
+            "huber_delta": 0.7,
+            "aggregate": {label(a): a for a in GLOBAL}[aggregate],
+        }
         out = pl.value_loss(values, **only(whole, VALUE_INPUTS), **given)
     else:
         out = pl.policy_loss(SPECS[case], logp, **only(whole, POLICY_INPUTS), entropy=entropy)
@@ -68,7 +72,9 @@ def check(said: Said, cut: str, case: str, dtype: str) -> None:
     assert_same(actual["loss"].double(), expected["loss"], tolerance, f"{case}: loss")
     size = expected["gradient"].abs().max()
     error = (actual["gradient"].double() - expected["gradient"]).abs().max() / size
-    assert error <= tolerance, f"{case}: the gradient is off by {error:.1e} of its largest entry {size:.1e}"
+    assert error <= tolerance, (
+        f"{case}: the gradient is off by {error:.1e} of its largest entry {size:.1e}"
+    )
     assert_same(actual["metrics"], expected["metrics"], tolerance, f"{case}: metric")
 
 
@@ -104,7 +110,9 @@ def test_every_preset_under_the_other_cuts(cut: str, said: Said) -> None:
         check(said, cut, case, "float64")
 
 
-@pytest.mark.parametrize(("cut", "dtype"), [(c, d) for c in CUTS for d in TOLERANCE if d == "float64" or c in FULL])
+@pytest.mark.parametrize(
+    ("cut", "dtype"), [(c, d) for c in CUTS for d in TOLERANCE if d == "float64" or c in FULL]
+)
 def test_value_loss(cut: str, dtype: str, said: Said) -> None:
     for aggregate in GLOBAL:
         for kind in ("mse", "huber"):
@@ -115,7 +123,11 @@ def test_value_loss(cut: str, dtype: str, said: Said) -> None:
 
 
 def test_only_the_local_aggregations_are_left_out() -> None:
-    assert {type(a) for a in AGGREGATES} - {type(a) for a in GLOBAL} == set(LOCAL) == {pl.LocalTokenMean, pl.LocalSeqMeanTokenMean}
+    assert (
+        {type(a) for a in AGGREGATES} - {type(a) for a in GLOBAL}
+        == set(LOCAL)
+        == {pl.LocalTokenMean, pl.LocalSeqMeanTokenMean}
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -132,7 +144,10 @@ def test_a_cut_holds_every_token_once(cut: str) -> None:
 def valid_tokens(cut: str) -> list[list[int]]:
     """Valid tokens of each micro-batch of each rank."""
     places = [CUTS[cut].place(rank) for rank in range(CUTS[cut].ranks)]
-    return [[int(part(rows, held, False, torch.float64)["mask"].sum()) for rows in micro] for micro, held in places]
+    return [
+        [int(part(rows, held, False, torch.float64)["mask"].sum()) for rows in micro]
+        for micro, held in places
+    ]
 
 
 def test_the_cuts_are_what_they_are_called() -> None:
@@ -147,8 +162,12 @@ def test_the_cuts_are_what_they_are_called() -> None:
     whole = part(ROWS, EVERYWHERE, False, torch.float64)["mask"]
     for cut in (c for c in CUTS if c.startswith("CP")):
         shares = torch.stack([(whole & held).any(1) for held in CUTS[cut].shards])
-        assert (shares.sum(0) > 1).any() or "without a valid" in cut, "no sequence lies on two ranks"
-        assert (shares.sum(0)[whole.any(1)] < len(CUTS[cut].shards)).any(), "no rank is without a sequence"
+        assert (shares.sum(0) > 1).any() or "without a valid" in cut, (
+            "no sequence lies on two ranks"
+        )
+        assert (shares.sum(0)[whole.any(1)] < len(CUTS[cut].shards)).any(), (
+            "no rank is without a sequence"
+        )
 
 
 def test_the_batch_makes_the_parts_bind() -> None:
@@ -180,9 +199,15 @@ def test_advantages(name: str, said: Said) -> None:
     """Scans that cross shards, statistics of the batch, and groups of samples that lie on several ranks."""
     expected = whole_advantages(name)
     assert expected.abs().max() > 0.1
-    cuts = [c for c, cut in CUTS.items() if cut.ranks > 1 and (name != "optimal_token_baseline" or len(cut.shards) == 1)]
+    cuts = [
+        c
+        for c, cut in CUTS.items()
+        if cut.ranks > 1 and (name != "optimal_token_baseline" or len(cut.shards) == 1)
+    ]
     for cut in cuts:
-        assert_same(said[CUTS[cut].ranks]["advantages"][f"{cut}|{name}"], expected, what=f"{cut}: {name}")
+        assert_same(
+            said[CUTS[cut].ranks]["advantages"][f"{cut}|{name}"], expected, what=f"{cut}: {name}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ collectives
@@ -209,7 +234,9 @@ def test_a_loss_makes_no_collective_under_data_parallel(name: str, said: Said) -
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(name: str, said: Said) -> None:
+def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(
+    name: str, said: Said
+) -> None:
     """How many numbers each all-reduce of the loss and of its backward carries; S sequences, of 8 tokens or fewer."""
     forward, backward = FORWARD_AND_BACKWARD[name]
     seen = said[2]["collectives"][f"CP, contiguous|{name}"]

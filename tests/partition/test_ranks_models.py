@@ -17,7 +17,9 @@ from cases import assert_same
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("transformers") is None, reason="the model is a Llama of transformers"),
+    pytest.mark.skipif(
+        find_spec("transformers") is None, reason="the model is a Llama of transformers"
+    ),
 ]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
@@ -49,5 +51,7 @@ def test_five_steps_over_ranks_are_five_steps_of_one_process(
 def test_every_parameter_moved(case: tuple[str, str, str], trained: dict[str, Any]) -> None:
     """Far more than the tolerance: or the comparison would hold for a step that does nothing."""
     one = trained["one"][case]
-    moved = {name: float((p - one["start"][name]).abs().max()) for name, p in one["parameters"].items()}
+    moved = {
+        name: float((p - one["start"][name]).abs().max()) for name, p in one["parameters"].items()
+    }
     assert min(moved.values()) > 1e-4, moved

@@ -19,16 +19,26 @@ from started import started_once
 
 Saved = dict[str, Any]
 PAGE = ROOT / "docs" / "recipes.md"
-needs_linux = pytest.mark.skipif(platform.system() != "Linux", reason="the recipes extra installs DeepSpeed on Linux only")
-EACH = [pytest.param(name, marks=needs_linux if name == "deepspeed_zero2" else ()) for name in RANKS]
-TOLERANCE = 1e-6  # of float32 parameters; they are below 1, and five steps move some of them by 0.03
+needs_linux = pytest.mark.skipif(
+    platform.system() != "Linux", reason="the recipes extra installs DeepSpeed on Linux only"
+)
+EACH = [
+    pytest.param(name, marks=needs_linux if name == "deepspeed_zero2" else ()) for name in RANKS
+]
+TOLERANCE = (
+    1e-6  # of float32 parameters; they are below 1, and five steps move some of them by 0.03
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every recipe saved its result. Parallel test workers share one run: the first starts it."""
     command = [sys.executable, ROOT / "tests/workers/recipe_ranks.py"]
-    return started_once(tmp_path_factory, "recipes", lambda place: subprocess.run([*command, place], check=True, timeout=300))
+    return started_once(
+        tmp_path_factory,
+        "recipes",
+        lambda place: subprocess.run([*command, place], check=True, timeout=300),
+    )
 
 
 def saved(folder: Path, name: str) -> Saved:
@@ -43,7 +53,10 @@ def saved(folder: Path, name: str) -> Saved:
 def distance(a: Saved, b: Saved) -> float:
     """The largest difference of any parameter."""
     assert a["parameters"].keys() == b["parameters"].keys()
-    return max(float((x.double() - b["parameters"][name].double()).abs().max()) for name, x in a["parameters"].items())
+    return max(
+        float((x.double() - b["parameters"][name].double()).abs().max())
+        for name, x in a["parameters"].items()
+    )
 
 
 @pytest.mark.slow
@@ -54,7 +67,9 @@ def test_a_recipe_ends_where_the_whole_batch_does(name: str, folder: Path) -> No
     assert recipe["ranks"] == RANKS[name]
     assert distance(recipe, whole) <= TOLERANCE
     assert recipe["metrics"] == pytest.approx(whole["metrics"], rel=TOLERANCE, abs=TOLERANCE)
-    assert recipe["metrics"]["tokens"] == 76  # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once
+    assert (
+        recipe["metrics"]["tokens"] == 76
+    )  # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once
 
 
 @pytest.mark.slow
@@ -81,10 +96,16 @@ def command(name: str) -> str:
 def test_the_command_of_a_recipe_starts_it(tmp_path: Path, folder: Path) -> None:
     """Through the real launcher, for one recipe; the others' ranks are started with the environment that it makes."""
     launcher, *rest = shlex.split(command("ddp"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1"}  # standalone: a free port
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",
+    }  # standalone: a free port
     path = tmp_path / "ddp.pt"
     begun = [Path(sys.executable).with_name(launcher), *rest, path]
-    ended = subprocess.run(begun, cwd=ROOT, env=environment, timeout=120, capture_output=True, text=True)
+    ended = subprocess.run(
+        begun, cwd=ROOT, env=environment, timeout=120, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     assert "after 5 steps on 2 ranks" in ended.stdout
     assert distance(torch.load(path, weights_only=True), saved(folder, "plain_loop")) <= TOLERANCE
@@ -95,7 +116,9 @@ def test_a_recipe_is_short_and_the_page_shows_it_as_it_is(name: str) -> None:
     code = (RECIPES / f"{name}.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) < 40
     assert f"examples/recipes/{name}.py" in command(name)
-    shown = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    shown = re.findall(
+        r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert code in shown, f"copy examples/recipes/{name}.py into docs/recipes.md"
 
 

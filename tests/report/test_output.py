@@ -51,21 +51,33 @@ def test_only_regular_files_are_written(tmp_path: Path, kind: str) -> None:
     path = special(tmp_path, kind)
     before = os.lstat(path)
     named = kind.removeprefix("dangling ")
-    with pytest.raises(InputError, match=rf"page={re.escape(repr(str(path)))} is a {named}") as error:
+    with pytest.raises(
+        InputError, match=rf"page={re.escape(repr(str(path)))} is a {named}"
+    ) as error:
         write_output(path, b"new", "page")
     assert "give the name of a regular file" in str(error.value)
     after = os.lstat(path)
-    assert (before.st_ino, before.st_mode, before.st_rdev) == (after.st_ino, after.st_mode, after.st_rdev)
+    assert (before.st_ino, before.st_mode, before.st_rdev) == (
+        after.st_ino,
+        after.st_mode,
+        after.st_rdev,
+    )
     assert not (tmp_path / "nowhere").exists()
     assert not (tmp_path / "precious").exists() or (tmp_path / "precious").read_text() == "precious"
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []  # no temporary file is left
+    assert [
+        p.name for p in tmp_path.iterdir() if p.name.startswith(".")
+    ] == []  # no temporary file is left
 
 
 @posix
 @pytest.mark.parametrize("option", ["--out", "--json"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_report_refuses_what_is_no_regular_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, kind: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    kind: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
@@ -73,9 +85,14 @@ def test_the_report_refuses_what_is_no_regular_file(
     before = os.lstat(path)
     assert main(["report", str(run), option, str(path)]) == 2
     after = os.lstat(path)
-    assert (before.st_ino, stat.S_IFMT(before.st_mode)) == (after.st_ino, stat.S_IFMT(after.st_mode))
+    assert (before.st_ino, stat.S_IFMT(before.st_mode)) == (
+        after.st_ino,
+        stat.S_IFMT(after.st_mode),
+    )
     assert f"is a {kind.removeprefix('dangling ')}" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()  # neither file is written if one of them cannot be
+    assert not (
+        tmp_path / "report.html"
+    ).exists()  # neither file is written if one of them cannot be
 
 
 def test_a_regular_file_gets_new_contents_at_once(tmp_path: Path) -> None:
@@ -84,14 +101,21 @@ def test_a_regular_file_gets_new_contents_at_once(tmp_path: Path) -> None:
     first = path.stat().st_ino
     write_output(path, b"new", "out")
     assert path.read_bytes() == b"new"
-    assert path.stat().st_ino != first  # another file took the name, so a reader of the old one is not disturbed
+    assert (
+        path.stat().st_ino != first
+    )  # another file took the name, so a reader of the old one is not disturbed
     assert sorted(p.name for p in path.parent.iterdir()) == ["page.html"]
 
 
-def test_the_report_does_not_overwrite_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_does_not_overwrite_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
     before = (run / "metrics.jsonl").read_bytes()
-    for arguments in (["--out", f"{run}/metrics.jsonl"], ["--out", "x.html", "--json", f"{run}/../run/config.json"]):
+    for arguments in (
+        ["--out", f"{run}/metrics.jsonl"],
+        ["--out", "x.html", "--json", f"{run}/../run/config.json"],
+    ):
         assert main(["report", str(run), *arguments]) == 2
         assert "is a file of the run" in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -101,7 +125,9 @@ def test_the_report_does_not_overwrite_what_it_reads(tmp_path: Path, capsys: pyt
 
 
 @posix
-def test_the_other_writers_refuse_links_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_writers_refuse_links_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tour, the benchmarks' results and the generated pages go through the same function."""
     link = special(tmp_path, "symbolic link")
     with pytest.raises(InputError, match="is a symbolic link"):

@@ -27,7 +27,10 @@ from policyloss.report.text import escaped
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return [realistic_run(folder / "first", steps=40), realistic_run(folder / "second", steps=40, loss="gspo", seed=1, critic=True)]
+    return [
+        realistic_run(folder / "first", steps=40),
+        realistic_run(folder / "second", steps=40, loss="gspo", seed=1, critic=True),
+    ]
 
 
 def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
@@ -39,7 +42,12 @@ def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
             "eval/accuracy": 0.5,
             "ratio_histogram": {"edges": [0.5, 1, 2], "counts": [3, 1]},
         },
-        {"step": 1, "reward/mean": 0.5, "tokens": 140.0, "ratio_histogram": {"edges": [0.5, 1, 2], "counts": [0, 4]}},
+        {
+            "step": 1,
+            "reward/mean": 0.5,
+            "tokens": 140.0,
+            "ratio_histogram": {"edges": [0.5, 1, 2], "counts": [0, 4]},
+        },
         {"step": 2, "reward/mean": 0.375, "tokens": 60.0},
         {"step": 3, "eval/accuracy": 0.75},
     ]
@@ -52,7 +60,11 @@ def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
     assert found["metrics"]["reward/mean"] == {"step": [0, 1, 2], "value": [0.25, 0.5, 0.375]}
     assert found["metrics"]["eval/accuracy"] == {"step": [0, 3], "value": [0.5, 0.75]}
     assert "ratio_histogram" not in found["metrics"]
-    assert found["ratio_histogram"] == {"edges": [0.5, 1, 2], "step": [0, 1], "counts": [[3, 1], [0, 4]]}
+    assert found["ratio_histogram"] == {
+        "edges": [0.5, 1, 2],
+        "step": [0, 1],
+        "counts": [[3, 1], [0, 4]],
+    }
     assert found["timing"]["tokens_per_s"] == {"step": [0, 1, 2], "value": [80.0, 80.0, 80.0]}
     assert found["summary"] == {
         "model": "tiny",
@@ -99,7 +111,9 @@ def test_a_setting_that_one_run_lacks_differs_from_null(tmp_path: Path) -> None:
         ("ppo", 0.28, "dapo"),  # ppo, changed until it was dapo
     ],
 )
-def test_a_loss_is_called_what_it_is(tmp_path: Path, asked: str, eps_high: float, name: str) -> None:
+def test_a_loss_is_called_what_it_is(
+    tmp_path: Path, asked: str, eps_high: float, name: str
+) -> None:
     run = write_run(tmp_path / "a", [], config={"loss": asked})
     stored = json.loads((run / "config.json").read_text())
     stored["loss"]["trust"]["eps_high"] = eps_high
@@ -109,7 +123,11 @@ def test_a_loss_is_called_what_it_is(tmp_path: Path, asked: str, eps_high: float
 
 def test_runs_of_one_name_get_labels_of_their_own(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "x" / "run", []), write_run(tmp_path / "y" / "run", [])
-    assert [run["label"] for run in collect([a, b, b])["runs"]] == ["x/run", "y/run (1)", "y/run (2)"]
+    assert [run["label"] for run in collect([a, b, b])["runs"]] == [
+        "x/run",
+        "y/run (1)",
+        "y/run (2)",
+    ]
 
 
 def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> None:
@@ -125,7 +143,9 @@ def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", [])
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     data = collect([run])
-    assert data["runs"][0]["metrics"] == {"a": {"step": [0, 1, 2, 3, 4, 5], "value": [1.0, None, None, None, None, 2]}}
+    assert data["runs"][0]["metrics"] == {
+        "a": {"step": [0, 1, 2, 3, 4, 5], "value": [1.0, None, None, None, None, 2]}
+    }
     assert "a was NaN or infinite at 4 step(s), first at step 1." in data["runs"][0]["notes"]
     json.dumps(data, allow_nan=False)
     assert "first at step 1" in render(data)
@@ -133,18 +153,28 @@ def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> Non
 
 def test_a_half_written_line_is_left_out_and_broken_ones_are_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [])
-    (run / "metrics.jsonl").write_bytes(b'{"step": 0, "a": 1}\n[1]\n\xff\xfe\n{"step": 1, "a": 2}\n{"step": 2, "a": 3')
+    (run / "metrics.jsonl").write_bytes(
+        b'{"step": 0, "a": 1}\n[1]\n\xff\xfe\n{"step": 1, "a": 2}\n{"step": 2, "a": 3'
+    )
     found = collect([run])["runs"][0]
     assert found["metrics"] == {"a": {"step": [0, 1], "value": [1, 2]}}
     assert "The last line of metrics.jsonl is half-written and was left out." in found["notes"]
-    assert "metrics.jsonl has 2 line(s) that are no JSON object, left out; the first is line 2." in found["notes"]
+    assert (
+        "metrics.jsonl has 2 line(s) that are no JSON object, left out; the first is line 2."
+        in found["notes"]
+    )
 
 
 def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [{"step": 0, "a": 1}, {"step": 1, "a": 2}, {"step": 1, "a": 5}, {"a": 9}])
+    run = write_run(
+        tmp_path / "run", [{"step": 0, "a": 1}, {"step": 1, "a": 2}, {"step": 1, "a": 5}, {"a": 9}]
+    )
     found = collect([run])["runs"][0]
     assert found["metrics"] == {"a": {"step": [0, 1], "value": [1, 5]}}
-    assert "metrics.jsonl has 1 step(s) more than once; the last line of each is used." in found["notes"]
+    assert (
+        "metrics.jsonl has 1 step(s) more than once; the last line of each is used."
+        in found["notes"]
+    )
     assert "metrics.jsonl has 1 line(s) without a step, left out." in found["notes"]
 
 
@@ -162,7 +192,9 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
         ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'}, "There is no timing.jsonl."),
     ],
 )  # fmt: skip
-def test_partial_runs_give_a_page_with_notes(tmp_path: Path, files: dict[str, str], said: str) -> None:
+def test_partial_runs_give_a_page_with_notes(
+    tmp_path: Path, files: dict[str, str], said: str
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     data = collect([tmp_path])
@@ -228,14 +260,25 @@ def test_whether_a_run_is_still_going(tmp_path: Path) -> None:
         ([1, 2], [math.nan], None),
     ],
 )
-def test_edges_of_histograms(tmp_path: Path, edges: list[Any], counts: list[Any], kept: list[float] | None) -> None:
-    run = write_run(tmp_path / "run", [{"step": 0, "ratio_histogram": {"edges": edges, "counts": counts}}])
+def test_edges_of_histograms(
+    tmp_path: Path, edges: list[Any], counts: list[Any], kept: list[float] | None
+) -> None:
+    run = write_run(
+        tmp_path / "run", [{"step": 0, "ratio_histogram": {"edges": edges, "counts": counts}}]
+    )
     found = collect([run])["runs"][0]["ratio_histogram"]
     assert found == (None if kept is None else {"edges": kept, "step": [0], "counts": [counts]})
 
 
 def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None:
-    row = {"step": 3, "tokens": ["a", "b"], "ratio": [1.5], "logp": [-1.0, math.nan, 7.0], "clipped": [1], "reward": math.inf}
+    row = {
+        "step": 3,
+        "tokens": ["a", "b"],
+        "ratio": [1.5],
+        "logp": [-1.0, math.nan, 7.0],
+        "clipped": [1],
+        "reward": math.inf,
+    }
     found = collect([write_run(tmp_path / "run", [], rollouts=[row])])["runs"][0]["rollouts"]
     assert found == [
         {
@@ -261,21 +304,38 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
 
 
 def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
-    rows = [rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)]  # 20 tokens a step, 200 in all
+    rows = [
+        rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)
+    ]  # 20 tokens a step, 200 in all
     write_lines(tmp_path / "rollouts.jsonl", rows)
 
     def kept(budget: int) -> tuple[list[int], list[str]]:
         notes: list[str] = []
-        return [row["step"] for row in read_rollouts(tmp_path / "rollouts.jsonl", notes, budget)], notes
+        return [
+            row["step"] for row in read_rollouts(tmp_path / "rollouts.jsonl", notes, budget)
+        ], notes
 
     assert kept(200) == ([s for s in range(10) for _ in range(2)], [])
-    assert kept(80)[0] == [0, 0, 3, 3, 6, 6, 9, 9]  # every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80
+    assert kept(80)[0] == [
+        0,
+        0,
+        3,
+        3,
+        6,
+        6,
+        9,
+        9,
+    ]  # every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80
     assert kept(15)[0] == [9]  # even one step is too long: its first row
     assert kept(5)[0] == [9]  # and one row is shown in any case
-    assert kept(80)[1] == ["8 of 20 rollouts are shown, from 4 of 10 steps, to keep the page small."]
+    assert kept(80)[1] == [
+        "8 of 20 rollouts are shown, from 4 of 10 steps, to keep the page small."
+    ]
 
 
-def test_files_are_written_whole_or_not_at_all(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_whole_or_not_at_all(
+    two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
     written = write_report(two_runs, page, data)
     assert json.loads(data.read_text()) == written == collect(two_runs)
@@ -302,4 +362,7 @@ def test_the_command_writes_both_files_and_says_where(
     assert capsys.readouterr().out == f"{page}: 2 runs; open it in a browser.\n"
     assert page.read_text() == render(json.loads(data.read_text()))
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no run directory: it has neither config.json nor metrics.jsonl." in capsys.readouterr().err
+    assert (
+        "is no run directory: it has neither config.json nor metrics.jsonl."
+        in capsys.readouterr().err
+    )

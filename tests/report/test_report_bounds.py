@@ -29,19 +29,29 @@ def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
     """The page of a token of a megabyte is as small as that of one of 201 characters."""
     tokens = ["a" * 200, "b" * 201, "c" * 1_000_000]
     row = rollout(0, tokens, prompt="p" * 20_000, answer="q" * 20_001)
-    data = collect([write_run(tmp_path / "run", [], rollouts=[{**row, "completion": "r" * 3_000_000}])])
+    data = collect(
+        [write_run(tmp_path / "run", [], rollouts=[{**row, "completion": "r" * 3_000_000}])]
+    )
     (found,) = data["runs"][0]["rollouts"]
     assert found["tokens"] == ["a" * 200, "b" * 200 + "…", "c" * 200 + "…"]
     assert found["prompt"] == "p" * 20_000
     assert found["answer"] == "q" * 20_000 + "…"
     assert found["completion"] == "r" * 20_000 + "…"
     notes = data["runs"][0]["notes"]
-    assert "2 text(s) longer than 20,000 characters are shown up to there; the rest is left out." in notes
-    assert "2 token(s) longer than 200 characters are shown up to there; the rest is left out." in notes
+    assert (
+        "2 text(s) longer than 20,000 characters are shown up to there; the rest is left out."
+        in notes
+    )
+    assert (
+        "2 token(s) longer than 200 characters are shown up to there; the rest is left out."
+        in notes
+    )
     assert len(render(data)) < 200_000
 
 
-def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("policyloss.report.reading.LINE_BYTES", 1_000_000)
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
     with (run / "metrics.jsonl").open("a") as file:
@@ -62,10 +72,15 @@ def test_only_so_much_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("policyloss.report.reading.FILE_BYTES", 50 * size)
     found = run_of(run)
     assert found["metrics"]["a"]["step"][-1] < 60
-    assert any(note.startswith("Only the first 0 MiB of metrics.jsonl were read") for note in found["notes"])
+    assert any(
+        note.startswith("Only the first 0 MiB of metrics.jsonl were read")
+        for note in found["notes"]
+    )
 
 
-def test_steps_and_rows_beyond_the_index_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_rows_beyond_the_index_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The notes of what was read before them are still complete."""
     monkeypatch.setattr(limits, "INDEXED", 3)
     rollouts = [rollout(s, ["x"]) for s in range(5)]
@@ -74,9 +89,16 @@ def test_steps_and_rows_beyond_the_index_are_not_read(tmp_path: Path, monkeypatc
     found = run_of(run)
     assert found["metrics"]["a"]["step"] == [0, 1, 2]
     assert [row["step"] for row in found["rollouts"]] == [0, 1, 2]
-    assert "metrics.jsonl has more than 3 steps; what comes after them was left out." in found["notes"]
-    assert "rollouts.jsonl has more than 3 rows; what comes after them was left out." in found["notes"]
-    assert "metrics.jsonl has 1 line(s) that are no JSON object, left out; the first is line 1." in found["notes"]
+    assert (
+        "metrics.jsonl has more than 3 steps; what comes after them was left out." in found["notes"]
+    )
+    assert (
+        "rollouts.jsonl has more than 3 rows; what comes after them was left out." in found["notes"]
+    )
+    assert (
+        "metrics.jsonl has 1 line(s) that are no JSON object, left out; the first is line 1."
+        in found["notes"]
+    )
 
 
 def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> None:
@@ -90,14 +112,18 @@ def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> Non
     assert found["summary"]["tokens"] == 20
     (note,) = [n for n in found["notes"] if "too many metrics" in n]
     assert "302 are shown" in note
-    assert note.endswith("and 29,701 were left out.")  # 30,000 − 300, and the one whose name is too long
+    assert note.endswith(
+        "and 29,701 were left out."
+    )  # 30,000 − 300, and the one whose name is too long
     assert len(view(data)["panels"]) == 302
 
 
 def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Path) -> None:
     """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point, and no number is lost."""
     steps = 12_001
-    rows: list[dict[str, Any]] = [{"step": s, "tokens": 2, "reward/mean": 0.25} for s in range(steps)]
+    rows: list[dict[str, Any]] = [
+        {"step": s, "tokens": 2, "reward/mean": 0.25} for s in range(steps)
+    ]
     for s in range(0, steps, 10):
         rows[s]["eval/accuracy"] = 0.5
     rows[7_777] |= {"reward/mean": 0.75, "tokens": float("nan")}
@@ -111,12 +137,22 @@ def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Pat
     assert found["metrics"]["eval/accuracy"]["step"] == list(range(0, steps, 10))
     assert found["summary"]["steps"] == steps
     assert found["summary"]["tokens"] == 24_000  # 2 · 12,000; one was NaN
-    assert found["summary"]["reward"] == {"first": 0.25, "first_step": 0, "last": 0.5, "last_step": 12_000, "best": 0.75}
+    assert found["summary"]["reward"] == {
+        "first": 0.25,
+        "first_step": 0,
+        "last": 0.5,
+        "last_step": 12_000,
+        "best": 0.75,
+    }
     assert "tokens was NaN or infinite at 1 step(s), first at step 7777." in found["notes"]
-    assert any("have up to 12,001 points; about 5,000 of each are drawn" in note for note in found["notes"])
+    assert any(
+        "have up to 12,001 points; about 5,000 of each are drawn" in note for note in found["notes"]
+    )
 
 
-def test_the_points_of_many_metrics_share_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_points_of_many_metrics_share_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "POINT_BUDGET", 1_000)
     names = {f"m{i:02d}": 1.0 for i in range(50)}
     found = run_of(write_run(tmp_path / "run", [{"step": s, **names} for s in range(200)]))
@@ -125,26 +161,51 @@ def test_the_points_of_many_metrics_share_a_budget(tmp_path: Path, monkeypatch: 
 
 
 def test_histograms_are_thinned(tmp_path: Path) -> None:
-    rows = [{"step": s, "ratio_histogram": {"edges": [0.5, 1, 2], "counts": [s, 1]}} for s in range(1_500)]
+    rows = [
+        {"step": s, "ratio_histogram": {"edges": [0.5, 1, 2], "counts": [s, 1]}}
+        for s in range(1_500)
+    ]
     found = run_of(write_run(tmp_path / "run", rows))
     assert found["ratio_histogram"]["step"] == list(range(0, 1_500, 2))
     assert found["ratio_histogram"]["counts"][3] == [6, 1]
     assert "750 of 1,500 ratio histograms are shown; the others are left out." in found["notes"]
 
 
-def test_rows_and_long_texts_count_towards_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_long_texts_count_towards_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "ROWS", 6)
-    short = write_run(tmp_path / "short", [], rollouts=[rollout(s, ["x"], group=k) for s in range(4) for k in range(3)])
+    short = write_run(
+        tmp_path / "short",
+        [],
+        rollouts=[rollout(s, ["x"], group=k) for s in range(4) for k in range(3)],
+    )
     found = run_of(short)
-    assert [row["step"] for row in found["rollouts"]] == [1, 1, 1, 3, 3, 3]  # every second step back from the last
-    assert "6 of 12 rollouts are shown, from 2 of 4 steps, to keep the page small." in found["notes"]
+    assert [row["step"] for row in found["rollouts"]] == [
+        1,
+        1,
+        1,
+        3,
+        3,
+        3,
+    ]  # every second step back from the last
+    assert (
+        "6 of 12 rollouts are shown, from 2 of 4 steps, to keep the page small." in found["notes"]
+    )
     monkeypatch.setattr(limits, "TOKEN_BUDGET", 100)
     monkeypatch.setattr("policyloss.report.rollouts.read_rollouts.__defaults__", (100,))
-    long = write_run(tmp_path / "long", [], rollouts=[rollout(s, ["x"], prompt="p" * 256 * 60) for s in range(4)])
-    assert [row["step"] for row in run_of(long)["rollouts"]] == [3]  # two of them would be 2 · 61 > 100
+    long = write_run(
+        tmp_path / "long", [], rollouts=[rollout(s, ["x"], prompt="p" * 256 * 60) for s in range(4)]
+    )
+    assert [row["step"] for row in run_of(long)["rollouts"]] == [
+        3
+    ]  # two of them would be 2 · 61 > 100
     endless = write_run(tmp_path / "endless", [], rollouts=[rollout(0, ["x"] * 101)])
     assert len(run_of(endless)["rollouts"][0]["tokens"]) == 100
-    assert "1 rollout(s) with more than 100 tokens are shown up to there; the rest is left out." in run_of(endless)["notes"]
+    assert (
+        "1 rollout(s) with more than 100 tokens are shown up to there; the rest is left out."
+        in run_of(endless)["notes"]
+    )
 
 
 def test_settings_are_bounded(tmp_path: Path) -> None:
@@ -158,17 +219,26 @@ def test_settings_are_bounded(tmp_path: Path) -> None:
     assert "environment.json is larger than 1 MiB and was left out." in found["notes"]
 
 
-def test_the_command_line_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"step": 0, "b\x1b[31m": float("nan"), **{f"m{i:02d}": float("inf") for i in range(60)}}]
+def test_the_command_line_says_what_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"step": 0, "b\x1b[31m": float("nan"), **{f"m{i:02d}": float("inf") for i in range(60)}}
+    ]
     run = write_run(tmp_path / "run", rows, rollouts=[rollout(0, ["x" * 300])])
     assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'page.html'}: 1 run; open it in a browser.\n"
     lines = captured.err.splitlines()
-    assert "run: 1 token(s) longer than 200 characters are shown up to there; the rest is left out." in lines
+    assert (
+        "run: 1 token(s) longer than 200 characters are shown up to there; the rest is left out."
+        in lines
+    )
     assert "run: b\\u001b[31m was NaN or infinite at 1 step(s), first at step 0." in lines
     assert len(lines) == 21
-    assert lines[-1] == "21 more notes are on the page."  # 40 and the one that says how many more there are
+    assert (
+        lines[-1] == "21 more notes are on the page."
+    )  # 40 and the one that says how many more there are
     assert len(collect([run])["runs"][0]["notes"]) == 41
 
 
@@ -176,7 +246,9 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}], config={"steps": 2})
     owner = lock.Lock(run)
     assert run_of(run)["summary"]["state"] == "running"
-    (run / "lock").write_text(json.dumps({**owner.owner, "began": "long ago"}))  # this process began later
+    (run / "lock").write_text(
+        json.dumps({**owner.owner, "began": "long ago"})
+    )  # this process began later
     assert run_of(run)["summary"]["state"] == "stopped"
     for pid in (0, -1, True, 2**70, 1.5, "1"):
         (run / "lock").write_text(json.dumps({**owner.owner, "pid": pid, "began": None}))
@@ -244,7 +316,9 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
     only_links.mkdir()
     (only_links / "config.json").symlink_to(run / "config.json")
     assert main(["report", str(only_links), "--out", str(tmp_path / "x.html")]) == 2
-    (tmp_path / "named").symlink_to(run)  # the folder itself was named by the caller, and may be a link
+    (tmp_path / "named").symlink_to(
+        run
+    )  # the folder itself was named by the caller, and may be a link
     assert run_of(tmp_path / "named")["metrics"] == found["metrics"]
 
 
@@ -253,7 +327,9 @@ def test_the_bounds_are_documented() -> None:
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
     counts = "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET ROWS"
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
-        assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(", ", " , ").replace("(", " "), name
+        assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(
+            ", ", " , "
+        ).replace("(", " "), name
     sizes = (limits.OBJECT_BYTES // limits.MIB, limits.LINE_BYTES // limits.MIB)
     assert all(f"{size} MiB" in table for size in sizes)
     assert f"{limits.FILE_BYTES // limits.MIB // 1024} GiB" in table

@@ -19,7 +19,14 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss.report import collect
 
-FILES = ("config.json", "environment.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "lock")
+FILES = (
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "rollouts.jsonl",
+    "lock",
+)
 NAN = float("nan")
 WRONG: list[Any] = [
     None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400, -(10**400), 2**53, 2**63,
@@ -27,7 +34,14 @@ WRONG: list[Any] = [
     {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]}, {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
     {"nan": {"": [None, True, "x", {"y": 1e308}]}},
 ]  # fmt: skip
-METRICS = {"step": 1, "reward/mean": 0.5, "tokens": 3, "eval/accuracy": 0.5, "policy/kl_ref": 0.1, "nonfinite": {"a": "nan"}}
+METRICS = {
+    "step": 1,
+    "reward/mean": 0.5,
+    "tokens": 3,
+    "eval/accuracy": 0.5,
+    "policy/kl_ref": 0.1,
+    "nonfinite": {"a": "nan"},
+}
 TIMING = {"step": 1, "step_s": 0.5, "tokens_per_s": 3.0}
 HISTOGRAM = {"ratio_histogram": {"edges": [0.5, 1, 2], "counts": [1, 2]}}
 wrong = st.sampled_from(WRONG)
@@ -56,7 +70,9 @@ def _changed(value: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> Any:
         if not at:
             return replacement
         inner = value
-        with suppress(LookupError, TypeError):  # the first change may have taken away the place of the second
+        with suppress(
+            LookupError, TypeError
+        ):  # the first change may have taken away the place of the second
             for key in at[:-1]:
                 inner = inner[key]
             inner[at[-1]] = replacement
@@ -69,7 +85,9 @@ def encoded(value: Any) -> bytes:
 
 def lines(value: Any) -> st.SearchStrategy[bytes]:
     row = broken(value).map(encoded)
-    return st.lists(row | row | row | st.binary(max_size=20), min_size=1, max_size=4).map(b"\n".join)
+    return st.lists(row | row | row | st.binary(max_size=20), min_size=1, max_size=4).map(
+        b"\n".join
+    )
 
 
 config = {
@@ -87,11 +105,17 @@ contents = {
     "rollouts.jsonl": lines(rollout(1, ["a", "b"])),
     "lock": broken(LOCK).map(encoded),
 }
-mess = st.binary(max_size=40) | st.sampled_from([b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": '])
+mess = st.binary(max_size=40) | st.sampled_from(
+    [b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": ']
+)
 contents = {name: inside | inside | inside | mess for name, inside in contents.items()}
-FIRST = ("rollouts.jsonl", "metrics.jsonl")  # hypothesis leaves out what is optional half of the time
+FIRST = (
+    "rollouts.jsonl",
+    "metrics.jsonl",
+)  # hypothesis leaves out what is optional half of the time
 directories = st.fixed_dictionaries(
-    {name: contents[name] for name in FIRST}, optional={name: contents[name] for name in FILES if name not in FIRST}
+    {name: contents[name] for name in FIRST},
+    optional={name: contents[name] for name in FILES if name not in FIRST},
 ) | st.fixed_dictionaries({}, optional=contents)
 
 
@@ -135,16 +159,22 @@ def _check_numbers(value: Any) -> None:
             assert all(v is None or abs(v) <= 1e150 for v in line["value"])
         for row in run["rollouts"]:
             assert all(isinstance(token, str) and len(token) <= 201 for token in row["tokens"])
-            assert all(len(row[name]) == len(row["tokens"]) for name in ("ids", "logp", "ratio", "clipped"))
+            assert all(
+                len(row[name]) == len(row["tokens"]) for name in ("ids", "logp", "ratio", "clipped")
+            )
 
 
 @pytest.mark.parametrize("value", WRONG, ids=range(len(WRONG)))
-@pytest.mark.parametrize("field", ["ids", "example", "group", "tokens", "logp", "reward", "prompt", "step", "clipped"])
+@pytest.mark.parametrize(
+    "field", ["ids", "example", "group", "tokens", "logp", "reward", "prompt", "step", "clipped"]
+)
 def test_a_wrong_value_in_any_field_of_a_rollout(tmp_path: Path, field: str, value: Any) -> None:
     row = rollout(1, ["a", "b"])
     inside = [value, value] if isinstance(row[field], list) else value
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout(0, ["c"])) + "\n" + json.dumps({**row, field: inside}) + "\n")
+    (tmp_path / "rollouts.jsonl").write_text(
+        json.dumps(rollout(0, ["c"])) + "\n" + json.dumps({**row, field: inside}) + "\n"
+    )
     rows = collect([tmp_path])["runs"][0]["rollouts"]
     assert ["c"] in [row["tokens"] for row in rows]  # a bad row spoils no other
     json.dumps(rows, allow_nan=False)
@@ -153,10 +183,20 @@ def test_a_wrong_value_in_any_field_of_a_rollout(tmp_path: Path, field: str, val
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("metrics.jsonl", '{"step": 0, "tokens": 1e308}\n{"step": 1, "tokens": 1e308}\n'),  # their sum is infinite
+        (
+            "metrics.jsonl",
+            '{"step": 0, "tokens": 1e308}\n{"step": 1, "tokens": 1e308}\n',
+        ),  # their sum is infinite
         ("config.json", '{"config": {"steps": 1' + "0" * 400 + "}}"),  # no float can hold it
-        ("rollouts.jsonl", json.dumps({**rollout(0, ["a"]), "logp": [1e308], "rollout_logp": [-1e308]})),  # their distance
-        ("metrics.jsonl", json.dumps({"step": 0, "ratio_histogram": {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]}}) + "\n"),
+        (
+            "rollouts.jsonl",
+            json.dumps({**rollout(0, ["a"]), "logp": [1e308], "rollout_logp": [-1e308]}),
+        ),  # their distance
+        (
+            "metrics.jsonl",
+            json.dumps({"step": 0, "ratio_histogram": {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]}})
+            + "\n",
+        ),
         ("metrics.jsonl", json.dumps({"step": 10**400, "a": 1}) + "\n"),
         ("metrics.jsonl", json.dumps({"step": True, "a": 1}) + "\n"),
         ("config.json", '{"config": ' + '{"a": ' * 900 + "1" + "}" * 901),
@@ -169,6 +209,9 @@ def test_numbers_and_nesting_that_overflow(tmp_path: Path, file: str, text: str)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(text)
     page = tmp_path / "page.html"
-    assert main(["report", str(tmp_path), "--out", str(page), "--json", str(tmp_path / "data.json")]) == 0
+    assert (
+        main(["report", str(tmp_path), "--out", str(page), "--json", str(tmp_path / "data.json")])
+        == 0
+    )
     json.loads((tmp_path / "data.json").read_text(), parse_constant=_refuse)
     assert page.read_text().endswith("</html>\n")

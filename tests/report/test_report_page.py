@@ -20,7 +20,9 @@ from policyloss.report.panels import panels_for
 from policyloss.report.text import duration, escaped, island, number
 from policyloss.report.view import view
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 HOSTILE = [
     "<script>document.title='owned'</script>",
     "</script><script>document.title='owned'</script>",
@@ -41,7 +43,10 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return [realistic_run(folder / "first", steps=40), realistic_run(folder / "second", steps=40, loss="gspo", seed=1, critic=True)]
+    return [
+        realistic_run(folder / "first", steps=40),
+        realistic_run(folder / "second", steps=40, loss="gspo", seed=1, critic=True),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +56,22 @@ def hostile_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for k, name in enumerate(["<img src=x onerror=document.title=1>", "\"'><b>&amp;"]):
         metrics = [
-            {"step": s, "reward/mean": float(s), "eval/accuracy": 0.5, **{text: float(s) for text in HOSTILE}} for s in range(3)
+            {
+                "step": s,
+                "reward/mean": float(s),
+                "eval/accuracy": 0.5,
+                **{text: float(s) for text in HOSTILE},
+            }
+            for s in range(3)
         ]
         texts = "".join(HOSTILE)
         rows = [rollout(2, HOSTILE, prompt=texts, answer=texts, completion=texts)]
-        settings = {"model": HOSTILE[0], "task": HOSTILE[3], "loss": HOSTILE[1], **{text: f"{text}{k}" for text in HOSTILE}}
+        settings = {
+            "model": HOSTILE[0],
+            "task": HOSTILE[3],
+            "loss": HOSTILE[1],
+            **{text: f"{text}{k}" for text in HOSTILE},
+        }
         run = write_run(folder / name, metrics, config=settings, rollouts=rows)
         (run / "environment.json").write_text(json.dumps({text: [text, k] for text in HOSTILE}))
         made.append(run)
@@ -91,7 +107,14 @@ def browser(page: Path, address: str = "", width: int = 1280) -> tuple[str, list
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
     more = f"--disable-component-update --enable-logging=stderr --v=0 --virtual-time-budget=1500 --window-size={width},1000"
     data = f"--user-data-dir={page.parent / 'profile'}"
-    command = [CHROMIUM, *flags.split(), *more.split(), data, "--dump-dom", f"{page.as_uri()}{address}"]
+    command = [
+        CHROMIUM,
+        *flags.split(),
+        *more.split(),
+        data,
+        "--dump-dom",
+        f"{page.as_uri()}{address}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -105,26 +128,51 @@ def test_every_metric_is_in_exactly_one_chart(two_runs: list[Path]) -> None:
     assert sorted(keys) == sorted({key for run in shown["runs"] for key in run["series"]})
     by_id = {panel["id"]: panel["keys"] for panel in shown["panels"]}
     assert by_id["accuracy"] == ["eval/accuracy", "accuracy"]
-    assert by_id["clip"] == [f"policy/clip_fraction{kind}" for kind in ("", "_upper", "_lower", "_dual")]
+    assert by_id["clip"] == [
+        f"policy/clip_fraction{kind}" for kind in ("", "_upper", "_lower", "_dual")
+    ]
     assert by_id["seconds"] == ["timing/step_s", "timing/sample_s"]
     assert [panel["title"] for panel in panels_for(["odd"])] == ["odd"]
 
 
 def test_the_colour_scales_hold_98_percent_of_the_tokens(tmp_path: Path) -> None:
     row = rollout(0, ["x"] * 101)
-    row |= {"ratio": [math.exp(i / 100) for i in range(101)], "token_advantage": [-float(i) for i in range(101)]}
+    row |= {
+        "ratio": [math.exp(i / 100) for i in range(101)],
+        "token_advantage": [-float(i) for i in range(101)],
+    }
     row |= {"logp": [0.0] * 101, "rollout_logp": [0.0] * 101}
     scales = view(collect([write_run(tmp_path / "run", [], rollouts=[row])]))["scales"]
-    assert scales == {"ratio": 0.98, "advantage": 98.0, "rollout": 0.01}  # the differences are all 0, which gets no colour
+    assert scales == {
+        "ratio": 0.98,
+        "advantage": 98.0,
+        "rollout": 0.01,
+    }  # the differences are all 0, which gets no colour
 
 
 def test_the_clip_band_is_shown_where_the_ratio_is_that_of_tokens(two_runs: list[Path]) -> None:
-    assert [run["band"] for run in view(collect(two_runs))["runs"]] == [[0.8, 1.28], None]  # DAPO; GSPO's is of sequences
+    assert [run["band"] for run in view(collect(two_runs))["runs"]] == [
+        [0.8, 1.28],
+        None,
+    ]  # DAPO; GSPO's is of sequences
 
 
 def test_words_for_numbers() -> None:
-    assert [number(x) for x in (None, 0, 1234567, 0.12345, 1234.5, 1e-7)] == ["–", "0", "1,234,567", "0.123", "1,234", "1e-07"]
-    assert [duration(x) for x in (None, 1.234, 59.7, 185, 7620)] == ["–", "1.23 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"]
+    assert [number(x) for x in (None, 0, 1234567, 0.12345, 1234.5, 1e-7)] == [
+        "–",
+        "0",
+        "1,234,567",
+        "0.123",
+        "1,234",
+        "1e-07",
+    ]
+    assert [duration(x) for x in (None, 1.234, 59.7, 185, 7620)] == [
+        "–",
+        "1.23 s",
+        "1 min 00 s",
+        "3 min 05 s",
+        "2 h 07 min",
+    ]
 
 
 def test_the_page_asks_the_network_for_nothing(two_runs: list[Path]) -> None:
@@ -132,8 +180,14 @@ def test_the_page_asks_the_network_for_nothing(two_runs: list[Path]) -> None:
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", page)
     tags = Tags(page)
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(tags.count)
-    assert not [a for a in tags.attributes if a[1] in ("src", "href", "srcset", "action", "style") or a[1].startswith("on")]
-    assert "default-src 'none'" in next(value or "" for tag, name, value in tags.attributes if (tag, name) == ("meta", "content"))
+    assert not [
+        a
+        for a in tags.attributes
+        if a[1] in ("src", "href", "srcset", "action", "style") or a[1].startswith("on")
+    ]
+    assert "default-src 'none'" in next(
+        value or "" for tag, name, value in tags.attributes if (tag, name) == ("meta", "content")
+    )
 
 
 def test_hostile_texts_add_no_element_and_no_attribute(hostile_runs: list[Path]) -> None:
@@ -153,8 +207,14 @@ def test_hostile_texts_add_no_element_and_no_attribute(hostile_runs: list[Path])
 
 
 def test_escaping() -> None:
-    assert escaped('<a href="x">\'&\x00\u202e\ud800\t\n') == "&lt;a href=&quot;x&quot;&gt;&#x27;&amp;\\u0000\\u202e\\ud800\t\n"
-    assert island({"</script>": "<!--&\u2028"}) == '{"\\u003c/script\\u003e":"\\u003c!--\\u0026\\u2028"}'
+    assert (
+        escaped('<a href="x">\'&\x00\u202e\ud800\t\n')
+        == "&lt;a href=&quot;x&quot;&gt;&#x27;&amp;\\u0000\\u202e\\ud800\t\n"
+    )
+    assert (
+        island({"</script>": "<!--&\u2028"})
+        == '{"\\u003c/script\\u003e":"\\u003c!--\\u0026\\u2028"}'
+    )
     with pytest.raises(ValueError, match="not JSON compliant"):
         island(math.nan)
 
@@ -176,7 +236,9 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     """The real page, with its policy on: it draws everything, says nothing in the console, and shows what the address asks for."""
     page = tmp_path / "report.html"
     data = write_report(two_runs, page)
-    dom, said = browser(page, "#run=1&step=20&sample=3&token=2&color=advantage&theme=dark&smooth=0.5")
+    dom, said = browser(
+        page, "#run=1&step=20&sample=3&token=2&color=advantage&theme=dark&smooth=0.5"
+    )
     assert said == []
     row = [r for r in data["runs"][1]["rollouts"] if r["step"] == 20][3]
     values = [part for part in element(dom, "token-values").split("|") if part]
@@ -185,15 +247,21 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
         "id": "2",
         "position": f"3 of {len(row['tokens'])}",
         "clipped": "held, advantage above 0" if row["clipped"][2] else "no",
-        **{name: six_digits(row[name][2]) for name in ("ratio", "logp", "old_logp", "rollout_logp")},
+        **{
+            name: six_digits(row[name][2]) for name in ("ratio", "logp", "old_logp", "rollout_logp")
+        },
         "advantage": six_digits(row["token_advantage"][2]),
-        "logp − rollout_logp": six_digits(float(six_digits(row["logp"][2])) - float(six_digits(row["rollout_logp"][2]))),
+        "logp − rollout_logp": six_digits(
+            float(six_digits(row["logp"][2])) - float(six_digits(row["rollout_logp"][2]))
+        ),
     }
     assert f"reward {row['reward']:.0f}" in element(dom, "facts")
     strength = 100 * abs(row["token_advantage"][2]) / view(data)["scales"]["advantage"]
     sign = "plus" if row["token_advantage"][2] > 0 else "minus"
     assert f"var(--{sign}) {min(100, strength):.0f}%" in dom
-    assert dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2  # the ratios of both runs
+    assert (
+        dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2
+    )  # the ratios of both runs
     assert 'data-theme="dark"' in dom
     assert element(dom, "smoothness") == "0.50"
     assert element(dom, "histogram-step") == "20"
@@ -236,10 +304,16 @@ out.id = "seen"; out.textContent = btoa(String.fromCharCode(...bytes)); document
 
 
 @needs_browser
-def test_hostile_texts_and_every_control_in_a_browser(hostile_runs: list[Path], tmp_path: Path) -> None:
+def test_hostile_texts_and_every_control_in_a_browser(
+    hostile_runs: list[Path], tmp_path: Path
+) -> None:
     """Without the page's policy: only the escaping stands between the texts and a running script. On a narrow screen."""
     page = tmp_path / "report.html"
-    page.write_text(strip_policy(render(collect(hostile_runs))).replace("</body>", f"<script>{DRIVER}</script></body>"))
+    page.write_text(
+        strip_policy(render(collect(hostile_runs))).replace(
+            "</body>", f"<script>{DRIVER}</script></body>"
+        )
+    )
     dom, said = browser(page, width=500)
     assert said == []
     seen = json.loads(base64.b64decode(element(dom, "seen")))
@@ -259,8 +333,13 @@ def test_hostile_texts_and_every_control_in_a_browser(hostile_runs: list[Path], 
     assert seen["tipGone"] is True
     # Rewards 0, 1, 2 with weight 0.5: (0.5·2 + 0.25·1 + 0.125·0) / (0.5 + 0.25 + 0.125) = 1.25 / 0.875
     assert seen["smoothed"].endswith("1.429")
-    assert (seen["before"], seen["after"]) == (2, 1)  # held-out accuracy of two runs; the first is switched off
+    assert (seen["before"], seen["after"]) == (
+        2,
+        1,
+    )  # held-out accuracy of two runs; the first is switched off
     assert seen["log"] == ["true", True]
     assert seen["color"] == "clip"
-    assert seen["nonsense"] == len(HOSTILE)  # an address that makes no sense shows the nearest thing that does
+    assert seen["nonsense"] == len(
+        HOSTILE
+    )  # an address that makes no sense shows the nearest thing that does
     assert seen["fits"] is True

@@ -29,7 +29,9 @@ def loop() -> ModuleType:
 def test_rewards_by_hand(loop: ModuleType) -> None:
     end = loop.END
     prompts = torch.tensor([[3, 1, 4, 1, loop.EQUALS]] * 4)
-    completions = torch.tensor([[1, 1, 3, 4, end], [1, 1, 3, end, end], [4, 1, 3, 1, end], [end] * 5])
+    completions = torch.tensor(
+        [[1, 1, 3, 4, end], [1, 1, 3, end, end], [4, 1, 3, 1, end], [end] * 5]
+    )
     # right are: all five; three (END came too early, so the last place was not written); the second and third and END; none
     assert loop.reward(prompts, completions).tolist() == pytest.approx([1.0, 3 / 5, 3 / 5, 0.0])
     assert loop.written(completions).sum(dim=1).tolist() == [5, 4, 5, 1]
@@ -59,7 +61,9 @@ def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
 
     parameters = list(policy.parameters())
     before = [p.detach().clone() for p in parameters]
-    scale = min(1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6))  # gradients are clipped to norm 1
+    scale = min(
+        1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6)
+    )  # gradients are clipped to norm 1
     metrics = loop.update(policy, torch.optim.SGD(parameters, lr=1.0), pl.preset("dapo"), batch)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == metrics["ratio_min"] == 1.0
     assert metrics["clip_fraction"] == 0.0
@@ -75,7 +79,9 @@ def test_a_short_run_says_what_it_does(loop: ModuleType) -> None:
     settings = loop.Settings(steps=2, prompts=2, samples=4, lr=1e-2)
     first, before, _ = loop.train(settings, said.append)
     second, _, _ = loop.train(settings, lambda line: None)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     assert said[0].startswith(f"before: held-out accuracy {before:.3f}, 102,284 weights, loss dapo")
     (progress,) = [line for line in said if line.startswith("step    2")]
     assert float(progress.split("ratio_max ")[1].split()[0]) > 1.0
@@ -87,8 +93,21 @@ def test_a_short_run_says_what_it_does(loop: ModuleType) -> None:
 def test_it_fits_on_a_few_screens_and_uses_no_trainer() -> None:
     text = FILE.read_text()
     assert len(text.splitlines()) <= 300
-    imports = [line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert set(imports) <= {"__future__", "argparse", "time", "collections", "dataclasses", "random", "torch", "policyloss"}
+    imports = [
+        line.split()[1].partition(".")[0]
+        for line in text.splitlines()
+        if line.startswith(("import ", "from "))
+    ]
+    assert set(imports) <= {
+        "__future__",
+        "argparse",
+        "time",
+        "collections",
+        "dataclasses",
+        "random",
+        "torch",
+        "policyloss",
+    }
     assert "policyloss.train" not in text
 
 

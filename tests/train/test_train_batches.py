@@ -11,9 +11,13 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.sampler import Sample
 
 
-def made(prompt: list[int], completion: list[int], reward: float, group: int, finished: bool = True) -> Sample:
+def made(
+    prompt: list[int], completion: list[int], reward: float, group: int, finished: bool = True
+) -> Sample:
     logp = -torch.arange(1.0, len(completion) + 1) / 10
-    return Sample(0, group, torch.tensor(prompt), torch.tensor(completion), logp, finished, "", reward)
+    return Sample(
+        0, group, torch.tensor(prompt), torch.tensor(completion), logp, finished, "", reward
+    )
 
 
 SAMPLES = [
@@ -33,7 +37,8 @@ def test_what_is_predicted_from_what() -> None:
     assert pack.tokens["mask"].int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 1]
     assert pack.tokens["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 2]
     torch.testing.assert_close(
-        pack.tokens["rollout_logp"], torch.tensor([0, 0, -0.1, -0.2, -0.1, -0.2, -0.3, 0, -0.1, 0, -0.1, -0.2])
+        pack.tokens["rollout_logp"],
+        torch.tensor([0, 0, -0.1, -0.2, -0.1, -0.2, -0.3, 0, -0.1, 0, -0.1, -0.2]),
     )
     assert pack.cu_seqlens.tolist() == [0, 4, 7, 9, 12]
     assert pack.completion_lengths.tolist() == [2, 3, 1, 2]
@@ -78,12 +83,14 @@ def advantages(name: str, **options: object) -> torch.Tensor:
 
 def test_advantages_by_hand() -> None:
     """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½ and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1."""
-    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))  # noqa: E731
+    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))
     torch.testing.assert_close(advantages("dr_grpo"), spread(0.5, -0.5, -1.5, 1.5))
     torch.testing.assert_close(advantages("rloo"), spread(1.0, -1.0, -3.0, 3.0))
     torch.testing.assert_close(advantages("remax"), spread(0.5, -0.5, -1.0, 2.0))
     # Sample standard deviations of the groups are √½ and √4.5: ±½/√½ and ±1.5/√4.5 are both ±√½.
-    torch.testing.assert_close(advantages("grpo"), 0.5**0.5 * spread(1.0, -1.0, -1.0, 1.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        advantages("grpo"), 0.5**0.5 * spread(1.0, -1.0, -1.0, 1.0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gae_is_whitened_over_the_tokens_that_are_trained_on() -> None:
@@ -94,7 +101,17 @@ def test_gae_is_whitened_over_the_tokens_that_are_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo_loo", "opo", "maxrl", "gpg", "reinforce_pp", "reinforce_pp_baseline", "passk_max_gap", "passk_combinatorial"]
+    "name",
+    [
+        "grpo_loo",
+        "opo",
+        "maxrl",
+        "gpg",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "passk_max_gap",
+        "passk_combinatorial",
+    ],
 )
 def test_every_estimator_prefers_the_better_answer(name: str) -> None:
     mean = [part.mean().item() for part in advantages(name, passk=1).split([4, 3, 2, 3])]

@@ -40,7 +40,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def put(folder: Path, step: int, value: float | None = None, *, keep: int | None = None) -> Path:
     """A small checkpoint whose contents say which it is."""
     value = float(step) if value is None else value
-    return save(folder, step, {"model": {"w": torch.full((4,), value)}}, {"value": value}, keep=keep)
+    return save(
+        folder, step, {"model": {"w": torch.full((4,), value)}}, {"value": value}, keep=keep
+    )
 
 
 def holds(path: Path | None) -> float:
@@ -58,13 +60,25 @@ def names(folder: Path) -> list[str]:
 def test_everything_comes_back(tmp_path: Path) -> None:
     tied = torch.randn(3, 4)
     state = {
-        "model": {"in.weight": tied, "out.weight": tied, "view": tied[1:], "t": tied.T, "bf16": torch.randn(5).bfloat16()},
+        "model": {
+            "in.weight": tied,
+            "out.weight": tied,
+            "view": tied[1:],
+            "t": tied.T,
+            "bf16": torch.randn(5).bfloat16(),
+        },
         "queue": [{"ids": torch.arange(3)}, {"ids": torch.arange(0)}],
         "flags": (torch.tensor([True, False]), torch.tensor(7, dtype=torch.uint8)),
         "odd": {"nan": torch.tensor([math.nan, math.inf, -0.0])},
         "nothing": {},
     }
-    numbers = {"step": 3, "best": -math.inf, "lr": 0.1 + 0.2, "names": ["ä", None, True], "deep": {"big": 2**60}}
+    numbers = {
+        "step": 3,
+        "best": -math.inf,
+        "lr": 0.1 + 0.2,
+        "names": ["ä", None, True],
+        "deep": {"big": 2**60},
+    }
     path = save(tmp_path / "new" / "checkpoints", 12, state, numbers, keep=1)
     assert path == tmp_path / "new" / "checkpoints" / "step_000012"
     tensors, back = load(path)
@@ -90,14 +104,25 @@ def test_everything_comes_back(tmp_path: Path) -> None:
             lambda f: save(f, 1, {"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, {}, keep=1),
             "two tensors .* are called 'a/b'",
         ),
-        (lambda f: save(f, 1, {"lr": 0.1}, {}, keep=1), "state\\['lr'\\] is a float; tensors go into state"),
-        (lambda f: save(f, 1, {}, {"rng": torch.ones(1)}, keep=1), r"checkpoint\['numbers'\]\['rng'\] is a Tensor"),
-        (lambda f: save(f, 1, {"x": torch.ones(1, device="meta")}, {}, keep=1), r"state\['x'\] has no plain memory"),
+        (
+            lambda f: save(f, 1, {"lr": 0.1}, {}, keep=1),
+            "state\\['lr'\\] is a float; tensors go into state",
+        ),
+        (
+            lambda f: save(f, 1, {}, {"rng": torch.ones(1)}, keep=1),
+            r"checkpoint\['numbers'\]\['rng'\] is a Tensor",
+        ),
+        (
+            lambda f: save(f, 1, {"x": torch.ones(1, device="meta")}, {}, keep=1),
+            r"state\['x'\] has no plain memory",
+        ),
         (lambda f: save(f, 1, {}, {}, keep=0), "keep ≥ 1"),
         (lambda f: step_of(f / "elsewhere"), "is not a checkpoint"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(tmp_path: Path, call: Callable[[Path], Any], says: str) -> None:
+def test_what_cannot_be_saved_is_refused(
+    tmp_path: Path, call: Callable[[Path], Any], says: str
+) -> None:
     put(tmp_path, 0)
     with pytest.raises(InputError, match=says):
         call(tmp_path)
@@ -111,16 +136,24 @@ def no_space(*args: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["os.replace", "os.fsync", "os.mkdir", "checkpoint.save_file", "checkpoint.write_synced"])
+@pytest.mark.parametrize(
+    "where",
+    ["os.replace", "os.fsync", "os.mkdir", "checkpoint.save_file", "checkpoint.write_synced"],
+)
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
-def test_a_full_disk_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, again: bool) -> None:
+def test_a_full_disk_leaves_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, again: bool
+) -> None:
     put(tmp_path, 1)
     put(tmp_path, 2)
     step = 2 if again else 3
     with monkeypatch.context() as patch:
         module, name = where.split(".")
         patch.setattr({"os": os, "checkpoint": checkpoint}[module], name, no_space)
-        with pytest.raises(StorageError, match=rf"checkpoint .*step_00000{step}: No space left on device\. Older.*Free some space"):
+        with pytest.raises(
+            StorageError,
+            match=rf"checkpoint .*step_00000{step}: No space left on device\. Older.*Free some space",
+        ):
             put(tmp_path, step, 30.0, keep=1)
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert holds(latest(tmp_path)) == 2.0
@@ -128,7 +161,9 @@ def test_a_full_disk_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == [f"step_00000{step}"]
 
 
-def test_one_that_stepped_aside_for_a_newer_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_stepped_aside_for_a_newer_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tmp_path, 2)
     real = os.replace
 
@@ -148,7 +183,10 @@ def test_a_file_that_the_system_cuts_short(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(StorageError, match=r"could not write checkpoint .*step_000002: .*[Ff]ile too large.* Older"):
+        with pytest.raises(
+            StorageError,
+            match=r"could not write checkpoint .*step_000002: .*[Ff]ile too large.* Older",
+        ):
             save(tmp_path, 2, {"big": torch.zeros(1 << 17)}, {}, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -174,7 +212,14 @@ def killed_at(moment: int, patch: pytest.MonkeyPatch, call: Callable[[], Any]) -
 
         return change
 
-    for module, name in [(os, "replace"), (os, "fsync"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (checkpoint, "save_file")]:
+    for module, name in [
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "mkdir"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (checkpoint, "save_file"),
+    ]:
         patch.setattr(module, name, counted(getattr(module, name)))
     try:
         call()
@@ -186,7 +231,9 @@ def killed_at(moment: int, patch: pytest.MonkeyPatch, call: Callable[[], Any]) -
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["a step that is there", "a new step"])
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     def start(folder: Path) -> None:
         put(folder, 1)
         put(folder, 2)
@@ -203,7 +250,9 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, monkeypa
             warnings.simplefilter("error")  # nothing half written is even met
             seen.add(holds(latest(folder)))
         assert holds(put(folder, step, 31.0, keep=2)) == 31.0
-        assert names(folder) == (["step_000001", "step_000002"] if step == 2 else ["step_000002", "step_000003"])
+        assert names(folder) == (
+            ["step_000001", "step_000002"] if step == 2 else ["step_000002", "step_000003"]
+        )
     assert seen == {2.0, 30.0}
 
 
@@ -226,18 +275,40 @@ def other_number(path: Path) -> None:
 
 def elsewhere(path: Path) -> None:
     """An index that is sound in itself, by someone who wants another file read."""
-    body = path.read_bytes().partition(b', "checkpoint": ')[2][:-1].replace(b'"rank00000.safetensors": {', b'"../outside": {')
-    path.write_bytes(b'{"sha256": "%s", "checkpoint": %s}' % (hashlib.sha256(body).hexdigest().encode(), body))
+    body = (
+        path.read_bytes()
+        .partition(b', "checkpoint": ')[2][:-1]
+        .replace(b'"rank00000.safetensors": {', b'"../outside": {')
+    )
+    path.write_bytes(
+        b'{"sha256": "%s", "checkpoint": %s}' % (hashlib.sha256(body).hexdigest().encode(), body)
+    )
 
 
 DAMAGE = {
     "tensors cut": ("rank00000.safetensors", cut, "has 85 bytes, 88 were written"),
-    "a bit of a tensor": ("rank00000.safetensors", flip, "rank00000.safetensors does not have its checksum"),
-    "no tensors": ("rank00000.safetensors", Path.unlink, "is incomplete: .*rank00000.safetensors: No such file"),
+    "a bit of a tensor": (
+        "rank00000.safetensors",
+        flip,
+        "rank00000.safetensors does not have its checksum",
+    ),
+    "no tensors": (
+        "rank00000.safetensors",
+        Path.unlink,
+        "is incomplete: .*rank00000.safetensors: No such file",
+    ),
     "no index": ("checkpoint.json", Path.unlink, "is incomplete: .*checkpoint.json: No such file"),
     "index cut": ("checkpoint.json", cut, "checkpoint.json is not readable"),
-    "another number": ("checkpoint.json", other_number, "checkpoint.json does not have its checksum"),
-    "not an object": ("checkpoint.json", lambda path: path.write_text("[1]"), "checkpoint.json is not readable"),
+    "another number": (
+        "checkpoint.json",
+        other_number,
+        "checkpoint.json does not have its checksum",
+    ),
+    "not an object": (
+        "checkpoint.json",
+        lambda path: path.write_text("[1]"),
+        "checkpoint.json is not readable",
+    ),
     "another file": ("checkpoint.json", elsewhere, "outside of its folder"),
 }
 
@@ -303,7 +374,9 @@ def test_an_older_one_does_not_delete_itself(tmp_path: Path) -> None:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw amsgrad, lr as a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), amsgrad=True, foreach=False),
+    "adamw amsgrad, lr as a tensor": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.1), amsgrad=True, foreach=False
+    ),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
 }
@@ -322,7 +395,13 @@ def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     for group in optimizer.param_groups:
         group["lr"] *= 0.37  # a schedule's doing
     tensors, numbers = optimizer_state(model, optimizer)
-    path = save(tmp_path, 3, {"model": model.state_dict(), "optimizer": tensors}, {"optimizer": numbers}, keep=1)
+    path = save(
+        tmp_path,
+        3,
+        {"model": model.state_dict(), "optimizer": tensors},
+        {"optimizer": numbers},
+        keep=1,
+    )
 
     torch.manual_seed(5)
     again = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False))
@@ -345,7 +424,11 @@ def test_state_keeps_its_dtype_and_how_a_step_is_computed_its_setting() -> None:
     model = nn.Linear(2, 2, bias=False).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     moment = torch.tensor([[1 / 3, 0.1], [0.2, 0.3]])
-    optimizer.state[model.weight] = {"step": torch.tensor(4.0), "exp_avg": moment, "exp_avg_sq": moment**2}
+    optimizer.state[model.weight] = {
+        "step": torch.tensor(4.0),
+        "exp_avg": moment,
+        "exp_avg_sq": moment**2,
+    }
     other = torch.optim.AdamW(model.parameters(), lr=0.2, foreach=True, betas=(0.5, 0.5))
     tensors, numbers = optimizer_state(model, optimizer)
     load_optimizer_state(model, other, tensors, numbers)
@@ -365,10 +448,16 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         load_optimizer_state(model, torch.optim.SGD(model.parameters()), tensors, numbers)
     with pytest.raises(InputError, match="had 1 groups of parameters, but this one has 2"):
         load_optimizer_state(model, torch.optim.AdamW(two_groups(model)), tensors, numbers)
-    with pytest.raises(InputError, match=r"\['2.weight'\] are only in the checkpoint, \[\] only here"):
+    with pytest.raises(
+        InputError, match=r"\['2.weight'\] are only in the checkpoint, \[\] only here"
+    ):
         load_optimizer_state(other, train_ranks.make_optimizer(other), tensors, numbers)
-    with pytest.raises(InputError, match=r"0.bias/exp_avg in the checkpoint is \(4,\), but the parameter is \(5,\)"):
-        load_optimizer_state(model, optimizer, {**tensors, "0.bias/exp_avg": torch.zeros(4)}, numbers)
+    with pytest.raises(
+        InputError, match=r"0.bias/exp_avg in the checkpoint is \(4,\), but the parameter is \(5,\)"
+    ):
+        load_optimizer_state(
+            model, optimizer, {**tensors, "0.bias/exp_avg": torch.zeros(4)}, numbers
+        )
     with pytest.raises(InputError, match=r"'exp_avg' of '9.bias', which is not a parameter"):
         load_optimizer_state(model, optimizer, {"9.bias/exp_avg": torch.zeros(4)}, numbers)
     with pytest.raises(InputError, match=r"shapes \[\(5, 3\), .* that the model does not have"):
@@ -389,8 +478,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the four ranks worked. Parallel test workers share one start of processes: the first's."""
 
     def start(place: Path) -> None:
-        multiprocessing.set_forkserver_preload(["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.run.checkpoint"])
-        torch.multiprocessing.start_processes(train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver")
+        multiprocessing.set_forkserver_preload(
+            ["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.run.checkpoint"]
+        )
+        torch.multiprocessing.start_processes(
+            train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver"
+        )
 
     return started_once(tmp_path_factory, "train_ranks", start)
 
@@ -420,7 +513,9 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(case: str, said: Said, alon
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-def test_one_process_reads_what_ranks_wrote(ranks: str, folder: Path, said: Said, alone: Any) -> None:
+def test_one_process_reads_what_ranks_wrote(
+    ranks: str, folder: Path, said: Said, alone: Any
+) -> None:
     path = latest(folder / ranks)
     assert path == folder / ranks / "step_000003"
     tensors, numbers = load(path)
@@ -439,16 +534,29 @@ def test_each_rank_wrote_its_own_rows(folder: Path, said: Said) -> None:
         index = checkpoint.checked_index(folder / ranks / "step_000003", sums=True)
         pieces = index["tensors"]["model/0.weight"]["pieces"]
         assert [piece["rows"] for piece in pieces] == rows
-        assert [piece["file"] for piece in pieces] == [f"rank{rank:05d}.safetensors" for rank in range(len(rows))]
+        assert [piece["file"] for piece in pieces] == [
+            f"rank{rank:05d}.safetensors" for rank in range(len(rows))
+        ]
     assert said[0]["path"] == said[1]["path"] == said[1]["latest"]
 
 
 def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
     for rank in (0, 1):
-        assert said[rank]["full disk"].startswith("StorageError: rank 1: StorageError: could not write checkpoint ")
-        assert "step_000009: No space left on device. Older checkpoints are untouched. Free" in said[rank]["full disk"]
-        assert "'model/0.weight'] is spread over 2 ranks (a DTensor); give `group`" in said[rank]["alone"]
-        assert "'queue'] is float32 [2] on rank 0 but float32 [3] on rank 1; give" in said[rank]["shapes"]
+        assert said[rank]["full disk"].startswith(
+            "StorageError: rank 1: StorageError: could not write checkpoint "
+        )
+        assert (
+            "step_000009: No space left on device. Older checkpoints are untouched. Free"
+            in said[rank]["full disk"]
+        )
+        assert (
+            "'model/0.weight'] is spread over 2 ranks (a DTensor); give `group`"
+            in said[rank]["alone"]
+        )
+        assert (
+            "'queue'] is float32 [2] on rank 0 but float32 [3] on rank 1; give"
+            in said[rank]["shapes"]
+        )
         assert said[rank]["folder"] == ["step_000003"]
         assert said[rank]["latest"] == said[rank]["path"]
 
@@ -476,14 +584,19 @@ def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> No
 
 def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None:
     """The same state: one index, but for where the rows are. A file of each rank, and what one process wrote is a rank's."""
-    one, two, four = (checkpoint.checked_index(folder / name / "step_000003", sums=True) for name in ("one", "two", "four"))
+    one, two, four = (
+        checkpoint.checked_index(folder / name / "step_000003", sums=True)
+        for name in ("one", "two", "four")
+    )
     assert list(one["files"]) == ["rank00000.safetensors"]
     assert list(two["files"]) == [f"rank{rank:05d}.safetensors" for rank in (0, 1)]
     assert one.keys() == two.keys() == four.keys()
     assert one["numbers"] == two["numbers"] == four["numbers"]
     for name, entry in one["tensors"].items():
         rows = entry["shape"][0] if entry["shape"] else 1
-        assert entry["pieces"] == [{"file": "rank00000.safetensors", "first": 0, "rows": rows}], name
+        assert entry["pieces"] == [{"file": "rank00000.safetensors", "first": 0, "rows": rows}], (
+            name
+        )
         for other in (two, four):
             assert {**other["tensors"][name], "pieces": entry["pieces"]} == entry, name
             assert sum(piece["rows"] for piece in other["tensors"][name]["pieces"]) == rows, name
@@ -494,7 +607,10 @@ def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None
     [
         ({"first": 1}, r"model/w: a piece begins at row 1, where row 0 is next"),
         ({"first": -1}, r"model/w: a piece begins at row -1, where row 0 is next"),
-        ({"rows": 3}, r"model/w has the shape \[4\] in rank00000\.safetensors, but the index says \[3\]"),
+        (
+            {"rows": 3},
+            r"model/w has the shape \[4\] in rank00000\.safetensors, but the index says \[3\]",
+        ),
         ({"first": "x"}, r"model/w: a piece begins at row x"),
         ({"file": "rank00007.safetensors"}, "KeyError: 'rank00007.safetensors'"),
         (None, r"model/w: 8 of 4 rows are in the files"),
@@ -521,8 +637,16 @@ def test_pieces_that_are_not_the_rows_of_a_tensor(tmp_path: Path, change: Any, s
 
 def test_a_checkpoint_of_another_format_is_named(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
-    body = (path / "checkpoint.json").read_bytes().partition(b', "checkpoint": ')[2][:-1].replace(b'"format": 2', b'"format": 1')
+    body = (
+        (path / "checkpoint.json")
+        .read_bytes()
+        .partition(b', "checkpoint": ')[2][:-1]
+        .replace(b'"format": 2', b'"format": 1')
+    )
     sha256 = hashlib.sha256(body).hexdigest().encode()
     (path / "checkpoint.json").write_bytes(b'{"sha256": "%s", "checkpoint": %s}' % (sha256, body))
-    with pytest.raises(StorageError, match="has format 1, and this version reads format 2; use the version that wrote it"):
+    with pytest.raises(
+        StorageError,
+        match="has format 1, and this version reads format 2; use the version that wrote it",
+    ):
         load(path)

@@ -19,16 +19,36 @@ PROMPTS = 3  # groups of a step; a second draw of dynamic sampling has the group
 
 def sample(group: int, length: int, reward: float) -> Sample:
     ids = torch.arange(length) + 10 * group
-    return Sample(group, group, torch.arange(group + 1), ids, -ids.float(), length % 2 == 0, f"text {group}", reward)
+    return Sample(
+        group,
+        group,
+        torch.arange(group + 1),
+        ids,
+        -ids.float(),
+        length % 2 == 0,
+        f"text {group}",
+        reward,
+    )
 
 
-ROWS = [sample(0, 2, 0.5), sample(0, 3, 1.0), sample(1, 1, 0.0), sample(2, 4, 1.0), sample(4, 1, 0.25)]
-ALL = Completions(ROWS, torch.tensor([0.1, 0.1, 0.2, 0.3, 0.4]), {"tokens": 11.0, "reward/mean": 0.55})
+ROWS = [
+    sample(0, 2, 0.5),
+    sample(0, 3, 1.0),
+    sample(1, 1, 0.0),
+    sample(2, 4, 1.0),
+    sample(4, 1, 0.25),
+]
+ALL = Completions(
+    ROWS, torch.tensor([0.1, 0.1, 0.2, 0.3, 0.4]), {"tokens": 11.0, "reward/mean": 0.55}
+)
 
 
 def same(a: Completions, b: Completions) -> bool:
     def plain(x: Completions) -> Any:
-        rows = [[v.tolist() if isinstance(v, torch.Tensor) else v for v in vars(s).values()] for s in x.samples]
+        rows = [
+            [v.tolist() if isinstance(v, torch.Tensor) else v for v in vars(s).values()]
+            for s in x.samples
+        ]
         return rows, None if x.greedy is None else x.greedy.tolist(), x.statistics
 
     return bool(plain(a) == plain(b))
@@ -78,7 +98,9 @@ def test_no_completions_at_all() -> None:
         (5, 41, {"tokens": math.inf}, "the statistics of completions say tokens = inf"),
     ],
 )
-def test_what_a_model_or_a_task_does_not_have(examples: int, vocabulary: int, statistics: Any, says: str) -> None:
+def test_what_a_model_or_a_task_does_not_have(
+    examples: int, vocabulary: int, statistics: Any, says: str
+) -> None:
     """The last of five examples is 4, and the largest token id is 40."""
     with pytest.raises(TypeError, match=says):
         Completions(ROWS, None, statistics).check(examples, vocabulary)

@@ -12,7 +12,17 @@ from policyloss.train.config import TrainConfig, check_together, read_arguments,
 
 
 def test_a_preset_with_changes() -> None:
-    config, spec = read_arguments(["--loss", "dapo", "--loss.trust.eps-high", "0.3", "--loss.entropy-coef=0.01", "--steps", "7"])
+    config, spec = read_arguments(
+        [
+            "--loss",
+            "dapo",
+            "--loss.trust.eps-high",
+            "0.3",
+            "--loss.entropy-coef=0.01",
+            "--steps",
+            "7",
+        ]
+    )
     assert (config.loss, config.steps) == ("dapo", 7)
     assert spec == pl.preset("dapo").replace(trust=pl.Clip(0.2, 0.3), entropy_coef=0.01)
 
@@ -56,7 +66,10 @@ def test_a_loss_that_makes_no_sense(arguments: list[str], words: list[str]) -> N
         ({"minibatches": 200, "prompts": 4}, ["--minibatches 200", "32"]),
         ({"dynamic_sampling": True, "advantage": "gae"}, ["--dynamic-sampling", "gae"]),
         ({"task": "data.jsonl"}, ["data.jsonl", "--reward"]),
-        ({"advantage": "passk_combinatorial", "passk": 4, "group_size": 4}, ["--passk 4", "--group-size 4"]),
+        (
+            {"advantage": "passk_combinatorial", "passk": 4, "group_size": 4},
+            ["--passk 4", "--group-size 4"],
+        ),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, object], words: list[str]) -> None:
@@ -81,7 +94,9 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{name.replace('_', '-')}" in shown
     source = Path(__import__("policyloss.train.config", fromlist=["x"]).__file__).read_text()
     body = source.partition("class TrainConfig")[2].partition("def __post_init__")[0]
-    assert body.count('"""') // 2 == len(TrainConfig.__dataclass_fields__) + 1  # the class's own, and one for every option
+    assert (
+        body.count('"""') // 2 == len(TrainConfig.__dataclass_fields__) + 1
+    )  # the class's own, and one for every option
 
 
 def test_to_and_from_json() -> None:

@@ -32,7 +32,25 @@ from policyloss.train.tiny import tiny_tokenizer
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 2**63, 10**400, 1e308, "", "x", "x\0y", "\ud800", "../..", [], [1], {}, {"a": 1}, {"float": "nan"}),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        2**63,
+        10**400,
+        1e308,
+        "",
+        "x",
+        "x\0y",
+        "\ud800",
+        "../..",
+        [],
+        [1],
+        {},
+        {"a": 1},
+        {"float": "nan"},
+    ),
 )
 
 
@@ -42,18 +60,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     place = tmp_path_factory.mktemp("damage")
-    rows = [{"prompt": f"{n}=", "answer": str(n), "split": "held_out" if n > 9 else "train"} for n in range(12)]
+    rows = [
+        {"prompt": f"{n}=", "answer": str(n), "split": "held_out" if n > 9 else "train"}
+        for n in range(12)
+    ]
     (place / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = tiny_tokenizer(make_task(str(place / "task.jsonl"), reward="exact", seed=0))
     torch.manual_seed(0)
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    end = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **size, **end)).save_pretrained(
-        place / "model"
-    )
+    size = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    end = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **size, **end)
+    ).save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
-    options = {"loss": "ppo", "staleness": 1, "prompts": 1, "group-size": 2, "max-new-tokens": 2, "eval-prompts": 1, "steps": 2}
-    options |= {"checkpoint-every": 1, "task": place / "task.jsonl", "reward": "exact", "model": place / "model"}
+    options = {
+        "loss": "ppo",
+        "staleness": 1,
+        "prompts": 1,
+        "group-size": 2,
+        "max-new-tokens": 2,
+        "eval-prompts": 1,
+        "steps": 2,
+    }
+    options |= {
+        "checkpoint-every": 1,
+        "task": place / "task.jsonl",
+        "reward": "exact",
+        "model": place / "model",
+    }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     assert outcome(["train", "--out", str(place / "run"), *words]) == ""
     return place
@@ -62,7 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome(arguments: list[str]) -> str:
     """ "" if the command ends as it should: by success, or by exit code 2 and one message. Else what it did."""
     out, err = io.StringIO(), io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         warnings.simplefilter("ignore")
         try:
             code: Any = main(arguments)
@@ -70,11 +117,19 @@ def outcome(arguments: list[str]) -> str:
             code = error.code
         except BaseException:
             return traceback.format_exc()
-    rows = [row for row in err.getvalue().splitlines() if row.startswith("policyloss: ") and "warning: " not in row[:24]]
+    rows = [
+        row
+        for row in err.getvalue().splitlines()
+        if row.startswith("policyloss: ") and "warning: " not in row[:24]
+    ]
     boxed = "For full helptext" in err.getvalue()  # as tyro draws it
     if code == 0 and not rows:
         return ""
-    return "" if code == 2 and (len(rows) == 1 or boxed) else f"exit code {code}, and said {err.getvalue()!r}"
+    return (
+        ""
+        if code == 2 and (len(rows) == 1 or boxed)
+        else f"exit code {code}, and said {err.getvalue()!r}"
+    )
 
 
 def assert_all_handled(results: dict[str, str], least: int) -> None:
@@ -105,7 +160,13 @@ def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a JSON value, the inner ones too."""
     if path:
         yield path
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    inner = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in inner:
         yield from leaves(value, (*path, key))
 
@@ -145,8 +206,34 @@ def test_configurations_on_the_command_line(folder: Path, tmp_path: Path) -> Non
     """Values of the right type that mean nothing, and some of the wrong one, each with one of the commands."""
     data = json.loads((folder / "run" / "config.json").read_text())
     # No count of steps among them: a large one is a long run, and no fault.
-    names = ("task", "model", "reward", "loss", "advantage", "device", "dtype", "seed", "betas", "max_new_tokens", "success")
-    values = ("", "x", "\ud800", "..:x", "nonsense:1", "a/b", ".jsonl", 10**400, 1e308, [1, 1], -1, None, 2**62)
+    names = (
+        "task",
+        "model",
+        "reward",
+        "loss",
+        "advantage",
+        "device",
+        "dtype",
+        "seed",
+        "betas",
+        "max_new_tokens",
+        "success",
+    )
+    values = (
+        "",
+        "x",
+        "\ud800",
+        "..:x",
+        "nonsense:1",
+        "a/b",
+        ".jsonl",
+        10**400,
+        1e308,
+        [1, 1],
+        -1,
+        None,
+        2**62,
+    )
     run = copied(folder, tmp_path / "run")
     random.seed(0)
     cases = random.sample([(name, value) for name in names for value in values], 48)
@@ -170,10 +257,18 @@ RAW = {
 
 def test_files_that_hold_something_else(folder: Path, tmp_path: Path) -> None:
     """Every file of a run with every kind of contents, and each one missing."""
-    names = [str(path.relative_to(folder / "run")) for path in sorted((folder / "run").rglob("*")) if path.is_file()]
-    names = [name for name in names if "tensorboard" not in name and "step_000001" not in name] + ["lock"]
+    names = [
+        str(path.relative_to(folder / "run"))
+        for path in sorted((folder / "run").rglob("*"))
+        if path.is_file()
+    ]
+    names = [name for name in names if "tensorboard" not in name and "step_000001" not in name] + [
+        "lock"
+    ]
     results = {}
-    for i, (name, kind) in enumerate((name, kind) for name in names for kind in (*RAW, "missing", "cut", "a folder")):
+    for i, (name, kind) in enumerate(
+        (name, kind) for name in names for kind in (*RAW, "missing", "cut", "a folder")
+    ):
         run = copied(folder, tmp_path / "run")
         file = run / name
         held = file.read_bytes() if file.exists() else b"{}"
@@ -192,7 +287,10 @@ def signed(path: Path, body: Any) -> None:
     for name in body["files"] if isinstance(body.get("files"), dict) else ():
         file = path / str(name)
         if file.is_file():
-            sizes = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            sizes = {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
             body["files"][name] = {**body["files"][name], **sizes}
     data = json.dumps(body).encode()
     head = b'{"sha256": "%s", "checkpoint": ' % hashlib.sha256(data).hexdigest().encode()
@@ -208,13 +306,21 @@ def test_numbers_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     values = ("missing", None, -1, 10**400, "\ud800", [], {"a": 1})
     cases = [(place, value) for place in leaves(body) if place[0] != "files" for value in values]
     random.seed(1)
-    top = [(place, value) for place, value in cases if len(place) < 3 and value in ("missing", -1) and place[0] != "tensors"]
-    numbers, tensors = ([case for case in cases if case[0][0] == part] for part in ("numbers", "tensors"))
+    top = [
+        (place, value)
+        for place, value in cases
+        if len(place) < 3 and value in ("missing", -1) and place[0] != "tensors"
+    ]
+    numbers, tensors = (
+        [case for case in cases if case[0][0] == part] for part in ("numbers", "tensors")
+    )
     results = {}
     for place, value in [*top, *random.sample(numbers, 24), *random.sample(tensors, 8)]:
         held = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
         signed(path, changed(body, place, value))
-        results[f"{place} = {str(value)[:20]!r}"] = outcome(["train", "--resume", "--extend", "3", "--out", str(run)])
+        results[f"{place} = {str(value)[:20]!r}"] = outcome(
+            ["train", "--resume", "--extend", "3", "--out", str(run)]
+        )
         shutil.rmtree(run)
         for file, data in held.items():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -235,8 +341,12 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "missing": lambda x: None,
         "shape": lambda x: torch.zeros(3, 3),
-        "kind": lambda x: torch.zeros(x.shape, dtype=torch.int64 if x.is_floating_point() else torch.float32),
-        "huge": lambda x: torch.full(x.shape, 3e38) if x.is_floating_point() else torch.full(x.shape, 2**62),
+        "kind": lambda x: torch.zeros(
+            x.shape, dtype=torch.int64 if x.is_floating_point() else torch.float32
+        ),
+        "huge": lambda x: (
+            torch.full(x.shape, 3e38) if x.is_floating_point() else torch.full(x.shape, 2**62)
+        ),
     }
     for name in kinds:
         for kind, change in changes.items():
@@ -244,25 +354,37 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
             shutil.rmtree(run / "checkpoints" / "step_000001")
             path = run / "checkpoints" / "step_000002"
             other = change(whole[name])
-            tensors = {key: x for key, x in whole.items() if key != name} | ({} if other is None else {name: other})
+            tensors = {key: x for key, x in whole.items() if key != name} | (
+                {} if other is None else {name: other}
+            )
             save_file(tensors, path / "rank00000.safetensors")
             body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
             del body["tensors"][name]
             if other is not None:  # the index says what the file holds
                 piece = {"file": "rank00000.safetensors", "first": 0, "rows": other.shape[0]}
                 dtype = str(other.dtype).removeprefix("torch.")
-                body["tensors"][name] = {"shape": list(other.shape), "dtype": dtype, "pieces": [piece]}
+                body["tensors"][name] = {
+                    "shape": list(other.shape),
+                    "dtype": dtype,
+                    "pieces": [piece],
+                }
             signed(path, body)
-            results[f"{name} {kind}"] = outcome(["train", "--resume", "--extend", "3", "--out", str(run)])
+            results[f"{name} {kind}"] = outcome(
+                ["train", "--resume", "--extend", "3", "--out", str(run)]
+            )
             shutil.rmtree(run)
     for shape in ([10**12], [10**12, 10**12], [-1], ["x"], 10**400):
         run = copied(folder, tmp_path / "run")
         path = run / "checkpoints" / "step_000002"
         body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
         piece = {"file": "rank00000.safetensors", "first": 0, "rows": 10**12}
-        body["tensors"] = {"policy/model.lm_head.weight": {"shape": shape, "dtype": "float32", "pieces": [piece]}}
+        body["tensors"] = {
+            "policy/model.lm_head.weight": {"shape": shape, "dtype": "float32", "pieces": [piece]}
+        }
         signed(path, body)
-        results[f"shape {str(shape)[:20]}"] = outcome(["sample", str(run), "--checkpoint", str(path)])
+        results[f"shape {str(shape)[:20]}"] = outcome(
+            ["sample", str(run), "--checkpoint", str(path)]
+        )
         shutil.rmtree(run)
     assert_all_handled(results, least=21)
 
@@ -270,14 +392,28 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
 def test_models_that_are_damaged(folder: Path, tmp_path: Path) -> None:
     results = {}
     run = folder / "run"
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
         for kind in ("empty", "a list", "bytes", "null", "cut"):
             model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
             data = (model / name).read_bytes()
             (model / name).write_bytes(data[: len(data) // 2] if kind == "cut" else RAW[kind])
-            results[f"{name} is {kind}"] = outcome(["sample", str(run), "--model", str(model), "--number", "1"])
+            results[f"{name} is {kind}"] = outcome(
+                ["sample", str(run), "--model", str(model), "--number", "1"]
+            )
             shutil.rmtree(model)
-    for words in ({"vocab_size": 5}, {"vocab_size": 10**12}, {"hidden_size": "x"}, {"num_attention_heads": 3}, {"model_type": "x"}):
+    for words in (
+        {"vocab_size": 5},
+        {"vocab_size": 10**12},
+        {"hidden_size": "x"},
+        {"num_attention_heads": 3},
+        {"model_type": "x"},
+    ):
         model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | words))
@@ -295,20 +431,64 @@ TRAIN: tuple[tuple[str, ...], ...] = (
     *(("--device", x) for x in ("nonsense", "cuda:99", "meta", "cuda", "cpu:x", "")),
     *(
         ("--reward", x)
-        for x in ("..:x", ".:x", "a b:c", ":", "os:getcwd", "no_such_module:f", "json:nothing", "\udcff:x", "sys:exit")
+        for x in (
+            "..:x",
+            ".:x",
+            "a b:c",
+            ":",
+            "os:getcwd",
+            "no_such_module:f",
+            "json:nothing",
+            "\udcff:x",
+            "sys:exit",
+        )
     ),
-    *(("--task", x) for x in ("nope", "", "reasoning_gym:", "x.jsonl", "\udcff.jsonl", "a" * 5000 + ".jsonl", ".jsonl")),
+    *(
+        ("--task", x)
+        for x in (
+            "nope",
+            "",
+            "reasoning_gym:",
+            "x.jsonl",
+            "\udcff.jsonl",
+            "a" * 5000 + ".jsonl",
+            ".jsonl",
+        )
+    ),
     *(("--model", x) for x in ("", "/nowhere", "./x", "\udcff", "a b c", "../../..", "x" * 500)),
     *(("--out", x) for x in ("/proc/nowhere", "/dev/null/x", "a" * 5000)),
     *(("--loss", x) for x in ("", "nope", "nope.json", "/dev/null", "\udcff")),
     *(("--loss.trust.eps-high", x) for x in ("x", "1e400", str(10**400), "[]", "nan")),
     *(("--max-new-tokens", x) for x in (str(10**12), "100", "-1")),
-    *((f"--{name}", x) for name in ("prompts", "steps", "keep", "eval-prompts", "micro-tokens") for x in ("-5", "0", str(10**400))),
+    *(
+        (f"--{name}", x)
+        for name in ("prompts", "steps", "keep", "eval-prompts", "micro-tokens")
+        for x in ("-5", "0", str(10**400))
+    ),
     *(
         (f"--{name}", "inf")
-        for name in ("temperature", "weight-decay", "grad-clip", "reward-timeout", "heartbeat", "rank-timeout", "gamma")
+        for name in (
+            "temperature",
+            "weight-decay",
+            "grad-clip",
+            "reward-timeout",
+            "heartbeat",
+            "rank-timeout",
+            "gamma",
+        )
     ),
-    *((f"--{name}", "nan") for name in ("temperature", "weight-decay", "top-p", "lam", "success", "rank-timeout", "value-clip")),
+    *(
+        (f"--{name}", "nan")
+        for name in (
+            "temperature",
+            "weight-decay",
+            "top-p",
+            "lam",
+            "success",
+            "rank-timeout",
+            "value-clip",
+        )
+    ),
     ("--extend", "5"),
     ("--dtype", "float8"),
     ("--track", "nobody"),
@@ -332,7 +512,9 @@ SAMPLE = (
 )
 
 
-def test_options_that_make_no_sense(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_make_no_sense(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     few = [
@@ -349,14 +531,24 @@ def test_options_that_make_no_sense(folder: Path, tmp_path: Path, monkeypatch: p
         "--max-new-tokens",
         "2",
     ]
-    common = [*few, "--task", str(folder / "task.jsonl"), "--reward", "exact", "--model", str(folder / "model")]
+    common = [
+        *few,
+        "--task",
+        str(folder / "task.jsonl"),
+        "--reward",
+        "exact",
+        "--model",
+        str(folder / "model"),
+    ]
     results = {}
     for i, words in enumerate(TRAIN):
         arguments = ["train", "--out", str(tmp_path / f"run{i}"), *common, *words]
         results[f"train {[word[:30] for word in words]}"] = outcome(arguments)
     for name, rows in (("eval", EVALUATE), ("sample", SAMPLE)):
         for words in rows:
-            results[f"{name} {[word[:30] for word in words]}"] = outcome([name, str(folder / "run"), *words])
+            results[f"{name} {[word[:30] for word in words]}"] = outcome(
+                [name, str(folder / "run"), *words]
+            )
     assert_all_handled(results, least=120)
 
 
@@ -368,7 +560,9 @@ def test_names_that_are_not_utf_8(folder: Path, tmp_path: Path) -> None:
     assert_all_handled(results, least=4)
 
 
-def test_a_clock_that_stands_still(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_stands_still(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = copied(folder, tmp_path / "run")
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(time, "time", lambda: 7.0)

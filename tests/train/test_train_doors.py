@@ -56,20 +56,36 @@ def rewritten(run: Path, **options: Any) -> Path:
 
 
 def test_which_options_were_named() -> None:
-    arguments = ["--lr", "1", "--no-resume", "--group_size=4", "--loss.kl.coef", "1", "--nonsense", "lr"]
+    arguments = [
+        "--lr",
+        "1",
+        "--no-resume",
+        "--group_size=4",
+        "--loss.kl.coef",
+        "1",
+        "--nonsense",
+        "lr",
+    ]
     assert named_options(arguments) == {"lr", "resume", "group_size"}
 
 
-def test_options_that_changed_are_listed_with_both_values(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_changed_are_listed_with_both_values(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    assert resume(run, lr=0.25, steps=9, loss="gspo", task="x.jsonl", dynamic_sampling=True, seed=0) == 2
+    assert (
+        resume(run, lr=0.25, steps=9, loss="gspo", task="x.jsonl", dynamic_sampling=True, seed=0)
+        == 2
+    )
     said = capsys.readouterr().err
     assert "--lr is 0.25, and the run has 0.0005" in said
     assert "--steps is 9, and the run has 2" in said
     assert "--task is x.jsonl, and the run has sort" in said
     assert "--dynamic-sampling is True, and the run has False" in said
     assert "--loss is gspo, and the run has dapo" in said
-    assert "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said  # what the other loss would change
+    assert (
+        "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
+    )  # what the other loss would change
     assert "--extend" in said
     assert "--seed" not in said  # typed, and as it was
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
@@ -86,7 +102,12 @@ def test_how_a_run_is_watched_and_stored_may_change(run: Path) -> None:
     """A default that is typed counts as typed: the run was started with --checkpoint-every 1."""
     assert resume(run, extend=4, checkpoint_every=20, keep=1, heartbeat=7, reward_timeout=9) == 0
     config = RunDir.read_config(run)["config"]
-    assert [config[name] for name in ("steps", "checkpoint_every", "keep", "heartbeat")] == [4, 20, 1, 7]
+    assert [config[name] for name in ("steps", "checkpoint_every", "keep", "heartbeat")] == [
+        4,
+        20,
+        1,
+        7,
+    ]
     assert (config["resume"], config["extend"]) == (False, None)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000004"]
 
@@ -105,7 +126,9 @@ def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixt
 # ---------------------------------------------------------------- what counts as right
 
 
-def test_success_is_what_the_task_says(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_is_what_the_task_says(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rewards of 0, ¼, … 1: with --success 0.5, three of the five are right. By default only the last is."""
     data = tmp_path / "task.jsonl"
     rows = [{"prompt": f"sort {n}=", "answer": str(n)} for n in range(1000, 1040)]
@@ -148,7 +171,9 @@ def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return rewritten(run, reward="foreign_code:score")
 
 
-@pytest.mark.parametrize("command", [["eval"], ["sample"], ["train", "--resume", "--out"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["eval"], ["sample"], ["train", "--resume", "--out"]], ids=lambda c: c[0]
+)
 def test_code_that_only_the_run_names_is_not_run(
     foreign: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,16 +187,28 @@ def test_code_that_only_the_run_names_is_not_run(
     assert "names the reward 'foreign_code:score', which is code" in capsys.readouterr().err
 
 
-def test_code_that_the_user_names_is_run(foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2  # the import itself fails, and says how
-    assert "importing 'foreign_code' raised SystemExit: this code must not run" in capsys.readouterr().err
+def test_code_that_the_user_names_is_run(
+    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
+    )  # the import itself fails, and says how
+    assert (
+        "importing 'foreign_code' raised SystemExit: this code must not run"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "ran").exists()
     assert main(["eval", str(foreign), "--reward", "exact", "--prompts", "2"]) == 0
 
 
-@pytest.mark.parametrize("command", [["eval"], ["sample"], ["train", "--resume", "--out"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["eval"], ["sample"], ["train", "--resume", "--out"]], ids=lambda c: c[0]
+)
 def test_a_model_that_only_the_run_names_is_not_fetched(
-    run: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import socket
 
@@ -189,7 +226,9 @@ def test_a_model_that_only_the_run_names_is_not_fetched(
     assert "name it yourself, by --model" in said
 
 
-def test_code_of_a_model_needs_a_word_of_the_user(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_a_model_needs_a_word_of_the_user(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rewritten(run, trust_remote_code=True, reward=None)
     for command in (["eval"], ["sample"], ["train", "--resume", "--out"]):
         assert main([*command, str(run)]) == 2
@@ -201,7 +240,10 @@ def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
     """No question is asked either, which would wait for an answer."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    config |= {
+        "model_type": "foreign",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{CODE}")
     task = make_task("sort", reward=None, seed=0)
@@ -212,26 +254,48 @@ def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
 
 # ---------------------------------------------------------------- links and pipes
 
-OF_A_RUN = ("config.json", "environment.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "lock", ".config.json.tmp")
-INSIDE = ("checkpoints", "tensorboard", "checkpoints/step_000002", "checkpoints/step_000002/rank00000.safetensors")
+OF_A_RUN = (
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "rollouts.jsonl",
+    "lock",
+    ".config.json.tmp",
+)
+INSIDE = (
+    "checkpoints",
+    "tensorboard",
+    "checkpoints/step_000002",
+    "checkpoints/step_000002/rank00000.safetensors",
+)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("name", [*OF_A_RUN, *INSIDE])
-def test_links_and_pipes_are_refused(name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_and_pipes_are_refused(
+    name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What they lead to keeps its bytes, and nobody waits for a pipe."""
     outside, inside = tmp_path / "outside", run / name
     if inside.exists():
         shutil.move(inside, outside)
     else:
         outside.write_text("somebody's file")
-    files = [outside] if outside.is_file() else sorted(file for file in outside.rglob("*") if file.is_file())
+    files = (
+        [outside]
+        if outside.is_file()
+        else sorted(file for file in outside.rglob("*") if file.is_file())
+    )
     before = [file.read_bytes() for file in files]
     inside.symlink_to(outside) if kind == "link" else os.mkfifo(inside)
     for command in (["train", "--resume", "--out"], ["eval"], ["sample"], ["train", "--out"]):
         assert main([*command, str(run)]) == 2, command
         said = capsys.readouterr().err
-        assert f"{name} is a {'symbolic link' if kind == 'link' else 'pipe'}" in said, (command, said)
+        assert f"{name} is a {'symbolic link' if kind == 'link' else 'pipe'}" in said, (
+            command,
+            said,
+        )
     assert [file.read_bytes() for file in files] == before
 
 
@@ -266,7 +330,9 @@ def test_a_task_is_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 # ---------------------------------------------------------------- checkpoints and weights
 
 
-def test_a_checkpoint_that_is_named_is_checked_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_named_is_checked_too(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run / "checkpoints" / "step_000002" / "rank00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
@@ -276,7 +342,9 @@ def test_a_checkpoint_that_is_named_is_checked_too(run: Path, capsys: pytest.Cap
         assert "rank00000.safetensors does not have its checksum" in capsys.readouterr().err
 
 
-def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A crash between two renames leaves `.step_000002.old`; a user may call a copy what he likes."""
     aside = run / "checkpoints" / ".step_000002.old"
     (run / "checkpoints" / "step_000002").rename(aside)
@@ -295,7 +363,11 @@ def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: 
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
     gone = "model.layers.1.mlp.up_proj.weight"
-    weights = {name: x for name, x in weights.items() if name != gone} if missing else {**weights, "model.more": torch.ones(2)}
+    weights = (
+        {name: x for name, x in weights.items() if name != gone}
+        if missing
+        else {**weights, "model.more": torch.ones(2)}
+    )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     task = make_task("sort", reward=None, seed=0)
     told: list[str] = []
@@ -319,29 +391,45 @@ def task_with_a_long_prompt(tmp_path: Path) -> Path:
         {"prompt": "sort " + "1" * 9000, "answer": "1", "split": "train"},
         {"prompt": "\ud800=", "answer": "1", "split": "train"},
     ]
-    held = [{"prompt": f"sort {n}=", "answer": str(n), "split": "held_out"} for n in range(2000, 2004)]
+    held = [
+        {"prompt": f"sort {n}=", "answer": str(n), "split": "held_out"} for n in range(2000, 2004)
+    ]
     held.append({"prompt": "sort " + "2" * 8190, "answer": "2", "split": "held_out"})
     data.write_text("".join(json.dumps(row) + "\n" for row in [*good[:3], *bad, *good[3:], *held]))
     return data
 
 
-def test_prompts_that_cannot_be_used(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"model": model, "task": str(task_with_a_long_prompt(tmp_path)), "steps": 4, "rollouts_rows": 16}
+def test_prompts_that_cannot_be_used(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "model": model,
+        "task": str(task_with_a_long_prompt(tmp_path)),
+        "steps": 4,
+        "rollouts_rows": 16,
+    }
     assert train(tmp_path / "run", **options) == 2
     said = capsys.readouterr().err
     assert "2 of 10 prompts of the split 'train' cannot be used" in said
-    assert "(example 3) has 9005 tokens, which with --max-new-tokens 8 are more than 8192 positions" in said
+    assert (
+        "(example 3) has 9005 tokens, which with --max-new-tokens 8 are more than 8192 positions"
+        in said
+    )
     assert "(example 4) is no text" in said
     assert "1 of 5 prompts of the split 'held_out' cannot be used" in said
     assert not any((tmp_path / "run").glob("checkpoints/*"))
     assert train(tmp_path / "run", **options, unusable="skip") == 0
     assert "2 of 10 prompts of the split 'train' cannot be used" in capsys.readouterr().out
     prompts = [row["prompt"] for row in lines(tmp_path / "run", "rollouts")]
-    assert set(prompts) == {f"sort {n}=" for n in range(1000, 1008)}  # 16 draws of 8 prompts: each twice
+    assert set(prompts) == {
+        f"sort {n}=" for n in range(1000, 1008)
+    }  # 16 draws of 8 prompts: each twice
     assert all(len(prompt) < 20 for prompt in prompts)
 
 
-def test_prompts_that_are_left_out_leave_the_others_where_they_were(tmp_path: Path, model: str) -> None:
+def test_prompts_that_are_left_out_leave_the_others_where_they_were(
+    tmp_path: Path, model: str
+) -> None:
     """So a run that is resumed with --unusable skip goes on in the same order."""
     from policyloss.train.collect import Collector
     from policyloss.train.config import TrainConfig
@@ -349,7 +437,15 @@ def test_prompts_that_are_left_out_leave_the_others_where_they_were(tmp_path: Pa
 
     task = make_task("sort", reward=None, seed=0)
     whole, skipping = (
-        Collector(TrainConfig(), task, None, None, Ranks(0, 1, torch.device("cpu")), print, unusable=unusable)
+        Collector(
+            TrainConfig(),
+            task,
+            None,
+            None,
+            Ranks(0, 1, torch.device("cpu")),
+            print,
+            unusable=unusable,
+        )
         for unusable in (frozenset[int](), frozenset({5, 9}))
     )
     order = [whole._next().id for _ in range(2 * 4096)]
@@ -361,7 +457,9 @@ def test_a_reward_that_cannot_work_is_found_before_the_first_step(
 ) -> None:
     assert train(tmp_path / "run", model=model, reward="math:sqrt") == 2
     said = capsys.readouterr().err
-    assert "the reward fails on each of the first 8 training prompts, with their own answers" in said
+    assert (
+        "the reward fails on each of the first 8 training prompts, with their own answers" in said
+    )
     assert "the reward 'math:sqrt' raised TypeError" in said
     assert not lines(tmp_path / "run")
 

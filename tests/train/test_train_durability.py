@@ -29,7 +29,11 @@ class Disk:
     """
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
-        self.root, self.bytes, self.names = root, dict[int, bytes](), dict[int, dict[str, tuple[int, bool]]]()
+        self.root, self.bytes, self.names = (
+            root,
+            dict[int, bytes](),
+            dict[int, dict[str, tuple[int, bool]]](),
+        )
         self.fsync = os.fsync
         root.mkdir()
         self._keep_names(root)
@@ -45,7 +49,9 @@ class Disk:
             self.bytes[number.st_ino] = path.read_bytes()
 
     def _keep_names(self, folder: Path) -> None:
-        self.names[folder.stat().st_ino] = {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(folder)}
+        self.names[folder.stat().st_ino] = {
+            entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(folder)
+        }
 
     def after_a_crash(self, where: Path) -> Path:
         def write(number: int, folder: Path) -> None:
@@ -92,7 +98,9 @@ def test_the_disk_forgets_what_was_not_synced(disk: Disk, tmp_path: Path) -> Non
     os.close(handle)
     (disk.root / "both").rename(disk.root / "renamed")
     (disk.root / "late").write_bytes(b"56")
-    found = {path.name: path.read_bytes() for path in disk.after_a_crash(tmp_path / "after").iterdir()}
+    found = {
+        path.name: path.read_bytes() for path in disk.after_a_crash(tmp_path / "after").iterdir()
+    }
     assert found == {"bytes": b"", "both": b"34"}
 
 
@@ -143,12 +151,18 @@ def test_lines_that_were_synced_or_closed_outlive_a_crash(disk: Disk, tmp_path: 
     rows = JsonLines(disk.root / "metrics.jsonl")
     rows.append([{"step": 1}])
     rows.close()
-    assert (disk.after_a_crash(tmp_path / "closed") / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+    assert (
+        disk.after_a_crash(tmp_path / "closed") / "metrics.jsonl"
+    ).read_bytes() == b'{"step": 1}\n'
     rows = JsonLines(disk.root / "metrics.jsonl")
     rows.append([{"step": 2}])
-    assert (disk.after_a_crash(tmp_path / "open") / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+    assert (
+        disk.after_a_crash(tmp_path / "open") / "metrics.jsonl"
+    ).read_bytes() == b'{"step": 1}\n'
     rows.sync()
-    assert (disk.after_a_crash(tmp_path / "synced") / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert (
+        disk.after_a_crash(tmp_path / "synced") / "metrics.jsonl"
+    ).read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     rows.truncate(1)
     assert (disk.after_a_crash(tmp_path / "cut") / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
     rows.close()
@@ -195,7 +209,14 @@ def test_two_that_meet_a_dead_lock_take_it_one_after_the_other(tmp_path: Path) -
 
 def test_the_reference_of_a_resumed_run_is_the_one_it_had(tmp_path: Path) -> None:
     """It is the policy after warm-up, which a model that is made anew is not."""
-    options = {"loss": "grpo", "model": "tiny", "warmup_steps": 2, "steps": 2, "checkpoint_every": 1, "eval_prompts": 2}
+    options = {
+        "loss": "grpo",
+        "model": "tiny",
+        "warmup_steps": 2,
+        "steps": 2,
+        "checkpoint_every": 1,
+        "eval_prompts": 2,
+    }
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert train(whole, **options) == 0
     assert train(again, **{**options, "steps": 1}) == 0

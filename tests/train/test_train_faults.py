@@ -55,14 +55,18 @@ class Poison:
         judge, learn = learner_module.judge, learner_module.Learner.learn
         self.step = -1
 
-        def learned(made: Any, pack: Pack, indices: Any, total: int, step: int, greedy: Any = None) -> Any:
+        def learned(
+            made: Any, pack: Pack, indices: Any, total: int, step: int, greedy: Any = None
+        ) -> Any:
             self.step = step + 1  # the step that is being made, as metrics.jsonl counts
             return learn(made, pack, indices, total, step, greedy)
 
         def judged(config: Any, pack: Pack, **more: Any) -> Any:
             found = judge(config, pack, **more)
             if self.step in steps:
-                found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan  # the first token that is trained on
+                found.advantages[pack.tokens["mask"].nonzero()[0]] = (
+                    math.nan
+                )  # the first token that is trained on
             return found
 
         monkeypatch.setattr(learner_module.Learner, "learn", learned)
@@ -86,16 +90,24 @@ def test_an_update_that_is_not_finite_is_skipped(
     for step in range(4):
         assert all(x.isfinite().all() for x in weights(out, step).values()), step
     moved = [
-        name for name, x in weights(out, 2).items() if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])
+        name
+        for name, x in weights(out, 2).items()
+        if name.startswith("policy/") and not torch.equal(x, weights(out, 1)[name])
     ]
     assert moved  # by the minibatch that was finite
-    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())["checkpoint"]["numbers"]["learner"]
+    numbers = json.loads((out / "checkpoints" / "step_000003" / "checkpoint.json").read_text())[
+        "checkpoint"
+    ]["numbers"]["learner"]
     assert (numbers["updates"], numbers["skipped_in_a_row"]) == (5, 0)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(
-    keep: int, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    keep: int,
+    tmp_path: Path,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     options = {"model": model, "checkpoint_every": 1, "keep": keep, "minibatches": 1, "steps": 5}
@@ -152,11 +164,18 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 
         learners: list[Any] = []
         state = learner_module.Learner.state
-        patch.setattr(learner_module.Learner, "state", lambda learner: (learners.append(learner), state(learner))[1])
+        patch.setattr(
+            learner_module.Learner,
+            "state",
+            lambda learner: (learners.append(learner), state(learner))[1],
+        )
         patch.setattr(RunDir, "log", poisoned)
         assert train(out, model=model, checkpoint_every=1) == 0
     assert weights(out, 3)["policy/model.model.norm.weight"][0].isnan()
-    with pytest.warns(UserWarning, match=r"step_000003 is no good: 1 of its weights are not finite, policy/model\.model\.norm"):
+    with pytest.warns(
+        UserWarning,
+        match=r"step_000003 is no good: 1 of its weights are not finite, policy/model\.model\.norm",
+    ):
         assert resume(out) == 0
     assert all(x.isfinite().all() for x in weights(out, 3).values())
 
@@ -164,15 +183,31 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 def test_which_tokens_are_to_blame() -> None:
     """Two completions of three tokens, after prompts of two: places 1 to 3 of each are trained on."""
     mask = torch.tensor([False, True, True, True] * 2)
-    pack = Pack({"mask": mask, "completion": mask, "old_logp": torch.zeros(8), "advantages": torch.zeros(8)}, {}, [4, 4])
+    pack = Pack(
+        {
+            "mask": mask,
+            "completion": mask,
+            "old_logp": torch.zeros(8),
+            "advantages": torch.zeros(8),
+        },
+        {},
+        [4, 4],
+    )
     seen = {0: torch.zeros(4), 1: torch.zeros(4)}
     assert nonfinite_tokens(pack, [0, 1], seen) == ""
     seen[1][2] = math.inf
     assert nonfinite_tokens(pack, [0, 1], seen) == "logp is not finite at token 1 of completion 1"
-    pack.tokens["advantages"][[0, 1, 3]] = math.nan  # the first is of the prompt, which nobody reads
-    assert nonfinite_tokens(pack, [0, 1], seen) == "advantages is not finite at token 0 of completion 0, token 2 of completion 0"
+    pack.tokens["advantages"][[0, 1, 3]] = (
+        math.nan
+    )  # the first is of the prompt, which nobody reads
+    assert (
+        nonfinite_tokens(pack, [0, 1], seen)
+        == "advantages is not finite at token 0 of completion 0, token 2 of completion 0"
+    )
     pack.tokens["old_logp"][:] = math.nan  # where it begins is what is said
-    assert nonfinite_tokens(pack, [1], seen).startswith("old_logp is not finite at token 0 of completion 1, token 1")
+    assert nonfinite_tokens(pack, [1], seen).startswith(
+        "old_logp is not finite at token 0 of completion 1, token 1"
+    )
 
 
 # ---------------------------------------------------------------- rewards that leave or hang
@@ -180,9 +215,14 @@ def test_which_tokens_are_to_blame() -> None:
 EXAMPLE = Example("p", "a", 0)
 
 
-def test_a_reward_cannot_leave(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_cannot_leave(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By sys.exit(0) it would end the run as if all were done."""
-    assert train(tmp_path / "run", model=model, reward="train_faults_work:leaves_sometimes", steps=2) == 0
+    assert (
+        train(tmp_path / "run", model=model, reward="train_faults_work:leaves_sometimes", steps=2)
+        == 0
+    )
     assert "raised SystemExit: 0; prompt 'sort " in capsys.readouterr().out
     assert sum(row["reward/errors"] for row in lines(tmp_path / "run")[1:]) > 0
     with pytest.raises(RewardError, match="raised SystemExit: 3"):
@@ -218,9 +258,14 @@ HANGS = {
 
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
-    task = ListTask("mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0))
+    task = ListTask(
+        "mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0)
+    )
     began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
-    with pytest.raises(RewardError, match=r"the reward 'mine' took longer than 0\.2 s \(--reward-timeout\); prompt 'p'"):
+    with pytest.raises(
+        RewardError,
+        match=r"the reward 'mine' took longer than 0\.2 s \(--reward-timeout\); prompt 'p'",
+    ):
         scored(task, EXAMPLE, "c", 0.2)
     assert time.monotonic() - began < 5
     assert signal.getsignal(signal.SIGALRM) is handler
@@ -228,13 +273,25 @@ def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
     assert within(5, lambda: 7) == 7
 
 
-def test_a_run_goes_on_after_a_reward_that_hangs(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_after_a_reward_that_hangs(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its completions are left out, and the others are the same bits as ever."""
     options = {"model": model, "steps": 2, "eval_every": 0, "eval_prompts": 1, "group_size": 2}
-    assert train(tmp_path / "hangs", **options, reward="train_faults_work:hangs_sometimes", reward_timeout=0.05) == 0
+    assert (
+        train(
+            tmp_path / "hangs",
+            **options,
+            reward="train_faults_work:hangs_sometimes",
+            reward_timeout=0.05,
+        )
+        == 0
+    )
     assert "took longer than 0.05 s" in capsys.readouterr().out
     assert train(tmp_path / "raises", **options, reward="train_faults_work:raises_sometimes") == 0
-    assert (tmp_path / "hangs" / "metrics.jsonl").read_bytes() == (tmp_path / "raises" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "hangs" / "metrics.jsonl").read_bytes() == (
+        tmp_path / "raises" / "metrics.jsonl"
+    ).read_bytes()
     assert sum(row["reward/errors"] for row in lines(tmp_path / "hangs")[1:]) > 0
 
 
@@ -269,7 +326,9 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
     """`sum` of a long range looks at no signal: no Python can run until it is done, and yet the process ends, with its stack."""
     work = str(Path(train_faults_work.__file__))
     began = time.monotonic()
-    done = subprocess.run([sys.executable, work, "native"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, work, "native"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "in native_hang" in done.stderr
     assert "unreachable" not in done.stdout
@@ -308,10 +367,14 @@ def test_a_rank_that_stalls_is_named(tmp_path: Path) -> None:
     train_faults_work.start_two_ranks(tmp_path)
     assert time.monotonic() - began < 150
     rank_0 = (tmp_path / "said0").read_text()
-    assert "still running; waiting for rank 1. rank 0: step 1, gathering the completions of all ranks, for" in rank_0
+    assert (
+        "still running; waiting for rank 1. rank 0: step 1, gathering the completions of all ranks, for"
+        in rank_0
+    )
     assert "rank 1: step 1, scoring, for" in rank_0
     assert (
-        "policyloss: rank 0 lost another rank while step 1, gathering the completions of all ranks: waiting for rank 1." in rank_0
+        "policyloss: rank 0 lost another rank while step 1, gathering the completions of all ranks: waiting for rank 1."
+        in rank_0
     )
     assert "The last good checkpoint is" in rank_0
     assert (tmp_path / "code0").read_text() == "2"

@@ -23,7 +23,14 @@ from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8
 HERE = Ranks(0, 1, torch.device("cpu"))
-SHAPES = [(3, 4, 0), (5, 1, 0), (2, 6, 1), (3, 3, 1), (1, 5, 2), (4, 2, 2)]  # prompt tokens, completion tokens, group
+SHAPES = [
+    (3, 4, 0),
+    (5, 1, 0),
+    (2, 6, 1),
+    (3, 3, 1),
+    (1, 5, 2),
+    (4, 2, 2),
+]  # prompt tokens, completion tokens, group
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5]
 
 
@@ -46,7 +53,9 @@ def gpt2(seed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3
+    )
     return GPT2LMHeadModel(config).double().eval()
 
 
@@ -71,13 +80,30 @@ def samples(model: Any) -> list[Sample]:
         ids = torch.randint(VOCABULARY, (prompt + length,), generator=g)
         bare = Sample(0, group, ids[:prompt], ids[prompt:], torch.zeros(length), True, "", reward)
         noise = torch.rand(length, generator=g) * 1.6 - 0.8
-        found.append(Sample(0, group, ids[:prompt], ids[prompt:], (alone(model, bare) + noise).float(), True, "", reward))
+        found.append(
+            Sample(
+                0,
+                group,
+                ids[:prompt],
+                ids[prompt:],
+                (alone(model, bare) + noise).float(),
+                True,
+                "",
+                reward,
+            )
+        )
     return found
 
 
 def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
     """With gradient descent of rate 1. `reference` and `critic` are used if the loss or the advantage asks for them."""
-    options = {"minibatches": 1, "grad_clip": 0.0, "old_logp": "rollout", "temperature": TEMPERATURE, **options}
+    options = {
+        "minibatches": 1,
+        "grad_clip": 0.0,
+        "old_logp": "rollout",
+        "temperature": TEMPERATURE,
+        **options,
+    }
     config = TrainConfig(**options)
     policy = Policy(model)
     made = Learner(config, spec, HERE, policy, torch.optim.SGD(policy.parameters(), lr=1.0))
@@ -102,18 +128,35 @@ def padded(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def by_hand(model: Any, spec: pl.LossSpec, batch: list[Sample], advantages: Tensor, reference: Any = None) -> Any:
+def by_hand(
+    model: Any, spec: pl.LossSpec, batch: list[Sample], advantages: Tensor, reference: Any = None
+) -> Any:
     """The loss of the whole batch as one padded call, and its gradient by the name of the weight."""
     # One forward for both: Llama's norms round to float32, forward and backward, and two would round twice.
-    logp, entropy = (padded(list(rows)) for rows in zip(*(seen_alone(model, s) for s in batch), strict=True))
+    logp, entropy = (
+        padded(list(rows)) for rows in zip(*(seen_alone(model, s) for s in batch), strict=True)
+    )
     mask = padded([torch.ones(s.completion_ids.shape[0], dtype=torch.bool) for s in batch])
     with torch.no_grad():
         old = padded([s.rollout_logp.double() for s in batch])
-        ref = None if reference is None else padded([alone(reference, s).float().double() for s in batch])
+        ref = (
+            None
+            if reference is None
+            else padded([alone(reference, s).float().double() for s in batch])
+        )
     group_ids = torch.tensor([s.group for s in batch])
     more = {"rollout_logp": old} if "rollout_logp" in spec.reads else {}
     out = pl.policy_loss(
-        spec, logp, old, advantages, mask, ref_logp=ref, entropy=entropy, group_ids=group_ids, totals="local", **more
+        spec,
+        logp,
+        old,
+        advantages,
+        mask,
+        ref_logp=ref,
+        entropy=entropy,
+        group_ids=group_ids,
+        totals="local",
+        **more,
     )
     names, weights = zip(*model.named_parameters(), strict=True)
     return out, dict(zip(names, torch.autograd.grad(out.loss, weights), strict=True))
@@ -129,7 +172,9 @@ LOSSES = {
     "ppo with entropy": pl.preset("ppo").replace(entropy_coef=0.1),
     "gspo": pl.preset("gspo"),
     # The fractions of the papers choose no token of 21. Both need to know the whole step before its first backward.
-    "clip_cov": pl.preset("clip_cov").replace(trust=pl.CovClip(0.2, 0.2, fraction=0.3, cov_low=0.01, cov_high=9.0)),
+    "clip_cov": pl.preset("clip_cov").replace(
+        trust=pl.CovClip(0.2, 0.2, fraction=0.3, cov_low=0.01, cov_high=9.0)
+    ),
     "kl_cov": pl.preset("kl_cov").replace(trust=pl.CovKL(fraction=0.3, coef=1.0)),
     "grpo with reference": pl.preset("grpo").replace(kl=pl.KL("k3", 0.2)),
     "prompt mean": pl.preset("dapo").replace(aggregate=pl.PromptMean()),
@@ -143,7 +188,9 @@ def expected() -> dict[str, Any]:
     batch = samples(model)
     found = {}
     for name, spec in LOSSES.items():
-        out, gradient = by_hand(model, spec, batch, group_advantages(), llama(9) if "ref_logp" in spec.reads else None)
+        out, gradient = by_hand(
+            model, spec, batch, group_advantages(), llama(9) if "ref_logp" in spec.reads else None
+        )
         found[name] = (out.metrics.compute(), gradient)
     return found
 
@@ -151,7 +198,9 @@ def expected() -> dict[str, Any]:
 @pytest.mark.parametrize("head", ["fused", "logits"])
 @pytest.mark.parametrize("micro_tokens", [7, 20, 10**6])
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_update_is_the_gradient_of_the_whole_batch(name: str, micro_tokens: int, head: str, expected: dict[str, Any]) -> None:
+def test_an_update_is_the_gradient_of_the_whole_batch(
+    name: str, micro_tokens: int, head: str, expected: dict[str, Any]
+) -> None:
     """However the batch is cut and whichever head is used. 31 places in all: up to 7 are six packs, 20 are two."""
     model = llama(1)
     before = parameters(model)
@@ -161,7 +210,9 @@ def test_an_update_is_the_gradient_of_the_whole_batch(name: str, micro_tokens: i
     after = parameters(model)
     assert max(g.abs().max() for g in gradient.values()) > 1e-3
     for key, g in gradient.items():
-        torch.testing.assert_close(before[key] - after[key], g, rtol=1e-9, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            before[key] - after[key], g, rtol=1e-9, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}"
+        )
     norm = torch.stack([g.norm() for g in gradient.values()]).norm().item()
     assert learned.grad_norm == pytest.approx(norm, rel=1e-9)
     for key in metrics.keys() & learned.metrics.keys() - {"tokens"}:
@@ -178,12 +229,15 @@ def test_a_pack_does_not_look_across_sequences(make: Any) -> None:
         micro = Pack.of(batch).micro_batch()
         made = learner(model, pl.preset("ppo"), advantage="dr_grpo")
         found = made.logprobs(made.policy, micro)[micro["mask"]]
-        torch.testing.assert_close(found, torch.cat([alone(model, s) for s in batch]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found, torch.cat([alone(model, s) for s in batch]), rtol=0, atol=1e-12
+        )
         values = Critic(model)
         nn.init.normal_(values.head.weight)
         packed = values(micro["ids"][None], micro["position_ids"][None])[0]
         single = [
-            values(p["ids"][None], p["position_ids"][None])[0] for p in (part.micro_batch() for part in Pack.of(batch).cut(1))
+            values(p["ids"][None], p["position_ids"][None])[0]
+            for p in (part.micro_batch() for part in Pack.of(batch).cut(1))
         ]
         torch.testing.assert_close(packed, torch.cat(single), rtol=0, atol=1e-12)
 
@@ -236,7 +290,9 @@ def test_gradients_are_clipped_to_a_norm() -> None:
     model = llama(1)
     before, batch = parameters(model), samples(model)
     learned = learn(learner(model, pl.preset("ppo"), advantage="dr_grpo", grad_clip=0.01), batch)
-    moved = torch.stack([(before[k] - p).norm() for k, p in parameters(model).items()]).norm().item()
+    moved = (
+        torch.stack([(before[k] - p).norm() for k, p in parameters(model).items()]).norm().item()
+    )
     assert learned.grad_norm > 0.02  # what is told is the norm before it was clipped
     assert moved == pytest.approx(0.01, rel=1e-4)  # torch divides by the norm plus 1e-6
 
@@ -249,9 +305,17 @@ def test_old_log_probabilities_are_the_policy_s_or_the_sampler_s() -> None:
     sampler = torch.cat([s.rollout_logp for s in batch]).double()
     assert (own - sampler).abs().max() > 0.5
     for source, expected_logp in (("recompute", own), ("rollout", sampler)):
-        made = learner(copy.deepcopy(model), pl.preset("ppo"), advantage="dr_grpo", old_logp=source, micro_tokens=9)
+        made = learner(
+            copy.deepcopy(model),
+            pl.preset("ppo"),
+            advantage="dr_grpo",
+            old_logp=source,
+            micro_tokens=9,
+        )
         tokens = learn(made, batch).pack.tokens
-        torch.testing.assert_close(tokens["old_logp"][tokens["mask"]].double(), expected_logp, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            tokens["old_logp"][tokens["mask"]].double(), expected_logp, rtol=0, atol=1e-6
+        )
 
 
 def test_the_reference_stays_as_it_is() -> None:
@@ -262,10 +326,15 @@ def test_the_reference_stays_as_it_is() -> None:
         frozen = torch.cat([alone(llama(9), s) for s in batch])
     for step in range(2):
         tokens = learn(made, batch, step).pack.tokens
-        torch.testing.assert_close(tokens["ref_logp"][tokens["mask"]].double(), frozen, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            tokens["ref_logp"][tokens["mask"]].double(), frozen, rtol=0, atol=1e-6
+        )
     assert made.reference is not None
     start = llama(9).state_dict()
-    assert all(torch.equal(x, start[k.removeprefix("model.")]) for k, x in made.reference.state_dict().items())
+    assert all(
+        torch.equal(x, start[k.removeprefix("model.")])
+        for k, x in made.reference.state_dict().items()
+    )
 
 
 GAMMA, LAM, CLIP, CRITIC_LR = 0.9, 0.8, 0.02, 0.01
@@ -305,13 +374,20 @@ def test_the_critic_learns_the_clipped_value_loss() -> None:
         rows = []
         for s in batch:
             whole = torch.cat([s.prompt_ids, s.completion_ids])[None, :-1]
-            rows.append(twin(whole, torch.arange(whole.shape[1])[None])[0, s.prompt_ids.shape[0] - 1 :])
+            rows.append(
+                twin(whole, torch.arange(whole.shape[1])[None])[0, s.prompt_ids.shape[0] - 1 :]
+            )
         return rows
 
     learned = learn(made, batch)
     old = torch.cat(values()).detach().float().double()
     returns = torch.cat(
-        [returns_by_hand(v, s.reward) for v, s in zip(old.split([s.completion_ids.shape[0] for s in batch]), batch, strict=True)]
+        [
+            returns_by_hand(v, s.reward)
+            for v, s in zip(
+                old.split([s.completion_ids.shape[0] for s in batch]), batch, strict=True
+            )
+        ]
     )
     losses, clipped = [], 0
     for _ in range(2):
@@ -342,12 +418,17 @@ def test_at_first_only_the_critic_may_learn() -> None:
     assert all(torch.equal(p, policy[name]) for name, p in model.named_parameters())
     assert not torch.equal(made.critic.head.weight, critic["head.weight"])
     learn(made, batch, step=2)
-    assert not any(torch.equal(p, policy[name]) for name, p in model.named_parameters() if p.dim() == 2)
+    assert not any(
+        torch.equal(p, policy[name]) for name, p in model.named_parameters() if p.dim() == 2
+    )
 
 
 def test_the_learning_rate_by_hand() -> None:
     """Two steps up, then from 1 at step 2 down over the 8 that are left: at step 4 a quarter is done, at step 6 half, at 9 ⅞."""
-    config = {s: TrainConfig(steps=10, lr_warmup=2, schedule=s, out=Path("x")) for s in ("constant", "linear", "cosine")}
+    config = {
+        s: TrainConfig(steps=10, lr_warmup=2, schedule=s, out=Path("x"))
+        for s in ("constant", "linear", "cosine")
+    }
     shares = {s: [rate(c, step) for step in (0, 1, 2, 4, 6, 9)] for s, c in config.items()}
     assert shares["constant"] == [0.5, 1, 1, 1, 1, 1]
     assert shares["linear"] == [0.5, 1, 1, 0.75, 0.5, 0.125]

@@ -63,11 +63,17 @@ def assert_same_run(out: Path, expected: Path) -> None:
         assert (out / name).read_bytes() == (expected / name).read_bytes(), name
     last = sorted(path.name for path in (expected / "checkpoints").iterdir())[-1]
     kept = [path / "checkpoints" / last for path in (out, expected)]
-    assert (kept[0] / "rank00000.safetensors").read_bytes() == (kept[1] / "rank00000.safetensors").read_bytes()
-    assert json.loads((kept[0] / "checkpoint.json").read_text()) == json.loads((kept[1] / "checkpoint.json").read_text())
+    assert (kept[0] / "rank00000.safetensors").read_bytes() == (
+        kept[1] / "rank00000.safetensors"
+    ).read_bytes()
+    assert json.loads((kept[0] / "checkpoint.json").read_text()) == json.loads(
+        (kept[1] / "checkpoint.json").read_text()
+    )
 
 
-def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int, act: Callable[[], None]) -> None:
+def before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int, act: Callable[[], None]
+) -> None:
     """Call `act` once, when `owner.name(…)` is about to be called after `step` steps."""
     original = getattr(owner, name)
     state = {"done": 0, "acted": False}
@@ -102,7 +108,13 @@ def kill() -> None:
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
-    owner: Any, name: str, step: int, whole: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+    owner: Any,
+    name: str,
+    step: int,
+    whole: Path,
+    tmp_path: Path,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +128,10 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
         return
     assert resume(out) == 0
     assert_same_run(out, whole)
-    assert f"resumed {out} after step {step // 2 * 2 - (2 if name == 'store' else 0)}" in capsys.readouterr().out
+    assert (
+        f"resumed {out} after step {step // 2 * 2 - (2 if name == 'store' else 0)}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +142,11 @@ def test_kill_9_in_the_middle_of_a_line(whole: Path, tmp_path: Path, model: str)
     here = str(Path(__file__).parents[1] / "workers")
     done = subprocess.run(
         [sys.executable, str(Path(here) / "train_loop_ranks.py"), "5", *command],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
         timeout=120,
         capture_output=True,
         check=False,
@@ -140,7 +159,11 @@ def test_kill_9_in_the_middle_of_a_line(whole: Path, tmp_path: Path, model: str)
 
 
 def test_an_interrupted_run_finishes_its_step(
-    whole: Path, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    tmp_path: Path,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -184,7 +207,9 @@ def test_more_steps_than_the_run_had(tmp_path: Path, model: str) -> None:
     assert_same_run(tmp_path / "short", tmp_path / "long")
 
 
-def test_a_run_is_never_overwritten(whole: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_never_overwritten(
+    whole: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = (whole / "metrics.jsonl").read_bytes()
     assert train(whole, model=model) == 2
     assert "holds a run already" in capsys.readouterr().err
@@ -195,12 +220,16 @@ def test_a_run_is_never_overwritten(whole: Path, model: str, capsys: pytest.Capt
     assert (whole / "metrics.jsonl").read_bytes() == held
 
 
-def test_without_a_run_there_is_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_there_is_nothing_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resume(tmp_path / "none") == 2
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_a_corrupt_checkpoint_costs_the_steps_since_the_one_before(whole: Path, tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_costs_the_steps_since_the_one_before(
+    whole: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)
     file = out / "checkpoints" / "step_000005" / "rank00000.safetensors"
@@ -212,7 +241,9 @@ def test_a_corrupt_checkpoint_costs_the_steps_since_the_one_before(whole: Path, 
     assert_same_run(out, whole)
 
 
-def test_a_reward_that_fails_on_some_prompts(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_that_fails_on_some_prompts(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     assert train(out, model=model, reward="train_loop_ranks:sometimes") == 0
     said = capsys.readouterr().out
@@ -220,9 +251,13 @@ def test_a_reward_that_fails_on_some_prompts(tmp_path: Path, model: str, capsys:
     rows = lines(out)[1:]
     assert all(row["reward/errors"] + row["sequences"] == 16 for row in rows)
     assert sum(row["reward/errors"] for row in rows) > 0
-    assert all(row["reward/errors"] % 4 == 0 for row in rows)  # all four completions of a prompt or none
+    assert all(
+        row["reward/errors"] % 4 == 0 for row in rows
+    )  # all four completions of a prompt or none
     assert all(math.isfinite(row["policy/loss"]) and row["grad_norm"] > 0 for row in rows)
-    assert all(int(row["prompt"][5]) % 2 and row["prompt"][5] != "5" for row in lines(out, "rollouts"))
+    assert all(
+        int(row["prompt"][5]) % 2 and row["prompt"][5] != "5" for row in lines(out, "rollouts")
+    )
 
 
 def test_a_reward_that_fails_on_everything(
@@ -233,7 +268,9 @@ def test_a_reward_that_fails_on_everything(
     assert train(tmp_path / "good", **options) == 0
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        before(patch, Collector, "collect", 3, lambda: patch.setattr(train_loop_ranks, "failing", True))
+        before(
+            patch, Collector, "collect", 3, lambda: patch.setattr(train_loop_ranks, "failing", True)
+        )
         assert train(out, **options) == 2
     assert "the reward function failed on every completion of a step" in capsys.readouterr().err
     assert [row["step"] for row in lines(out)] == [0, 1, 2, 3]
@@ -255,7 +292,11 @@ def test_dynamic_sampling_keeps_groups_that_differ(tmp_path: Path, model: str) -
     plain, dynamic = tmp_path / "plain", tmp_path / "dynamic"
     assert train(plain, **options) == 0
     assert train(dynamic, **options, dynamic_sampling=True) == 0
-    assert any(len(set(group)) == 1 for step in range(1, 5) for group in groups_of_rollouts(plain, step).values())
+    assert any(
+        len(set(group)) == 1
+        for step in range(1, 5)
+        for group in groups_of_rollouts(plain, step).values()
+    )
     rows = lines(dynamic)[1:]
     for row in rows:
         groups = groups_of_rollouts(dynamic, row["step"])
@@ -276,7 +317,13 @@ def test_dynamic_sampling_is_content_when_it_finds_nothing(tmp_path: Path, model
 
 def test_completions_that_were_cut(tmp_path: Path, model: str) -> None:
     """Four tokens end few answers. Left out of the loss, kept in it, or kept with a reward of −1."""
-    options = {"model": model, "max_new_tokens": 5, "steps": 1, "minibatches": 1, "rollouts_rows": 16}
+    options = {
+        "model": model,
+        "max_new_tokens": 5,
+        "steps": 1,
+        "minibatches": 1,
+        "rollouts_rows": 16,
+    }
     found = {}
     for overlong in ("keep", "mask", "penalise"):
         assert train(tmp_path / overlong, **options, overlong=overlong) == 0
@@ -284,7 +331,11 @@ def test_completions_that_were_cut(tmp_path: Path, model: str) -> None:
     rows = lines(tmp_path / "keep", "rollouts")
     ended = sum(len(row["ids"]) for row in rows if row["finished"])
     assert 0 < found["keep"]["truncated"] < 1
-    assert found["keep"]["policy/tokens"] == found["penalise"]["policy/tokens"] == found["keep"]["tokens"]
+    assert (
+        found["keep"]["policy/tokens"]
+        == found["penalise"]["policy/tokens"]
+        == found["keep"]["tokens"]
+    )
     assert found["mask"]["policy/tokens"] == ended < found["mask"]["tokens"]
     penalised = [row["reward"] if row["finished"] else -1.0 for row in rows]
     assert [row["reward"] for row in lines(tmp_path / "penalise", "rollouts")] == penalised
@@ -296,7 +347,10 @@ def test_the_support_of_the_sampler(tmp_path: Path, model: str) -> None:
     assert train(tmp_path / "free", model=model, steps=1, rollouts_rows=16) == 0
     for name, option in (("k", {"top_k": 1}), ("p", {"top_p": 1e-6})):
         assert train(tmp_path / name, model=model, steps=1, rollouts_rows=16, **option) == 0
-    k, p, free = ([(row["group"], row["completion"]) for row in lines(tmp_path / name, "rollouts")] for name in ("k", "p", "free"))
+    k, p, free = (
+        [(row["group"], row["completion"]) for row in lines(tmp_path / name, "rollouts")]
+        for name in ("k", "p", "free")
+    )
     assert k == p
     assert len(set(k)) == 4 < len(set(free))
 
@@ -340,12 +394,36 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["eval", str(whole), "--prompts", "16", "--json", *named]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 5
-    assert found["accuracy"] == lines(whole)[-1]["eval/accuracy"] == sum(r["reward"] >= 1 for r in found["results"]) / 16
-    assert [r["reward"] for r in found["results"]] == [train_loop_ranks.graded(None, r["completion"]) for r in found["results"]]
+    assert (
+        found["accuracy"]
+        == lines(whole)[-1]["eval/accuracy"]
+        == sum(r["reward"] >= 1 for r in found["results"]) / 16
+    )
+    assert [r["reward"] for r in found["results"]] == [
+        train_loop_ranks.graded(None, r["completion"]) for r in found["results"]
+    ]
     older = whole / "checkpoints" / "step_000004"
-    assert main(["eval", str(whole), "--prompts", "16", "--show", "2", "--checkpoint", str(older), *named]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                str(whole),
+                "--prompts",
+                "16",
+                "--show",
+                "2",
+                "--checkpoint",
+                str(older),
+                *named,
+            ]
+        )
+        == 0
+    )
     head, *wrong = capsys.readouterr().out.splitlines()
-    assert head == f"{whole}, step 4: accuracy {lines(whole)[4]['eval/accuracy']:.3f} on 16 held-out prompts of sort"
+    assert (
+        head
+        == f"{whole}, step 4: accuracy {lines(whole)[4]['eval/accuracy']:.3f} on 16 held-out prompts of sort"
+    )
     assert len(wrong) == 2
     assert all(line.startswith("  'sort ") and ", not '" in line for line in wrong)
     assert main(["sample", str(whole), "sort 4321=", "--number", "2", "--temperature", "0"]) == 0
@@ -354,7 +432,11 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(answers) == 2
     assert len(set(answers)) == 1  # greedy
     assert main(["eval", str(whole), "--checkpoint", "nope", *named]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("policyloss: checkpoint nope is incomplete")  # and of no rank
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("policyloss: checkpoint nope is incomplete")
+    )  # and of no rank
 
 
 def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
@@ -366,13 +448,29 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
-    assert train(out, model="tiny", warmup_steps=40, task=str(data), reward="exact", steps=2, eval_prompts=99) == 0
+    assert (
+        train(
+            out,
+            model="tiny",
+            warmup_steps=40,
+            task=str(data),
+            reward="exact",
+            steps=2,
+            eval_prompts=99,
+        )
+        == 0
+    )
     (start, _, _) = lines(out)
-    assert start["eval/accuracy"] * 5 == pytest.approx(round(start["eval/accuracy"] * 5))  # five prompts are held out
+    assert start["eval/accuracy"] * 5 == pytest.approx(
+        round(start["eval/accuracy"] * 5)
+    )  # five prompts are held out
     seen = {row["prompt"] for row in lines(out, "rollouts")}
     assert seen <= {row["prompt"] for row in rows if row["split"] == "train"}
     answers = {row["prompt"]: row["answer"] for row in rows}
-    assert all(row["reward"] == float(row["completion"].strip() == answers[row["prompt"]]) for row in lines(out, "rollouts"))
+    assert all(
+        row["reward"] == float(row["completion"].strip() == answers[row["prompt"]])
+        for row in lines(out, "rollouts")
+    )
 
 
 @pytest.mark.slow
@@ -400,9 +498,27 @@ def test_memory_stays_as_it_is(tmp_path: Path, model: str, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_reinforcement_learning_teaches_the_built_in_task(tmp_path: Path) -> None:
     """From what warm-up shows, which is mostly wrong, to what the reward wants. Held-out prompts, greedy answers."""
-    size = {"warmup_steps": 120, "prompts": 16, "group_size": 8, "max_new_tokens": 16, "eval_prompts": 128}
+    size = {
+        "warmup_steps": 120,
+        "prompts": 16,
+        "group_size": 8,
+        "max_new_tokens": 16,
+        "eval_prompts": 128,
+    }
     quiet = {"eval_every": 0, "checkpoint_every": 0, "rollouts_every": 0}
-    assert train(tmp_path, reward=None, steps=24, minibatches=4, lr=1e-3, schedule="linear", **size, **quiet) == 0
+    assert (
+        train(
+            tmp_path,
+            reward=None,
+            steps=24,
+            minibatches=4,
+            lr=1e-3,
+            schedule="linear",
+            **size,
+            **quiet,
+        )
+        == 0
+    )
     rows = lines(tmp_path)
     assert rows[0]["eval/accuracy"] <= 0.5
     assert rows[-1]["eval/accuracy"] >= 0.85

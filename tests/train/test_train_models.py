@@ -21,7 +21,13 @@ from policyloss.train.tasks.sort import SortTask
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 from policyloss.train.warmup import warm_up
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 IDS = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 LENGTHS = (5, 1, 4)
 
@@ -52,9 +58,13 @@ def small(kind: str) -> Any:
 
     torch.manual_seed(0)
     model = {
-        "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**IDS, **SIZES, tie_word_embeddings=True)),
+        "llama tied": lambda: LlamaForCausalLM(
+            LlamaConfig(**IDS, **SIZES, tie_word_embeddings=True)
+        ),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**IDS, **SIZES, tie_word_embeddings=False)),
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**IDS, n_embd=16, n_layer=2, n_head=2, n_positions=64)),
+        "gpt2": lambda: GPT2LMHeadModel(
+            GPT2Config(**IDS, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+        ),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**IDS, **SIZES)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**IDS, **SIZES, head_dim=8)),
         "opt": lambda: OPTForCausalLM(
@@ -68,7 +78,9 @@ def small(kind: str) -> Any:
                 max_position_embeddings=64,
             )
         ),
-        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**IDS, **SIZES, head_dim=8, final_logit_softcapping=1.0)),
+        "gemma2": lambda: Gemma2ForCausalLM(
+            Gemma2Config(**IDS, **SIZES, head_dim=8, final_logit_softcapping=1.0)
+        ),
     }[kind]()
     with torch.no_grad():
         for weight in model.parameters():
@@ -98,19 +110,27 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaded(path: Path, **options: Any) -> tuple[Any, Any]:
-    return load(str(path), sorting(), **{"dtype": torch.float32, "device": "cpu", "seed": 0, **options})
+    return load(
+        str(path), sorting(), **{"dtype": torch.float32, "device": "cpu", "seed": 0, **options}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_body_times_head_is_the_models_own_logits_and_packs_do_not_mix(kind: str, stored: Any) -> None:
+def test_body_times_head_is_the_models_own_logits_and_packs_do_not_mix(
+    kind: str, stored: Any
+) -> None:
     model, _ = loaded(stored(kind), dtype=torch.float64)
     body, weight, bias = parts(model)
     ids = torch.randint(3, 100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     with torch.no_grad():
-        packed = body(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        packed = body(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False
+        ).last_hidden_state[0]
         alone = torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split(LENGTHS)])
-    torch.testing.assert_close(nn.functional.linear(packed, weight, bias), alone, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        nn.functional.linear(packed, weight, bias), alone, rtol=1e-10, atol=1e-10
+    )
     assert alone.std() > 0.1  # different enough that a mixed-up pack would show
     assert (weight is model.get_input_embeddings().weight) == (kind in ("llama tied", "gpt2"))
     assert not model.training
@@ -130,12 +150,17 @@ def test_weights_are_those_that_were_stored_in_the_dtype_that_was_asked_for(stor
 
 
 def test_logits_that_are_more_than_a_product_are_refused(stored: Any) -> None:
-    with pytest.raises(InputError, match=r"gemma2.*Gemma2ForCausalLM.* are not its last hidden states times its head"):
+    with pytest.raises(
+        InputError,
+        match=r"gemma2.*Gemma2ForCausalLM.* are not its last hidden states times its head",
+    ):
         loaded(stored("gemma2"))
 
 
 def test_a_model_that_mixes_the_sequences_of_a_pack_is_refused(stored: Any) -> None:
-    with pytest.raises(InputError, match=r"opt.*OPTForCausalLM.* does not keep the sequences of a pack apart"):
+    with pytest.raises(
+        InputError, match=r"opt.*OPTForCausalLM.* does not keep the sequences of a pack apart"
+    ):
         loaded(stored("opt"))
 
 
@@ -174,13 +199,19 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    first, again, other = (load("tiny", sorting(), dtype=torch.float32, device="cpu", seed=seed)[0] for seed in (0, 0, 1))
+    first, again, other = (
+        load("tiny", sorting(), dtype=torch.float32, device="cpu", seed=seed)[0]
+        for seed in (0, 0, 1)
+    )
     assert torch.equal(torch.rand(1), expected)
     embedding = [model.get_input_embeddings().weight for model in (first, again, other)]
     assert torch.equal(embedding[0], embedding[1])
     assert not torch.equal(embedding[0], embedding[2])
     # Embedding 100·64, tied; each of 2 layers: 4 attention squares 64², 3 · 64·256 of the MLP, 2 norms of 64; a last norm.
-    assert sum(p.numel() for p in first.parameters()) == 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
+    assert (
+        sum(p.numel() for p in first.parameters())
+        == 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
+    )
 
 
 def test_the_tiny_tokenizer_gives_every_character_back() -> None:
@@ -190,7 +221,9 @@ def test_the_tiny_tokenizer_gives_every_character_back() -> None:
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer(["ß"])["input_ids"] == [[tokenizer.unk_token_id]]  # not a character of the task
+    assert tokenizer(["ß"])["input_ids"] == [
+        [tokenizer.unk_token_id]
+    ]  # not a character of the task
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 3 + 97 + 4)
 
 
@@ -198,7 +231,9 @@ def test_the_tiny_tokenizer_gives_every_character_back() -> None:
 
 
 def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() -> None:
-    model, other = (load("tiny", sorting(), dtype=torch.float64, device="cpu", seed=seed)[0] for seed in (0, 1))
+    model, other = (
+        load("tiny", sorting(), dtype=torch.float64, device="cpu", seed=seed)[0] for seed in (0, 1)
+    )
     critic = Critic(model)
     ids, positions = torch.arange(6)[None] + 10, torch.tensor([[0, 1, 2, 3, 0, 1]])
     assert torch.equal(critic(ids, positions), torch.zeros(1, 6, dtype=torch.float64))
@@ -206,11 +241,20 @@ def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() 
     with torch.no_grad():
         critic.head.weight.copy_(torch.linspace(-1, 1, 64)[None])
         critic.head.bias.fill_(0.5)
-        alone = torch.cat([other.model(input_ids=part).last_hidden_state[0] for part in ids.split([4, 2], dim=1)])
-    torch.testing.assert_close(critic(ids, positions)[0], alone @ torch.linspace(-1, 1, 64).double() + 0.5, rtol=1e-10, atol=1e-10)
+        alone = torch.cat(
+            [other.model(input_ids=part).last_hidden_state[0] for part in ids.split([4, 2], dim=1)]
+        )
+    torch.testing.assert_close(
+        critic(ids, positions)[0],
+        alone @ torch.linspace(-1, 1, 64).double() + 0.5,
+        rtol=1e-10,
+        atol=1e-10,
+    )
     critic(ids, positions).sum().backward()
     assert critic.body.embed_tokens.weight.grad.abs().sum() > 0
-    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))  # it shares no weight with a policy
+    assert all(
+        p.grad is None for p in (*model.parameters(), *other.parameters())
+    )  # it shares no weight with a policy
 
 
 # --- warm-up
@@ -223,9 +267,13 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
         logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    expected = -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4  # x, y, z and the end; the prompt is tokens 0 to 3
+    expected = (
+        -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4
+    )  # x, y, z and the end; the prompt is tokens 0 to 3
     losses: list[float] = []
-    warm_up(model, tokenizer, task, steps=30, seed=0, progress=lambda done, loss: losses.append(loss))
+    warm_up(
+        model, tokenizer, task, steps=30, seed=0, progress=lambda done, loss: losses.append(loss)
+    )
     assert losses[0] == pytest.approx(expected, rel=1e-6)
     assert losses[-1] < 0.1 * losses[0]
 
@@ -237,7 +285,14 @@ def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
     for name, chosen in {"both": rows, "short": rows[:1], "long": rows[1:]}.items():
         task = ListTask("t", numbered(chosen), (), make_reward("exact"))
         model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
-        warm_up(model, tokenizer, task, steps=1, seed=0, progress=lambda done, loss, name=name: losses.update({name: loss}))
+        warm_up(
+            model,
+            tokenizer,
+            task,
+            steps=1,
+            seed=0,
+            progress=lambda done, loss, name=name: losses.update({name: loss}),
+        )
     assert losses["both"] == pytest.approx((2 * losses["short"] + 6 * losses["long"]) / 8, rel=1e-6)
 
 
@@ -269,7 +324,14 @@ def test_warm_up_skips_what_has_no_answer_and_needs_one() -> None:
     losses: list[float] = []
     for chosen in (rows, rows[1:]):
         model = tiny_model(tokenizer, 0)
-        warm_up(model, tokenizer, replace(task, train=chosen), steps=1, seed=0, progress=lambda done, loss: losses.append(loss))
+        warm_up(
+            model,
+            tokenizer,
+            replace(task, train=chosen),
+            steps=1,
+            seed=0,
+            progress=lambda done, loss: losses.append(loss),
+        )
     assert losses[0] == losses[1]
     with pytest.raises(InputError, match="the task t has no answers to warm up on"):
         warm_up(model, tokenizer, replace(task, train=rows[:1]), steps=1, seed=0)

@@ -14,7 +14,14 @@ from started import started_once
 from train_loop_ranks import lines, make_model, resume, train, work
 
 # Three prompts on two ranks: one has twice the work of the other; with one prompt, the second rank has none.
-COMMON = {"dtype": "float64", "prompts": 3, "steps": 2, "keep": 9, "micro_tokens": 100, "rollouts_every": 0}
+COMMON = {
+    "dtype": "float64",
+    "prompts": 3,
+    "steps": 2,
+    "keep": 9,
+    "micro_tokens": 100,
+    "rollouts_every": 0,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {**COMMON, "loss": "ppo", "staleness": 1, "steps": 3},
     "gspo": {**COMMON, "loss": "gspo"},
@@ -51,11 +58,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wanted: dict[str, dict[str, Any]] = {}
         for kind in KINDS:
             back_to_step_2(folder / "ppo", folder / f"{kind}_from_one", kind)
-            wanted |= {f"{name}_{kind}": {**options, "model": model, "parallel": kind} for name, options in RUNS.items()}
+            wanted |= {
+                f"{name}_{kind}": {**options, "model": model, "parallel": kind}
+                for name, options in RUNS.items()
+            }
             wanted[f"{kind}_from_one"] = {"resume": True}
         # One import of everything for both, which takes longer than their work.
-        multiprocessing.set_forkserver_preload(["torch", "policyloss.train.commands", "torch.distributed.fsdp", "train_loop_ranks"])
-        torch.multiprocessing.start_processes(work, args=(str(folder), wanted), nprocs=2, start_method="forkserver")
+        multiprocessing.set_forkserver_preload(
+            ["torch", "policyloss.train.commands", "torch.distributed.fsdp", "train_loop_ranks"]
+        )
+        torch.multiprocessing.start_processes(
+            work, args=(str(folder), wanted), nprocs=2, start_method="forkserver"
+        )
 
     return started_once(tmp_path_factory, "train_loop_ranks", start)
 

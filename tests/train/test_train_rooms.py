@@ -16,7 +16,15 @@ SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {
     "tasks": set[str](),
     "run": {"config", "distributed", "finite", "view.track"},
-    "view": {"batches", "distributed", "learner", "run.atomic", "run.plain_files", "sampler", "tasks"},
+    "view": {
+        "batches",
+        "distributed",
+        "learner",
+        "run.atomic",
+        "run.plain_files",
+        "sampler",
+        "tasks",
+    },
 }
 
 
@@ -24,10 +32,17 @@ def imported(source: str) -> set[str]:
     """The modules of the trainer that `source` imports, for types as well: `tasks.base`, `loop`."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("policyloss.train"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("policyloss.train")
+        ):
             outer = node.module.removeprefix("policyloss.train").lstrip(".")
             inner = [".".join(filter(None, (outer, alias.name))) for alias in node.names]
-            modules |= {name if (TRAIN / f"{name.replace('.', '/')}.py").exists() else outer for name in inner}
+            modules |= {
+                name if (TRAIN / f"{name.replace('.', '/')}.py").exists() else outer
+                for name in inner
+            }
     return modules
 
 
@@ -36,7 +51,9 @@ def test_a_room_knows_little_of_the_others(room: str) -> None:
     files = sorted((TRAIN / room).glob("*.py"))
     assert len(files) > 3
     for file in files:
-        outside = {name for name in imported(SOURCES[file]) if not f"{name}.".startswith(f"{room}.")}
+        outside = {
+            name for name in imported(SOURCES[file]) if not f"{name}.".startswith(f"{room}.")
+        }
         assert outside <= OUTSIDE[room], file.name
 
 
@@ -67,11 +84,19 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
     lonely = []
     for path, source in definitions.items():
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("__") and node.name not in names:
+            if (
+                isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                and not node.name.startswith("__")
+                and node.name not in names
+            ):
                 lonely.append(f"{path.stem}.{node.name}")
             if isinstance(node, ast.FunctionDef):
                 pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-                lonely += [f"{path.stem}.{node.name}({a.arg}=)" for a, default in pairs if default and a.arg not in options]
+                lonely += [
+                    f"{path.stem}.{node.name}({a.arg}=)"
+                    for a, default in pairs
+                    if default and a.arg not in options
+                ]
     return lonely
 
 
@@ -80,7 +105,9 @@ def test_everything_in_the_trainer_is_used() -> None:
     (`cli._training_command`).
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
-    assert unused(trainer, SOURCES) == [f"commands.{name}_command" for name in ("train", "eval", "sample")]
+    assert unused(trainer, SOURCES) == [
+        f"commands.{name}_command" for name in ("train", "eval", "sample")
+    ]
 
 
 def test_what_is_not_used_is_seen() -> None:

@@ -48,15 +48,24 @@ def refuse(constant: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
 
-@pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 2**70, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 2**70, math.inf, -math.inf]
+)
 def test_json_keeps_every_number(value: float) -> None:
     back = from_json(to_json({"x": [value]}, "numbers"))["x"][0]
-    assert (back, math.copysign(1, back), type(back)) == (value, math.copysign(1, value), type(value))
+    assert (back, math.copysign(1, back), type(back)) == (
+        value,
+        math.copysign(1, value),
+        type(value),
+    )
 
 
 def test_json_keeps_nan_and_any_reader_takes_it() -> None:
     data = to_json({"x": math.nan, "y": {"float": "a dict of the user's own"}}, "numbers")
-    assert json.loads(data, parse_constant=refuse) == {"x": {"float": "nan"}, "y": {"float": "a dict of the user's own"}}
+    assert json.loads(data, parse_constant=refuse) == {
+        "x": {"float": "nan"},
+        "y": {"float": "a dict of the user's own"},
+    }
     back = from_json(data)
     assert math.isnan(back["x"])
     assert back["y"] == {"float": "a dict of the user's own"}
@@ -75,7 +84,9 @@ def test_json_refuses_what_it_would_change(value: Any, says: str) -> None:
         to_json(value, "numbers")
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "config.json"
     replace_file(path, b"old")
 
@@ -83,7 +94,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"config\.json: No space left on device\. The old contents.*Free some space"):
+    with pytest.raises(
+        StorageError,
+        match=r"config\.json: No space left on device\. The old contents.*Free some space",
+    ):
         replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert path.read_bytes() == b"old"
@@ -102,7 +116,9 @@ def test_a_line_holds_what_json_cannot_beside() -> None:
         line_of({"step": 3, "x": {1}})
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "x": 0.', b'{"step": 4}', b"\0\0\0\0\n", b'{"x": 1}\n{"st'])
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"step": 4, "x": 0.', b'{"step": 4}', b"\0\0\0\0\n", b'{"x": 1}\n{"st']
+)
 def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path, tail: bytes) -> None:
     """Spaces as a hand might have left them stay; later rows and what a crash left of a line go."""
     path = tmp_path / "metrics.jsonl"
@@ -132,7 +148,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
         return write(handle, data[: len(data) // 2])
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left.*What was in it before is kept"):
+    with pytest.raises(
+        StorageError, match=r"metrics\.jsonl: No space left.*What was in it before is kept"
+    ):
         lines.append([{"step": 2, "x": 1.5}])
     monkeypatch.undo()
     assert lines.path.read_bytes() == b'{"step": 1}\n'
@@ -162,7 +180,9 @@ def test_a_run_is_what_it_was_started_with(run: RunDir) -> None:
     contents = RunDir.read_config(run.path)
     assert contents == {"policyloss": policyloss.__version__, "config": CONFIG, "loss": SPEC}
     environment = json.loads((run.path / "environment.json").read_text())
-    assert environment["packages"]["torch"].startswith(sys.modules["torch"].__version__.partition("+")[0])
+    assert environment["packages"]["torch"].startswith(
+        sys.modules["torch"].__version__.partition("+")[0]
+    )
     assert environment["resumed"] == []
     assert run.config == CONFIG
 
@@ -240,11 +260,15 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path) -> None:
     holder = subprocess.Popen(["sleep", "60"])
     try:
-        (tmp_path / "lock").write_text(json.dumps({"pid": holder.pid, "host": socket.gethostname(), "began": None}))
+        (tmp_path / "lock").write_text(
+            json.dumps({"pid": holder.pid, "host": socket.gethostname(), "began": None})
+        )
         with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
             Lock(tmp_path)
         os.kill(holder.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
+        os.waitid(
+            os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT
+        )  # it has ended, and nobody has asked for its exit code
         lock = Lock(tmp_path)
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
@@ -299,11 +323,22 @@ def test_tensorboard_shows_a_resumed_run_once(tmp_path: Path) -> None:
         for step in range(2, 4):
             run.log(step, {"reward/mean": 10.0 * step}, {})
     found = events(tmp_path / "tensorboard")
-    assert [(e.step, e.value) for e in found.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in found.Scalars("reward/mean")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+        (3, 30.0),
+    ]
     assert found.Scalars("timing/step_s")[0].value == 2.0
     shown = found.Histograms("ratio")[0].histogram_value
     # Three values at 0.75 and one at 1.5: sum 3.75, squares 3·0.5625 + 2.25 = 3.9375
-    assert (shown.min, shown.max, shown.num, shown.sum, shown.sum_squares) == (0.5, 2.0, 4, 3.75, 3.9375)
+    assert (shown.min, shown.max, shown.num, shown.sum, shown.sum_squares) == (
+        0.5,
+        2.0,
+        4,
+        3.75,
+        3.9375,
+    )
 
 
 def stand_in(calls: list[Any], fails: bool = False) -> Any:
@@ -312,11 +347,17 @@ def stand_in(calls: list[Any], fails: bool = False) -> Any:
         if fails:
             raise ConnectionError("no network")
 
-    return SimpleNamespace(init=lambda **about: calls.append(("init", about)), log=log, finish=lambda: calls.append(("finish",)))
+    return SimpleNamespace(
+        init=lambda **about: calls.append(("init", about)),
+        log=log,
+        finish=lambda: calls.append(("finish",)),
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_gets_numbers_and_knows_a_resumed_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_gets_numbers_and_knows_a_resumed_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, name, stand_in(calls))
     with RunDir.create(tmp_path / "run", CONFIG, SPEC) as run:
@@ -329,12 +370,16 @@ def test_a_service_gets_numbers_and_knows_a_resumed_run(name: str, tmp_path: Pat
     assert first["project"] == "policyloss"
     assert first["config"] == CONFIG
     assert first["resume"] == "allow"
-    assert first.get("id", first["name"]).endswith(json.loads((run.path / "track.json").read_text())["id"])
+    assert first.get("id", first["name"]).endswith(
+        json.loads((run.path / "track.json").read_text())["id"]
+    )
     assert logged == ("log", 0, {"accuracy": 0.5, "timing/step_s": 2.0})
     assert finished == ("finish",)
 
 
-def test_a_service_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", stand_in(calls, fails=True))
     tracker = service("wandb", tmp_path, CONFIG)
@@ -359,13 +404,22 @@ def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def show(console: Console, total: int = 40) -> Display:
     with Display(total, console=console) as display:
         for step in range(total + 1):
-            metrics: dict[str, Any] = {"reward/mean": 0.5, "accuracy": 0.25, "policy/kl_old_k3": 0.00123, "grad_norm": 1.2345}
+            metrics: dict[str, Any] = {
+                "reward/mean": 0.5,
+                "accuracy": 0.25,
+                "policy/kl_old_k3": 0.00123,
+                "grad_norm": 1.2345,
+            }
             if step == 0:
                 metrics = {"eval/accuracy": 0.5}
             if step == 3:
                 metrics["eval/accuracy"] = 0.875
-                display.say("a [bold]line[/bold] of the log that is much longer than the sixty columns of this console")
-            display.update(step, metrics, {"step_s": 100.0 if step <= 1 else 10.0, "tokens_per_s": 1234.6})
+                display.say(
+                    "a [bold]line[/bold] of the log that is much longer than the sixty columns of this console"
+                )
+            display.update(
+                step, metrics, {"step_s": 100.0 if step <= 1 else 10.0, "tokens_per_s": 1234.6}
+            )
     return display
 
 
@@ -399,7 +453,18 @@ def test_the_live_table() -> None:
     bar, *table = recorder.export_text().splitlines()
     assert set(bar) <= {"━", " "}
     rows = [line.split() for line in table]
-    assert rows[0] == ["step", "reward", "accuracy", "held-out", "KL", "old", "grad", "norm", "tokens/s", "ETA"]
+    assert rows[0] == [
+        "step",
+        "reward",
+        "accuracy",
+        "held-out",
+        "KL",
+        "old",
+        "grad",
+        "norm",
+        "tokens/s",
+        "ETA",
+    ]
     assert [row[0] for row in rows[1:]] == [f"{step}/40" for step in range(33, 41)]
     assert rows[-1] == ["40/40", "0.500", "0.250", "0.875", "0.0012", "1.23", "1,235", "0:00"]
 
@@ -413,7 +478,10 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_warm_up_and_warnings() -> None:
     plain, terminal = io.StringIO(), io.StringIO()
-    for out, console in ((plain, Console(file=plain)), (terminal, Console(file=terminal, force_terminal=True, color_system=None))):
+    for out, console in (
+        (plain, Console(file=plain)),
+        (terminal, Console(file=terminal, force_terminal=True, color_system=None)),
+    ):
         display = Display(1, console=console)
         progress = display.warmup(100)
         for done in range(1, 101):

@@ -12,12 +12,31 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.train.evaluate import Evaluation, Result, evaluate
-from policyloss.train.sampler import Rule, Sample, draw, encode, end_ids, evaluating, sample, support, uniforms
+from policyloss.train.sampler import (
+    Rule,
+    Sample,
+    draw,
+    encode,
+    end_ids,
+    evaluating,
+    sample,
+    support,
+    uniforms,
+)
 
 VOCAB = 24
 EOS = 2
 LETTERS = "abcdefghijklmnopqrstu"  # ids 3, 4, …
-PROMPTS = ["a", "kbc", "defghijkl", "kbc", "mn", "a", "opqrst", "defghijkl"]  # 1 to 9 tokens, some twice
+PROMPTS = [
+    "a",
+    "kbc",
+    "defghijkl",
+    "kbc",
+    "mn",
+    "a",
+    "opqrst",
+    "defghijkl",
+]  # 1 to 9 tokens, some twice
 
 
 @cache
@@ -26,7 +45,12 @@ def letters() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": EOS, **{letter: i for i, letter in enumerate(LETTERS, start=3)}}
+    vocab = {
+        "<pad>": 0,
+        "<bos>": 1,
+        "<eos>": EOS,
+        **{letter: i for i, letter in enumerate(LETTERS, start=3)},
+    }
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -37,16 +61,32 @@ def letters() -> Any:
 def llama(**options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     ids = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
-    return _spread(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=40, **sizes, **ids, **options)))
+    return _spread(
+        LlamaForCausalLM(
+            LlamaConfig(vocab_size=VOCAB, max_position_embeddings=40, **sizes, **ids, **options)
+        )
+    )
 
 
 def gpt2(**options: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
-    return _spread(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4, **ids, **options)))
+    return _spread(
+        GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4, **ids, **options
+            )
+        )
+    )
 
 
 def _spread(model: Any) -> Any:
@@ -63,7 +103,9 @@ FAMILIES = {"rotary positions": llama, "absolute positions": gpt2}
 family = pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-def sampled(model: Any, texts: list[str], *, limit: int = 8, rule: Rule | None = None, **options: Any) -> list[Sample]:
+def sampled(
+    model: Any, texts: list[str], *, limit: int = 8, rule: Rule | None = None, **options: Any
+) -> list[Sample]:
     rule = rule or Rule(temperature=1.0)
     given = {"uniforms": uniforms(0, 0, len(texts), limit), "batch_tokens": 10_000, **options}
     prompts = [(100 + i, 10 + i, text) for i, text in enumerate(texts)]
@@ -94,17 +136,26 @@ def scripted(model: Any, prompt: str, completion: list[int]) -> Tensor:
 def test_greedy_is_what_generate_gives(make: Any, ends: bool) -> None:
     model = make()
     batch = letters()(PROMPTS, padding=True, return_tensors="pt")
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "do_sample": False, "max_new_tokens": 12}
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "do_sample": False,
+        "max_new_tokens": 12,
+    }
     if ends:  # some rows stop early: two letters that the free run says become end tokens too
         free = model.generate(**inputs)[:, batch["input_ids"].shape[1] :]
         model.generation_config.eos_token_id = [EOS, int(free[1, 2]), int(free[2, 5])]
     expected = []
     for row in model.generate(**inputs)[:, batch["input_ids"].shape[1] :].tolist():
-        stop = next((t for t, token in enumerate(row) if token in end_ids(model, letters())), len(row) - 1)
+        stop = next(
+            (t for t, token in enumerate(row) if token in end_ids(model, letters())), len(row) - 1
+        )
         expected.append(row[: stop + 1])
     got = sampled(model, PROMPTS, limit=12, rule=Rule(temperature=0.0), uniforms=None)
     assert [s.completion_ids.tolist() for s in got] == expected
-    assert len({tuple(row) for row in expected}) == 5  # the five distinct prompts say different things
+    assert (
+        len({tuple(row) for row in expected}) == 5
+    )  # the five distinct prompts say different things
     assert len({len(row) for row in expected}) >= (3 if ends else 1)
 
 
@@ -127,13 +178,21 @@ def test_a_tiny_temperature_does_not_overflow() -> None:
 
 
 @family
-@pytest.mark.parametrize("rule", [Rule(1.0), Rule(0.7, top_p=0.8, top_k=10), Rule(1.5, top_k=2), Rule(0.0)], ids=str)
-def test_rollout_logp_is_that_of_a_separate_pass_over_the_whole_vocabulary(make: Any, rule: Rule) -> None:
+@pytest.mark.parametrize(
+    "rule", [Rule(1.0), Rule(0.7, top_p=0.8, top_k=10), Rule(1.5, top_k=2), Rule(0.0)], ids=str
+)
+def test_rollout_logp_is_that_of_a_separate_pass_over_the_whole_vocabulary(
+    make: Any, rule: Rule
+) -> None:
     model = make()
     for got in sampled(model, PROMPTS, limit=10, rule=rule):
         n = len(got.completion_ids)
         logits = forced(model, torch.cat([got.prompt_ids, got.completion_ids]))[-n - 1 : -1]
-        expected = (logits.double() / (rule.temperature or 1.0)).log_softmax(-1).gather(-1, got.completion_ids[:, None])[:, 0]
+        expected = (
+            (logits.double() / (rule.temperature or 1.0))
+            .log_softmax(-1)
+            .gather(-1, got.completion_ids[:, None])[:, 0]
+        )
         assert got.rollout_logp.dtype == torch.float32
         torch.testing.assert_close(got.rollout_logp.double(), expected, atol=1e-5, rtol=0)
 
@@ -172,9 +231,15 @@ def test_support_by_hand() -> None:
     assert kept(1.0, 2, ties) == [0, 1]
     assert kept(0.5, 0, ties) == [0, 1]  # 0.25 + 0.25 reaches 0.5
     assert kept(0.51, 0, ties) == [0, 1, 2]
-    assert kept(1.0, 2, torch.tensor([[0.2, 0.4, 0.2, 0.2]])) == [0, 1]  # the sure one, then the lowest of the tied
+    assert kept(1.0, 2, torch.tensor([[0.2, 0.4, 0.2, 0.2]])) == [
+        0,
+        1,
+    ]  # the sure one, then the lowest of the tied
     rows = support(torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]]), 0.6, 0)
-    assert rows.tolist() == [[False, True, False, True], [True, False, False, False]]  # each row its own count
+    assert rows.tolist() == [
+        [False, True, False, True],
+        [True, False, False, False],
+    ]  # each row its own count
 
 
 @pytest.mark.parametrize(
@@ -184,16 +249,26 @@ def test_support_by_hand() -> None:
         (Rule(0.5), [1 / 30, 16 / 30, 4 / 30, 9 / 30]),  # p² / Σ p²: 0.01, 0.16, 0.04, 0.09 of 0.30
         (Rule(1.0, top_k=2), [0, 4 / 7, 0, 3 / 7]),
         (Rule(1.0, top_p=0.8), [0, 4 / 9, 2 / 9, 3 / 9]),
-        (Rule(0.5, top_p=0.9, top_k=3), [0, 16 / 29, 4 / 29, 9 / 29]),  # of 16, 9, 4: (16 + 9) / 29 = 0.862 < 0.9, so all three
-        (Rule(0.5, top_p=0.85, top_k=3), [0, 16 / 25, 0, 9 / 25]),  # 0.862 reaches 0.85; of all four it would be 25 / 30 = 0.833
+        (
+            Rule(0.5, top_p=0.9, top_k=3),
+            [0, 16 / 29, 4 / 29, 9 / 29],
+        ),  # of 16, 9, 4: (16 + 9) / 29 = 0.862 < 0.9, so all three
+        (
+            Rule(0.5, top_p=0.85, top_k=3),
+            [0, 16 / 25, 0, 9 / 25],
+        ),  # 0.862 reaches 0.85; of all four it would be 25 / 30 = 0.833
     ],
 )
-def test_equal_steps_of_uniforms_give_each_token_its_share(rule: Rule, expected: list[float]) -> None:
+def test_equal_steps_of_uniforms_give_each_token_its_share(
+    rule: Rule, expected: list[float]
+) -> None:
     n = 1000
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log().expand(n, 4)
     token, logp = draw(logits, (torch.arange(n, dtype=torch.float64) + 0.5) / n, rule)
     share = torch.bincount(token, minlength=4) / n
-    torch.testing.assert_close(share.double(), torch.tensor(expected, dtype=torch.float64), atol=1 / n, rtol=0)
+    torch.testing.assert_close(
+        share.double(), torch.tensor(expected, dtype=torch.float64), atol=1 / n, rtol=0
+    )
     assert (token.diff() >= 0).all()  # the inverse of a CDF over token ids
     whole = (logits[0] / rule.temperature).log_softmax(-1)
     torch.testing.assert_close(logp, whole[token], atol=1e-12, rtol=0)
@@ -209,7 +284,9 @@ def test_the_ends_of_the_unit_interval() -> None:
 def test_rare_tokens_after_a_sure_one_can_be_drawn() -> None:
     # e^-18 = 1.5e-8: a float32 sum that has reached 1 no longer moves, and tokens 1 and 2 would never come
     rare = torch.tensor(-18.0, dtype=torch.float64).exp().item()
-    steps = torch.tensor([0.5, 1 + 0.5 * rare, 1 + 1.5 * rare], dtype=torch.float64) / (1 + 2 * rare)
+    steps = torch.tensor([0.5, 1 + 0.5 * rare, 1 + 1.5 * rare], dtype=torch.float64) / (
+        1 + 2 * rare
+    )
     token, _ = draw(torch.tensor([[0.0, -18.0, -18.0]]).repeat(3, 1), steps, Rule(1.0))
     assert token.tolist() == [0, 1, 2]
 
@@ -223,7 +300,9 @@ def test_frequencies_of_two_tokens_against_the_exact_distribution() -> None:
         if first == EOS:
             exact[(first,)] = p
             continue
-        for second, q in _top(forced(model, torch.cat([prompt, torch.tensor([first])]))[-1], 1.3, 5):
+        for second, q in _top(
+            forced(model, torch.cat([prompt, torch.tensor([first])]))[-1], 1.3, 5
+        ):
             exact[first, second] = p * q
     seen = dict.fromkeys(exact, 0)
     for s in got:
@@ -245,10 +324,17 @@ def _top(logits: Tensor, temperature: float, k: int) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("batch_tokens", [1, 35, 60])
 def test_the_batch_cut_changes_nothing(make: Any, batch_tokens: int) -> None:
     model, rule = make(), Rule(1.0, top_p=0.95)
-    whole, cut = sampled(model, PROMPTS, rule=rule), sampled(model, PROMPTS, rule=rule, batch_tokens=batch_tokens)
+    whole, cut = (
+        sampled(model, PROMPTS, rule=rule),
+        sampled(model, PROMPTS, rule=rule, batch_tokens=batch_tokens),
+    )
     assert [(s.example, s.group) for s in cut] == [(100 + i, 10 + i) for i in range(len(PROMPTS))]
     for a, b, text in zip(whole, cut, PROMPTS, strict=True):
-        assert a.prompt_ids.tolist() == b.prompt_ids.tolist() == [LETTERS.index(letter) + 3 for letter in text]
+        assert (
+            a.prompt_ids.tolist()
+            == b.prompt_ids.tolist()
+            == [LETTERS.index(letter) + 3 for letter in text]
+        )
         assert a.completion_ids.tolist() == b.completion_ids.tolist()
         assert (a.finished, a.text) == (b.finished, b.text)
         torch.testing.assert_close(a.rollout_logp, b.rollout_logp, atol=1e-5, rtol=0)
@@ -261,11 +347,19 @@ def test_the_batch_cut_changes_nothing(make: Any, batch_tokens: int) -> None:
     [
         # prompts of 9, 9, 6, 3, 3, 2, 1, 1 tokens, and 8 to come: 60 // (9 + 8) = 3 rows, then 60 // (3 + 8) = 5; each prompt once
         (60, [(2, 9), (3, 3)]),
-        (51, [(2, 9), (3, 3), (1, 1)]),  # 51 // 17 = 3; 51 // 11 = 4: "kbc" twice, "mn", "a"; the other "a"
-        (16, [(1, 9), (1, 9), (1, 6), (1, 3), (1, 3), (1, 2), (1, 1), (1, 1)]),  # a row that is too long goes alone
+        (
+            51,
+            [(2, 9), (3, 3), (1, 1)],
+        ),  # 51 // 17 = 3; 51 // 11 = 4: "kbc" twice, "mn", "a"; the other "a"
+        (
+            16,
+            [(1, 9), (1, 9), (1, 6), (1, 3), (1, 3), (1, 2), (1, 1), (1, 1)],
+        ),  # a row that is too long goes alone
     ],
 )
-def test_batches_keep_to_the_token_budget(batch_tokens: int, prefills: list[tuple[int, int]]) -> None:
+def test_batches_keep_to_the_token_budget(
+    batch_tokens: int, prefills: list[tuple[int, int]]
+) -> None:
     model, seen = gpt2(), []
 
     def record(_: Any, __: Any, inputs: dict[str, Any]) -> None:
@@ -291,12 +385,19 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
     assert u.dtype == torch.float64
     assert torch.equal(u, uniforms(3, 5, 40, 50))
     assert torch.equal(u[:7], uniforms(3, 5, 7, 50))
-    others = [uniforms(5, 3, 40, 50), uniforms(4, 5, 40, 50), uniforms(3, 6, 40, 50), uniforms(3 + 2**32, 5, 40, 50)]
+    others = [
+        uniforms(5, 3, 40, 50),
+        uniforms(4, 5, 40, 50),
+        uniforms(3, 6, 40, 50),
+        uniforms(3 + 2**32, 5, 40, 50),
+    ]
     for other in others:
         assert not (u == other).any()
     assert 0 <= u.min() < 0.002
     assert 0.998 < u.max() < 1
-    assert abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5  # the standard error of 2000 uniforms
+    assert (
+        abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5
+    )  # the standard error of 2000 uniforms
     with pytest.raises(InputError, match="seed=-1"):
         uniforms(-1, 0, 1, 1)
 
@@ -307,7 +408,10 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
 @family
 def test_rows_end_where_their_end_token_is(make: Any) -> None:
     model, stop = make(), LETTERS.index("e") + 3
-    model.generation_config.eos_token_id = [EOS, stop]  # "e" is an ordinary letter for the tokenizer
+    model.generation_config.eos_token_id = [
+        EOS,
+        stop,
+    ]  # "e" is an ordinary letter for the tokenizer
     a, b = LETTERS.index("a") + 3, LETTERS.index("b") + 3
     scripts = {"mn": [EOS], "a": [a, b, stop], "kbc": [b, b, b, b], "opqrst": [a, a, b, EOS]}
     drawn = torch.zeros(len(scripts), 4, dtype=torch.float64)
@@ -323,11 +427,19 @@ def test_rows_end_where_their_end_token_is(make: Any) -> None:
 def test_no_work_for_rows_that_have_ended_or_are_repeated() -> None:
     model, seen = llama(), []
     b = LETTERS.index("b") + 3
-    scripts = [("kbc", [EOS]), ("kbc", [b, EOS]), ("kbc", [b, b, b, EOS]), ("mn", [b, EOS]), ("mn", [EOS])]
+    scripts = [
+        ("kbc", [EOS]),
+        ("kbc", [b, EOS]),
+        ("kbc", [b, b, b, EOS]),
+        ("mn", [b, EOS]),
+        ("mn", [EOS]),
+    ]
     drawn = torch.zeros(5, 6, dtype=torch.float64)
     for row, (prompt, completion) in enumerate(scripts):
         drawn[row, : len(completion)] = scripted(model, prompt, completion)
-    model.register_forward_pre_hook(lambda _, __, inputs: seen.append(tuple(inputs["input_ids"].shape)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, __, inputs: seen.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
     got = sampled(model, [prompt for prompt, _ in scripts], limit=6, uniforms=drawn)
     assert [s.completion_ids.tolist() for s in got] == [completion for _, completion in scripts]
     # two distinct prompts of up to three tokens; then the rows that go on: three, one, one; then none
@@ -381,11 +493,17 @@ def test_samples_can_be_trained_on_and_own_their_memory() -> None:
             assert not tensor.is_inference()
             assert not tensor.requires_grad
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    starts = [tensor.data_ptr() for s in got for tensor in (s.prompt_ids, s.completion_ids, s.rollout_logp)]
+    starts = [
+        tensor.data_ptr()
+        for s in got
+        for tensor in (s.prompt_ids, s.completion_ids, s.rollout_logp)
+    ]
     assert len(set(starts)) == len(starts)
     ids = torch.cat([got[0].prompt_ids, got[0].completion_ids])
     model(input_ids=ids[None], labels=ids[None]).loss.backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
+    )
 
 
 def test_no_prompts_no_samples() -> None:
@@ -409,7 +527,10 @@ def test_no_prompts_no_samples() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
         ({"uniforms": None}, r"uniforms is needed: \[1, 4\]"),
-        ({"uniforms": torch.zeros(2, 4)}, r"\[2, 4\]; give floats \[prompts, max_new_tokens\] = \[1, 4\]"),
+        (
+            {"uniforms": torch.zeros(2, 4)},
+            r"\[2, 4\]; give floats \[prompts, max_new_tokens\] = \[1, 4\]",
+        ),
         ({"uniforms": torch.zeros(1, 4, dtype=torch.int64)}, "torch.int64"),
         ({"uniforms": torch.ones(1, 4)}, "seen 1.0 to 1.0"),
         ({"uniforms": torch.full((1, 4), float("nan"))}, "seen nan"),
@@ -419,7 +540,14 @@ def test_no_prompts_no_samples() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
-    given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 4, "batch_tokens": 100, "uniforms": torch.zeros(1, 4)}
+    given = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_new_tokens": 4,
+        "batch_tokens": 100,
+        "uniforms": torch.zeros(1, 4),
+    }
     arguments = {"prompts": [(0, 0, "abc")], **given, **changes}
     with pytest.raises(InputError, match=message):
         sample(llama(), letters(), arguments.pop("prompts"), **arguments)
@@ -440,7 +568,9 @@ def test_broken_weights_are_reported(rule: Rule) -> None:
 def test_a_model_without_a_key_value_cache_is_refused() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2))
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
+    )
     with pytest.raises(InputError, match="MambaForCausalLM keeps no past_key_values"):
         sampled(model, ["abc"])
 
@@ -464,7 +594,11 @@ def test_evaluation_by_hand() -> None:
     model = llama()
     says = [s.text for s in sampled(model, ["a", "kbc", "mn"], limit=5, rule=Rule(0.0))]
     wrong = next(letter for letter in LETTERS if letter != says[2][:1])
-    examples = [Question(8, "a", says[0]), Question(3, "kbc", says[1][:1] + "?"), Question(5, "mn", wrong)]
+    examples = [
+        Question(8, "a", says[0]),
+        Question(3, "kbc", says[1][:1] + "?"),
+        Question(5, "mn", wrong),
+    ]
     results = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
     got = Evaluation.of(results)
     assert [r.example for r in got.results] == [8, 3, 5]
@@ -474,7 +608,9 @@ def test_evaluation_by_hand() -> None:
     assert got.mean_length == sum(r.length for r in got.results) / 3
     assert Evaluation.of(results, success=0.5).accuracy == 2 / 3
     with pytest.raises(InputError, match="example 77 "):
-        evaluate(model, letters(), [Question(77, "", "")], likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
+        evaluate(
+            model, letters(), [Question(77, "", "")], likeness, max_new_tokens=5, batch_tokens=20
+        )  # type: ignore[arg-type]
 
 
 def test_means_of_an_evaluation() -> None:

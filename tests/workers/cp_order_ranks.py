@@ -29,7 +29,9 @@ SEQUENCES = len(BATCH.lengths)
 TURN_SPECS = {
     "gspo_turn": PRESETS["gspo_turn"],
     "turn means": BY_AGGREGATE["turn:SeqMeanTokenMean()"],
-    "fewer tokens": PRESETS["gspo_turn"].replace(correction=(pl.Band(0.8, 1.25),), rejected="renormalise"),
+    "fewer tokens": PRESETS["gspo_turn"].replace(
+        correction=(pl.Band(0.8, 1.25),), rejected="renormalise"
+    ),
 }
 LAYOUTS = ("padded", "packed")
 
@@ -54,7 +56,11 @@ def owners(ranks: int) -> dict[str, Tensor]:
 
 SHARDINGS = tuple(owners(2))
 # Each sharding over two ranks in one layout and over four in the other: size, sharding, layout.
-CASES = [(size, name, LAYOUTS[(i + size // 2) % 2]) for size in (2, 4) for i, name in enumerate(SHARDINGS)]
+CASES = [
+    (size, name, LAYOUTS[(i + size // 2) % 2])
+    for size in (2, 4)
+    for i, name in enumerate(SHARDINGS)
+]
 COUNTED = ("gspo", "gspo_token", "gspo_turn")
 
 
@@ -139,7 +145,11 @@ def turns(groups: Ranks) -> dict[str, Any]:
         for name, spec in TURN_SPECS.items():
             totals = totals_of(spec, part, cp_group=cp, group=groups.alone)
             out = run(spec, part.batch, totals, cp_group=cp, positions=part.positions)
-            numbers = {"loss": out.loss, "dlogp": out.dlogp, "metrics": out.records.all_reduce(cp).compute()}
+            numbers = {
+                "loss": out.loss,
+                "dlogp": out.dlogp,
+                "metrics": out.records.all_reduce(cp).compute(),
+            }
             said[f"turns: {name}, {size}, {sharding}, {layout}"] = numbers
     return said
 
@@ -147,7 +157,10 @@ def turns(groups: Ranks) -> dict[str, Any]:
 def through_the_head(part: Shard | None, **spread: Any) -> dict[str, Tensor]:
     """A turn-level loss of `BATCH`, or of a shard (packed), from hidden states, and its gradient in the head's weight."""
     g = torch.Generator().manual_seed(5)
-    hidden, weight = (torch.randn(*shape, 4, generator=g, dtype=torch.float64) for shape in (BATCH.mask.shape, (6,)))
+    hidden, weight = (
+        torch.randn(*shape, 4, generator=g, dtype=torch.float64)
+        for shape in (BATCH.mask.shape, (6,))
+    )
     ids, b = torch.arange(BATCH.mask.numel()).view(BATCH.mask.shape) % 6, BATCH
     if part is not None:
         b, inside = part.batch, part.batch.inside
@@ -155,7 +168,16 @@ def through_the_head(part: Shard | None, **spread: Any) -> dict[str, Tensor]:
         hidden, ids, spread["positions"] = hidden[at], ids[at], part.positions
     weight.requires_grad_()
     given = {"cu_seqlens": b.cu_seqlens, "totals": "local", **spread}
-    out = pl.linear_policy_loss(TURN_SPECS["gspo_turn"], hidden, weight, ids, b.old_logp, b.kwargs["advantages"], b.mask, **given)
+    out = pl.linear_policy_loss(
+        TURN_SPECS["gspo_turn"],
+        hidden,
+        weight,
+        ids,
+        b.old_logp,
+        b.kwargs["advantages"],
+        b.mask,
+        **given,
+    )
     out.loss.backward()
     assert weight.grad is not None
     return {"loss": out.loss.detach(), "gradient": weight.grad}
@@ -170,7 +192,13 @@ def entrances(groups: Ranks) -> dict[str, Any]:
     return {"head": through_the_head(part, cp_group=cp), "compiled": loss}
 
 
-def over_time(call: Callable[..., Tensor], per_sequence: bool, poisoned: bool, part: Shard | None, **spread: Any) -> Tensor:
+def over_time(
+    call: Callable[..., Tensor],
+    per_sequence: bool,
+    poisoned: bool,
+    part: Shard | None,
+    **spread: Any,
+) -> Tensor:
     """A scan over `BATCH`, or over a shard of it. call: given rewards, values, mask, last_values and the layout.
 
     poisoned: a NaN at a valid token of row 0.
@@ -179,9 +207,16 @@ def over_time(call: Callable[..., Tensor], per_sequence: bool, poisoned: bool, p
     if poisoned:
         rewards[0, int(BATCH.mask[0].nonzero()[1])] = torch.nan
     if part is not None:
-        b, rewards, values, spread["positions"] = part.batch, part.split(rewards), part.split(values), part.positions
+        b, rewards, values, spread["positions"] = (
+            part.batch,
+            part.split(rewards),
+            part.split(values),
+            part.positions,
+        )
     if per_sequence:  # as [S, 1] where a rank's pack may hold as many tokens as there are sequences
-        rewards = torch.linspace(-1, 2, SEQUENCES, dtype=torch.float64).view((-1, 1) if b.cu_seqlens is not None else (-1,))
+        rewards = torch.linspace(-1, 2, SEQUENCES, dtype=torch.float64).view(
+            (-1, 1) if b.cu_seqlens is not None else (-1,)
+        )
     elif b.cu_seqlens is not None:
         rewards = rewards.unsqueeze(0)  # for the same reason
     last = torch.linspace(2, -3, SEQUENCES, dtype=torch.float64)
@@ -189,13 +224,19 @@ def over_time(call: Callable[..., Tensor], per_sequence: bool, poisoned: bool, p
 
 
 SCANS: dict[str, Callable[..., Tensor]] = {
-    "advantages": lambda r, v, m, last, **layout: pl.gae(r, v, m, 0.9, 0.8, last_values=last, **layout).advantages,
+    "advantages": lambda r, v, m, last, **layout: (
+        pl.gae(r, v, m, 0.9, 0.8, last_values=last, **layout).advantages
+    ),
     "returns": lambda r, v, m, last, **layout: pl.gae(r, v, m, 0.97, 1.0, **layout).returns,
     "discounted": lambda r, v, m, last, **layout: advantage.discounted_returns(r, m, 0.7, **layout),
-    "optimal_token_baseline": lambda r, v, m, last, cu_seqlens, **layout: advantage.optimal_token_baseline(
-        r, BATCH.group_ids, m, v, v.exp(), weights=1 - v, **{"group": "local", **layout}
+    "optimal_token_baseline": lambda r, v, m, last, cu_seqlens, **layout: (
+        advantage.optimal_token_baseline(
+            r, BATCH.group_ids, m, v, v.exp(), weights=1 - v, **{"group": "local", **layout}
+        )
     ),
-    "reinforce_pp": lambda r, v, m, last, **layout: advantage.reinforce_pp(r, m, 0.7, **{"group": "local", **layout}),
+    "reinforce_pp": lambda r, v, m, last, **layout: advantage.reinforce_pp(
+        r, m, 0.7, **{"group": "local", **layout}
+    ),
 }
 PADDED_ONLY = ("optimal_token_baseline",)
 
@@ -203,7 +244,12 @@ PADDED_ONLY = ("optimal_token_baseline",)
 def scan_cases(layout: str) -> list[tuple[str, bool, bool]]:
     """Name, rewards per sequence, a NaN among them: those that the layout can have."""
     kinds = ((False, False), (True, False), (False, True))
-    return [(name, *kind) for name in SCANS if layout == "padded" or name not in PADDED_ONLY for kind in kinds]
+    return [
+        (name, *kind)
+        for name in SCANS
+        if layout == "padded" or name not in PADDED_ONLY
+        for kind in kinds
+    ]
 
 
 def scans(groups: Ranks) -> dict[str, Any]:
@@ -218,7 +264,9 @@ def scans(groups: Ranks) -> dict[str, Any]:
     half = [[0, 1, 5], [2, 3, 4, 6]][dist.get_rank() // 2]  # each pair holds other sequences
     part = shard("zigzag", dist.get_rank(groups.cp[2]), 2, "padded")
     b, positions = part.batch.rows(half), part.positions[half]
-    whitened = advantage.reinforce_pp(b.advantages, b.mask, 0.9, group=groups.data, cp_group=groups.cp[2], positions=positions)
+    whitened = advantage.reinforce_pp(
+        b.advantages, b.mask, 0.9, group=groups.data, cp_group=groups.cp[2], positions=positions
+    )
     said["pairs"] = b.as_rows(whitened)
     return said
 
@@ -226,19 +274,30 @@ def scans(groups: Ranks) -> dict[str, Any]:
 # Prompts 7 and 40 lie on several ranks; 40 and 3 are constant, 5 is a group of one; the third rank has no sequence.
 ROWS = ([0, 1, 2, 9, 11], [3, 4, 5], [], [6, 7, 8, 10])
 IDS = torch.tensor([7, 40, 7, 40, 3, 7, 7, 7, 40, 5, 3, 7])
-REWARDS = torch.tensor([1.0, 2.0, 0.0, 2.0, 0.5, 1.0, 0.25, 0.0, 2.0, 3.0, 0.5, 0.1], dtype=torch.float64)
+REWARDS = torch.tensor(
+    [1.0, 2.0, 0.0, 2.0, 0.5, 1.0, 0.25, 0.0, 2.0, 3.0, 0.5, 0.1], dtype=torch.float64
+)
 LENGTHS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 0, 5, 8])
 ESTIMATES: dict[str, Callable[..., Tensor]] = {
-    **{name: advantage.ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "passk_max_gap")},
+    **{
+        name: advantage.ESTIMATORS[name]
+        for name in ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "passk_max_gap")
+    },
     "raw": lambda r, i, **k: advantage.grpo(r, i, single="raw", **k),
     "batch_std": lambda r, i, **k: pl.group_advantages(r, i, scale="batch_std", **k),
     "opo": lambda r, i, **k: advantage.opo(r, i, LENGTHS[places(r)], **k),
     "gpg": advantage.gpg,
     "gpg nonzero": lambda r, i, **k: advantage.gpg(r, i, valid="nonzero", single="raw", **k),
-    "gdpo": lambda r, i, **k: advantage.gdpo(torch.stack((r, r.square() - 1), 1), i, weights=(1.0, 0.5), **k),
-    "gdpo by length": lambda r, i, **k: advantage.gdpo(r[:, None], i, lengths=LENGTHS[places(r)], **k),
+    "gdpo": lambda r, i, **k: advantage.gdpo(
+        torch.stack((r, r.square() - 1), 1), i, weights=(1.0, 0.5), **k
+    ),
+    "gdpo by length": lambda r, i, **k: advantage.gdpo(
+        r[:, None], i, lengths=LENGTHS[places(r)], **k
+    ),
     "passk_combinatorial": lambda r, i, **k: advantage.passk_combinatorial(r, i, 2, **k),
-    "reinforce_pp_baseline": lambda r, i, **k: advantage.reinforce_pp_baseline(r, i, LENGTHS[places(r)], **k),
+    "reinforce_pp_baseline": lambda r, i, **k: advantage.reinforce_pp_baseline(
+        r, i, LENGTHS[places(r)], **k
+    ),
     "whiten": lambda r, i, **k: pl.whiten(r, r != 2, **k),
     "optimal_token_baseline": lambda r, i, **k: optimal(r, i, **k),
 }
@@ -246,7 +305,11 @@ ESTIMATES: dict[str, Callable[..., Tensor]] = {
 
 def places(r: Tensor) -> Tensor:
     """Which rows of `REWARDS` these are: all, or those of this rank."""
-    return torch.arange(len(REWARDS)) if len(r) == len(REWARDS) else torch.tensor(ROWS[dist.get_rank()], dtype=torch.int64)
+    return (
+        torch.arange(len(REWARDS))
+        if len(r) == len(REWARDS)
+        else torch.tensor(ROWS[dist.get_rank()], dtype=torch.int64)
+    )
 
 
 def optimal(r: Tensor, ids: Tensor, **given: Any) -> Tensor:
@@ -254,7 +317,9 @@ def optimal(r: Tensor, ids: Tensor, **given: Any) -> Tensor:
     lengths = LENGTHS[places(r)]
     mask = torch.arange(int(lengths.max()) + 1 if len(lengths) else 1) < lengths[:, None]
     logp = -0.1 * (1 + torch.arange(mask.shape[1])) - 0.01 * places(r)[:, None]
-    return advantage.optimal_token_baseline(r, ids, mask, logp.double(), 0.5 * torch.ones(mask.shape), **given).sum(1)
+    return advantage.optimal_token_baseline(
+        r, ids, mask, logp.double(), 0.5 * torch.ones(mask.shape), **given
+    ).sum(1)
 
 
 def estimates() -> dict[str, Any]:
@@ -266,18 +331,30 @@ def estimates() -> dict[str, Any]:
         said[f"estimate: {name}"] = estimate(r, ids, group=dist.group.WORLD)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", message="group_ids: all")  # some rank has one row of each prompt
+            warnings.filterwarnings(
+                "ignore", message="group_ids: all"
+            )  # some rank has one row of each prompt
             said[f"local: {name}"] = estimate(r, ids, group="local")
             quiet = len(caught)
             said[f"unsaid: {name}"] = estimate(r, ids)
-        said[f"warnings: {name}"] = [quiet, [(w.category.__name__, str(w.message), Path(w.filename).name) for w in caught]]
+        said[f"warnings: {name}"] = [
+            quiet,
+            [(w.category.__name__, str(w.message), Path(w.filename).name) for w in caught],
+        ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         score = torch.arange(8.0).view(4, 2)
-        given = {"token_level_rewards": score, "response_mask": torch.ones(4, 2), "index": [0, 0, 1, 1], "config": {}}
+        given = {
+            "token_level_rewards": score,
+            "response_mask": torch.ones(4, 2),
+            "index": [0, 0, 1, 1],
+            "config": {},
+        }
         for name in ("grpo", "grpo_passk", "reinforce_plus_plus_baseline"):
             ADVANTAGE_ESTIMATORS[name](**given)
-        ADVANTAGE_ESTIMATORS["optimal_token_baseline"](**given, old_log_probs=-score, sum_pi_squared=0.1 * score)
+        ADVANTAGE_ESTIMATORS["optimal_token_baseline"](
+            **given, old_log_probs=-score, sum_pi_squared=0.1 * score
+        )
     said["warnings: drop-ins"] = [str(w.message) for w in caught]
     return said
 
@@ -286,12 +363,18 @@ def by_hand(groups: Ranks) -> dict[str, Any]:
     """One sequence over the two ranks of a pair, in numbers that can be followed."""
     cp = groups.cp[2]
     first = dist.get_rank(cp) == 0
-    rewards, values, at = ([1.0, 3.0], [0.5, 1.5], [0, 2]) if first else ([2.0, torch.nan], [1.0, torch.nan], [1, 0])
+    rewards, values, at = (
+        ([1.0, 3.0], [0.5, 1.5], [0, 2]) if first else ([2.0, torch.nan], [1.0, torch.nan], [1, 0])
+    )
     mask = torch.tensor([[True, first]])
     r, v = (torch.tensor([x], dtype=torch.float64) for x in (rewards, values))
     found = pl.gae(r, v, mask, 0.9, 0.5, cp_group=cp, positions=torch.tensor([at]))
-    spec = pl.LossSpec(ratio=pl.SegmentRatio(), trust=pl.Unbounded("ratio"), aggregate=pl.TokenSum())
-    log_ratio, at, valid = ([0.5, 0.1], [4, 0], [1, 1]) if first else ([9.0, 0.2, 0.6], [3, 1, 2], [0, 1, 1])
+    spec = pl.LossSpec(
+        ratio=pl.SegmentRatio(), trust=pl.Unbounded("ratio"), aggregate=pl.TokenSum()
+    )
+    log_ratio, at, valid = (
+        ([0.5, 0.1], [4, 0], [1, 1]) if first else ([9.0, 0.2, 0.6], [3, 1, 2], [0, 1, 1])
+    )
     logp = torch.tensor([log_ratio], dtype=torch.float64) - 1
     spread = {"cp_group": cp, "positions": torch.tensor([at])}
     one, old = torch.ones(1, dtype=torch.float64), torch.full_like(logp, -1)
@@ -303,7 +386,10 @@ def by_hand(groups: Ranks) -> dict[str, Any]:
 def counted() -> Iterator[Counter[str]]:
     """How often each collective is called meanwhile."""
     counts: Counter[str] = Counter()
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast")}
+    kept = {
+        name: getattr(dist, name)
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast")
+    }
 
     def count(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +417,13 @@ def costs(groups: Ranks) -> dict[str, Any]:
         totals = totals_of(spec, part, cp_group=cp)
         logp = part.batch.logp.clone().requires_grad_()
         with counted() as forward:
-            arguments = {**part.batch.kwargs, "logp": logp, "totals": totals, "cp_group": cp, "positions": part.positions}
+            arguments = {
+                **part.batch.kwargs,
+                "logp": logp,
+                "totals": totals,
+                "cp_group": cp,
+                "positions": part.positions,
+            }
             loss = pl.policy_loss(spec, **arguments).loss
         with counted() as backward:
             loss.backward()
@@ -348,7 +440,10 @@ def errors(groups: Ranks) -> dict[str, str]:
     """What is said of calls that cannot be right. Every rank must say it, or the others would wait."""
     cp, rank = groups.cp[4], dist.get_rank()
     part = shard("contiguous", rank, 4, "padded")
-    b, shift = part.batch, part.columns - part.columns[:, :1]  # places in the shard, not in the sequence
+    b, shift = (
+        part.batch,
+        part.columns - part.columns[:, :1],
+    )  # places in the shard, not in the sequence
     mask = torch.ones(3, 2, dtype=torch.bool)
 
     def loss(positions: Any) -> Any:
@@ -365,9 +460,15 @@ def errors(groups: Ranks) -> dict[str, str]:
         "shape": _error(lambda: loss(part.positions[:, :1])),
         "scan missing": _error(lambda: scan(None)),
         "scan twice": _error(lambda: scan(torch.arange(6).view(3, 2))),
-        "other sequences": _error(lambda: scan(torch.arange(6).view(3, 2)[: 3 - (rank == 2)], 3 - (rank == 2))),
+        "other sequences": _error(
+            lambda: scan(torch.arange(6).view(3, 2)[: 3 - (rank == 2)], 3 - (rank == 2))
+        ),
         "mixed": _error(lambda: _mixed(cp, rank)),
-        "columns": _error(lambda: SCANS["optimal_token_baseline"](*([b.logp] * 2), b.mask, 0, None, cp_group=cp, bridge=False)),
+        "columns": _error(
+            lambda: SCANS["optimal_token_baseline"](
+                *([b.logp] * 2), b.mask, 0, None, cp_group=cp, bridge=False
+            )
+        ),
         "name": _error(lambda: advantage.grpo(REWARDS, IDS, group="world")),
     }
 
@@ -377,7 +478,11 @@ def _mixed(cp: Any, rank: int) -> Any:
     n = 2 if rank == 1 else 4
     positions = torch.arange(n) + 10 * rank
     return advantage.discounted_returns(
-        torch.ones(2), torch.ones(n), cu_seqlens=torch.tensor([0, 1, n]), cp_group=cp, positions=positions
+        torch.ones(2),
+        torch.ones(n),
+        cu_seqlens=torch.tensor([0, 1, n]),
+        cp_group=cp,
+        positions=positions,
     )
 
 
@@ -392,11 +497,26 @@ def _error(call: Callable[[], Any]) -> str:
 def work(rank: int, folder: str) -> None:
     """The body of each of the four processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=60))
-    pairs, across = ([dist.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
+    )
+    pairs, across = (
+        [dist.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
+    )
     alone = [dist.new_group([r]) for r in range(4)][rank]
     groups = Ranks({2: pairs[rank // 2], 4: dist.group.WORLD}, across[rank % 2], alone)
-    said = {**turns(groups), **entrances(groups), **scans(groups), **by_hand(groups), **estimates(), **costs(groups)}
+    said = {
+        **turns(groups),
+        **entrances(groups),
+        **scans(groups),
+        **by_hand(groups),
+        **estimates(),
+        **costs(groups),
+    }
     said |= errors(groups)
     torch.save(said, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

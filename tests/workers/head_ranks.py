@@ -18,7 +18,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from head_cases import LOGPROB_PLANS, LOSS_PLANS, HeadBatch, contract, generator, leaf, make_head_batch
+from head_cases import (
+    LOGPROB_PLANS,
+    LOSS_PLANS,
+    HeadBatch,
+    contract,
+    generator,
+    leaf,
+    make_head_batch,
+)
 from torch import Tensor
 from two_ranks import SHARDINGS, held
 
@@ -43,7 +51,9 @@ def given(batch: HeadBatch) -> dict[str, Any]:
 
 
 def on_cpu(batch: HeadBatch) -> HeadBatch:
-    return dataclasses.replace(batch, hidden=batch.hidden.cpu(), weight=batch.weight.cpu(), ids=batch.ids.cpu())
+    return dataclasses.replace(
+        batch, hidden=batch.hidden.cpu(), weight=batch.weight.cpu(), ids=batch.ids.cpu()
+    )
 
 
 # The tokens of `two_ranks.BATCH`, whose shardings are used here: a row without tokens, one that is masked, holes in the mask.
@@ -80,17 +90,27 @@ class Cut(NamedTuple):
         logp = contract(BATCH.hidden, BATCH.weight, ids, bias=self.bias, **scale).logp
         shift = logp - contract(BATCH.hidden, BATCH.weight, BATCH.ids).logp
         names = ("logp", "old_logp", "rollout_logp", "ref_logp")
-        return dataclasses.replace(BATCH, ids=ids, tokens=BATCH.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names))
+        return dataclasses.replace(
+            BATCH, ids=ids, tokens=BATCH.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
+        )
 
 
 CUTS = {
     2: {"halves": Cut((17, 16)), "one entry and the rest": Cut((1, 32))},
-    3: {"one tiny": Cut((20, 1, 12)), "a dead tiny one": Cut((20, 1, 12), dead=1), "the last dead": Cut((3, 25, 5), dead=2)},
+    3: {
+        "one tiny": Cut((20, 1, 12)),
+        "a dead tiny one": Cut((20, 1, 12), dead=1),
+        "the last dead": Cut((3, 25, 5), dead=2),
+    },
 }
 FREE = {"ample": (1 << 30, 1 << 30), "scarce on one": (1 << 30, 64)}  # bytes, of each of two ranks
 FIRST = {count: next(iter(cuts)) for count, cuts in CUTS.items()}
 PER_TOKEN = torch.linspace(0.5, 1.5, BATCH.ids.numel(), dtype=torch.float64).view(BATCH.ids.shape)
-SCALES: dict[str, dict[str, Any]] = {"plain": {}, "per token": {"temperature": PER_TOKEN}, "softcap": {"softcap": 5.0}}
+SCALES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "per token": {"temperature": PER_TOKEN},
+    "softcap": {"softcap": 5.0},
+}
 VOCABULARY_SPECS = {
     "ppo": PRESETS["ppo"],
     "gspo": PRESETS["gspo"],
@@ -108,8 +128,16 @@ def plan_cases(names: tuple[str, ...]) -> dict[str, str | pl.Plan]:
 def logprob_cases(first: bool) -> dict[str, dict[str, Any]]:
     """Every plan under every scale it has; but under other cuts than the first, small windows and no scale."""
     chosen = {"auto": "auto", **plan_cases(LOGPROB_PLANS)}
-    found = {f"{p}, {s}": {"plan": plan, **scale} for p, plan in chosen.items() for s, scale in SCALES.items()}
-    return {n: c for n, c in found.items() if not ("stash" in n and "softcap" in n) and (first or "windows, plain" in n)}
+    found = {
+        f"{p}, {s}": {"plan": plan, **scale}
+        for p, plan in chosen.items()
+        for s, scale in SCALES.items()
+    }
+    return {
+        n: c
+        for n, c in found.items()
+        if not ("stash" in n and "softcap" in n) and (first or "windows, plain" in n)
+    }
 
 
 def loss_cases(first: bool) -> dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[str, Any]]]:
@@ -126,7 +154,9 @@ def loss_cases(first: bool) -> dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[
 def upstream() -> tuple[Tensor, Tensor]:
     """A gradient for logp and one for the entropy; some are 0, as of clipped tokens."""
     g = generator(6)
-    dlogp, dentropy = (torch.randn(BATCH.ids.shape, generator=g, dtype=torch.float64) for _ in range(2))
+    dlogp, dentropy = (
+        torch.randn(BATCH.ids.shape, generator=g, dtype=torch.float64) for _ in range(2)
+    )
     silent = torch.rand(BATCH.ids.shape, generator=g) < 0.3
     return dlogp.masked_fill(silent, 0), dentropy.masked_fill(silent, 0)
 
@@ -134,13 +164,21 @@ def upstream() -> tuple[Tensor, Tensor]:
 def numbers(value: Tensor, leaves: dict[str, Tensor], **more: Any) -> dict[str, Any]:
     """`value` and its gradient by name, with what else is to be told."""
     gradients = torch.autograd.grad(value, list(leaves.values()))
-    return {"value": value.detach(), **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}, **more}
+    return {
+        "value": value.detach(),
+        **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)},
+        **more,
+    }
 
 
 def sharded(cut: Cut, rank: int) -> dict[str, Tensor]:
     """The leaves of a rank: all hidden states, its own rows of weight and bias."""
     part = cut.part(rank)
-    return {"hidden": leaf(BATCH.hidden), "weight": leaf(BATCH.weight[part]), "bias": leaf(cut.bias[part])}
+    return {
+        "hidden": leaf(BATCH.hidden),
+        "weight": leaf(BATCH.weight[part]),
+        "bias": leaf(cut.bias[part]),
+    }
 
 
 def weighted(out: Any) -> Tensor:
@@ -149,12 +187,18 @@ def weighted(out: Any) -> Tensor:
     return total
 
 
-def head_logprobs(leaves: dict[str, Tensor], batch: HeadBatch, group: Any, **case: Any) -> dict[str, Any]:
-    out = pl.linear_logprobs(ids=batch.ids, entropy=True, mask=batch.tokens.mask, vocab_group=group, **leaves, **case)
+def head_logprobs(
+    leaves: dict[str, Tensor], batch: HeadBatch, group: Any, **case: Any
+) -> dict[str, Any]:
+    out = pl.linear_logprobs(
+        ids=batch.ids, entropy=True, mask=batch.tokens.mask, vocab_group=group, **leaves, **case
+    )
     return numbers(weighted(out), leaves, logp=out.logp.detach(), entropy=out.entropy.detach())
 
 
-def head_loss(spec: pl.LossSpec, leaves: dict[str, Tensor], batch: HeadBatch, **case: Any) -> dict[str, Any]:
+def head_loss(
+    spec: pl.LossSpec, leaves: dict[str, Tensor], batch: HeadBatch, **case: Any
+) -> dict[str, Any]:
     out = pl.linear_policy_loss(spec, ids=batch.ids, **leaves, **{**given(batch), **case})
     seen = out.metrics.all_reduce() if "cp_group" in case else out.metrics
     return numbers(out.loss, leaves, logp=out.logp, entropy=out.entropy, metrics=seen.compute())
@@ -174,10 +218,14 @@ def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
     for name, cut in CUTS[ranks].items():
         first = name == FIRST[ranks]
         for case, arguments in logprob_cases(first).items():
-            said[f"logprobs: {name}, {case}"] = head_logprobs(sharded(cut, rank), cut.batch(), group, **arguments)
+            said[f"logprobs: {name}, {case}"] = head_logprobs(
+                sharded(cut, rank), cut.batch(), group, **arguments
+            )
         for case, (spec, plan, scale) in loss_cases(first).items():
             call = {"totals": "local", "vocab_group": group, "plan": plan, **scale}
-            said[f"loss: {name}, {case}"] = head_loss(spec, sharded(cut, rank), cut.batch(**scale), **call)
+            said[f"loss: {name}, {case}"] = head_loss(
+                spec, sharded(cut, rank), cut.batch(**scale), **call
+            )
     return said
 
 
@@ -192,19 +240,29 @@ def refusals(rank: int, ranks: int, group: Any) -> dict[str, Any]:
         beyond = dataclasses.replace(batch, ids=batch.ids.clone())
         beyond.ids[row, column] = stray
         for name, plan in plan_cases(LOGPROB_PLANS).items():
-            said[f"stray logprobs: {stray}, {name}"] = error_of(partial(head_logprobs, leaves, beyond, group, plan=plan))
+            said[f"stray logprobs: {stray}, {name}"] = error_of(
+                partial(head_logprobs, leaves, beyond, group, plan=plan)
+            )
         for plan in LOSS_PLANS:
-            said[f"stray loss: {stray}, {plan}"] = error_of(partial(head_loss, PRESETS["ppo"], leaves, beyond, plan=plan, **call))
+            said[f"stray loss: {stray}, {plan}"] = error_of(
+                partial(head_loss, PRESETS["ppo"], leaves, beyond, plan=plan, **call)
+            )
     nothing = batch.with_tokens(mask=batch.tokens.mask & False)
     for plan in LOSS_PLANS:
         said[f"nothing: {plan}"] = head_loss(FULL, leaves, nothing, plan=plan, **call)
     sick = {
         **leaves,
-        "bias": leaf(torch.where(torch.arange(cut.sizes[rank]) == 0, torch.nan, 0.0) if rank == 1 else leaves["bias"]),
+        "bias": leaf(
+            torch.where(torch.arange(cut.sizes[rank]) == 0, torch.nan, 0.0)
+            if rank == 1
+            else leaves["bias"]
+        ),
     }
     for plan in LOSS_PLANS:
         said[f"nan: {plan}"] = head_loss(PRESETS["ppo"], sick, batch, plan=plan, **call)
-    said["no totals"] = error_of(partial(head_loss, PRESETS["ppo"], leaves, batch, vocab_group=group))
+    said["no totals"] = error_of(
+        partial(head_loss, PRESETS["ppo"], leaves, batch, vocab_group=group)
+    )
     return said
 
 
@@ -220,13 +278,26 @@ def agreement(rank: int, group: Any) -> dict[str, Any]:
                 call = {"totals": "local", "vocab_group": group, "plan": plan}
                 case = f"{name}, {plan}, {memory}"
                 with mock.patch.object(os, "sysconf", system.__getitem__):
-                    chosen = pl.explain_plan(PRESETS[name], ids=batch.ids, **sharded(cut, rank), **{**given(batch), **call})
-                    said[f"agreement: {case}"] = head_loss(PRESETS[name], sharded(cut, rank), batch, **call)
+                    chosen = pl.explain_plan(
+                        PRESETS[name],
+                        ids=batch.ids,
+                        **sharded(cut, rank),
+                        **{**given(batch), **call},
+                    )
+                    said[f"agreement: {case}"] = head_loss(
+                        PRESETS[name], sharded(cut, rank), batch, **call
+                    )
                 said[f"plan: {case}"] = [chosen.name, chosen.rows]
     leaves, call = sharded(cut, rank), {"totals": "local", "vocab_group": group}
     fewer = batch.rows([0, 1]) if rank == 0 else batch
-    said["fewer"] = error_of(partial(head_loss, PRESETS["ppo"], {**leaves, "hidden": leaf(fewer.hidden)}, fewer, **call))
-    empty = {**leaves, "weight": leaves["weight"][:0], "bias": leaves["bias"][:0]} if rank == 1 else leaves
+    said["fewer"] = error_of(
+        partial(head_loss, PRESETS["ppo"], {**leaves, "hidden": leaf(fewer.hidden)}, fewer, **call)
+    )
+    empty = (
+        {**leaves, "weight": leaves["weight"][:0], "bias": leaves["bias"][:0]}
+        if rank == 1
+        else leaves
+    )
     said["empty"] = error_of(partial(head_loss, PRESETS["ppo"], empty, batch, **call))
     return said
 
@@ -255,7 +326,9 @@ CP_TOKEN = {
     "full by token": FULL.replace(ratio=pl.TokenRatio()),
 }
 CP_SEQUENCE = {"gspo": PRESETS["gspo"], "full": FULL, "opsm": PRESETS["opsm"]}
-ZEROS = BATCH.with_tokens(advantages=BATCH.tokens.advantages.masked_fill(torch.arange(BATCH.tokens.width) % 3 == 0, 0))
+ZEROS = BATCH.with_tokens(
+    advantages=BATCH.tokens.advantages.masked_fill(torch.arange(BATCH.tokens.width) % 3 == 0, 0)
+)
 
 
 def cp_cases() -> dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]]:
@@ -269,12 +342,22 @@ def cp_cases() -> dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]]:
                 for j, sharding in enumerate(SHARDINGS):
                     if (i + j) % 2 == 0:
                         packed = bool((i + j) // 2 % 2)
-                        cases[f"{name}, {said}, {sharding}, {'packed' if packed else 'padded'}"] = (spec, plan, sharding, packed)
+                        cases[f"{name}, {said}, {sharding}, {'packed' if packed else 'padded'}"] = (
+                            spec,
+                            plan,
+                            sharding,
+                            packed,
+                        )
     return cases
 
 
 def counted(part: HeadBatch, **groups: Any) -> pl.Totals:
-    return pl.Totals.count(part.tokens.mask, cu_seqlens=part.tokens.cu_seqlens, group_ids=part.tokens.group_ids, **groups)
+    return pl.Totals.count(
+        part.tokens.mask,
+        cu_seqlens=part.tokens.cu_seqlens,
+        group_ids=part.tokens.group_ids,
+        **groups,
+    )
 
 
 def plain(part: HeadBatch) -> dict[str, Tensor]:
@@ -297,11 +380,19 @@ def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
         said[f"cp plan: {name}"] = [plan.name, plan.reason]
     call = {"totals": "local", "cp_group": cp, "plan": "one_pass"}
     said["cp one pass"] = error_of(partial(head_loss, PRESETS["gspo"], plain(part), part, **call))
-    said["cp no totals"] = error_of(partial(head_loss, PRESETS["ppo"], plain(part), part, cp_group=cp))
+    said["cp no totals"] = error_of(
+        partial(head_loss, PRESETS["ppo"], plain(part), part, cp_group=cp)
+    )
     for sharding in SHARDINGS:
         part = shard(sharding, rank, packed=False, batch=ZEROS)
-        call = {"totals": counted(part, cp_group=cp, dp_size=1), "cp_group": cp, "skip_zero_advantage": True}
-        said[f"cp skip: {sharding}"] = head_loss(CP_TOKEN["ppo, seq-mean"], plain(part), part, **call)
+        call = {
+            "totals": counted(part, cp_group=cp, dp_size=1),
+            "cp_group": cp,
+            "skip_zero_advantage": True,
+        }
+        said[f"cp skip: {sharding}"] = head_loss(
+            CP_TOKEN["ppo, seq-mean"], plain(part), part, **call
+        )
     return said
 
 
@@ -309,12 +400,16 @@ def joined(rank: int, ranks: int, folder: str) -> Any:
     """The group of all processes, which this one joins."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     return dist.group.WORLD
 
 
 def three(rank: int, folder: str) -> None:
     """The body of each of three processes."""
     world = joined(rank, 3, folder)
-    torch.save({**vocabulary(rank, 3, world), **refusals(rank, 3, world)}, Path(folder) / f"rank{rank}.pt")
+    torch.save(
+        {**vocabulary(rank, 3, world), **refusals(rank, 3, world)}, Path(folder) / f"rank{rank}.pt"
+    )
     dist.destroy_process_group()

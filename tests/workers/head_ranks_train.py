@@ -15,7 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from head_cases import HeadBatch, contract, make_head_batch
-from head_ranks import FULL, SIZE, VOCAB, agreement, context_parallel, given, joined, refusals, vocabulary
+from head_ranks import (
+    FULL,
+    SIZE,
+    VOCAB,
+    agreement,
+    context_parallel,
+    given,
+    joined,
+    refusals,
+    vocabulary,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
@@ -33,7 +43,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(SIZE), nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(SIZE),
+            nn.Linear(SIZE, 2 * SIZE),
+            nn.Linear(2 * SIZE, SIZE),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.norm(x).cumsum(1) / torch.arange(1, x.shape[1] + 1).view(-1, 1)
@@ -45,7 +59,11 @@ class Body(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks, self.norm = nn.Embedding(VOCAB, SIZE), nn.ModuleList([Block(), Block()]), nn.LayerNorm(SIZE)
+        self.embed, self.blocks, self.norm = (
+            nn.Embedding(VOCAB, SIZE),
+            nn.ModuleList([Block(), Block()]),
+            nn.LayerNorm(SIZE),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -64,7 +82,13 @@ class Policy(nn.Module):
     def forward(self, batch: HeadBatch, spec: pl.LossSpec, totals: Any) -> Tensor:
         hidden = self.body(batch.ids.roll(1, 1))
         return pl.linear_policy_loss(
-            spec, hidden, self.head.weight, batch.ids, bias=self.head.bias, totals=totals, **given(batch)
+            spec,
+            hidden,
+            self.head.weight,
+            batch.ids,
+            bias=self.head.bias,
+            totals=totals,
+            **given(batch),
         ).loss
 
 
@@ -80,11 +104,15 @@ def batch_near(policy: Policy) -> HeadBatch:
     made = make_head_batch(seed=10, vocab=VOCAB, size=SIZE, dtype=torch.float64)
     ids = made.ids.cpu()
     with torch.no_grad():
-        logp = contract(policy.body(ids.roll(1, 1)), policy.head.weight, ids, bias=policy.head.bias).logp
+        logp = contract(
+            policy.body(ids.roll(1, 1)), policy.head.weight, ids, bias=policy.head.bias
+        ).logp
     shift = logp - made.tokens.logp
     names = ("logp", "old_logp", "rollout_logp", "ref_logp")
     tokens = made.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
-    return dataclasses.replace(made, hidden=made.hidden.cpu(), weight=made.weight.cpu(), ids=ids, tokens=tokens)
+    return dataclasses.replace(
+        made, hidden=made.hidden.cpu(), weight=made.weight.cpu(), ids=ids, tokens=tokens
+    )
 
 
 BATCH = batch_near(new_policy())
@@ -100,7 +128,9 @@ def whole_gradients(spec: pl.LossSpec) -> dict[str, Tensor]:
     return gradients(policy)
 
 
-def trained(policy: Policy, batch: HeadBatch, spec: pl.LossSpec, totals: Any, average: bool) -> None:
+def trained(
+    policy: Policy, batch: HeadBatch, spec: pl.LossSpec, totals: Any, average: bool
+) -> None:
     """Three steps. average: of the head's gradients over ranks, by hand."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5, foreach=False)
     for _ in range(3):
@@ -146,16 +176,24 @@ def sharded_head(rank: int) -> Iterator[tuple[str, Any]]:
 
     def loss(weight: Any, bias: Any) -> Tensor:
         hidden = policy.body(part.ids.roll(1, 1)).detach()
-        return pl.linear_policy_loss(FULL, hidden, weight, part.ids, bias=bias, totals=totals, **given(part)).loss
+        return pl.linear_policy_loss(
+            FULL, hidden, weight, part.ids, bias=bias, totals=totals, **given(part)
+        ).loss
 
-    for name, arguments in {"weight": (head.weight, None), "bias": (head.weight.full_tensor(), head.bias)}.items():
+    for name, arguments in {
+        "weight": (head.weight, None),
+        "bias": (head.weight.full_tensor(), head.bias),
+    }.items():
         try:
             loss(*arguments)
             yield f"dtensor {name}", "no error"
         except (pl.InputError, RuntimeError) as error:
             yield f"dtensor {name}", f"{type(error).__name__}: {error}"
     average = [Partial("avg")]
-    loss(head.weight.full_tensor(grad_placements=average), head.bias.full_tensor(grad_placements=average)).backward()
+    loss(
+        head.weight.full_tensor(grad_placements=average),
+        head.bias.full_tensor(grad_placements=average),
+    ).backward()
     yield "dtensor gradients", {f"head.{n}": full(p.grad) for n, p in head.named_parameters()}
 
 
@@ -188,7 +226,12 @@ def training(rank: int) -> dict[str, Any]:
 def two(rank: int, folder: str) -> None:
     """The body of each of two processes. What ends both if ranks do not agree comes last, in a file of its own."""
     world = joined(rank, 2, folder)
-    said = {**vocabulary(rank, 2, world), **refusals(rank, 2, world), **context_parallel(rank, world), **training(rank)}
+    said = {
+        **vocabulary(rank, 2, world),
+        **refusals(rank, 2, world),
+        **context_parallel(rank, world),
+        **training(rank),
+    }
     torch.save(said, Path(folder) / f"rank{rank}.pt")
     brief = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     torch.save(agreement(rank, brief), Path(folder) / f"agreement{rank}.pt")

@@ -42,7 +42,12 @@ def predict(model: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def flat(gradients: tuple[Tensor | None, ...], model: list[Tensor]) -> Tensor:
     """The gradients of all parameters in one vector, 0 for one that the loss does not reach."""
-    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(gradients, model, strict=True)])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if g is None else g).reshape(-1)
+            for g, p in zip(gradients, model, strict=True)
+        ]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- the batch
@@ -56,7 +61,10 @@ def _whole() -> dict[str, Tensor]:
     ids = torch.randint(0, V * V, made.mask.shape, generator=g)
     with torch.no_grad():
         logp, _, values = predict(parameters(torch.float64), ids)
-    moved = {name: logp + getattr(made, name) - made.logp for name in ("old_logp", "rollout_logp", "ref_logp")}
+    moved = {
+        name: logp + getattr(made, name) - made.logp
+        for name in ("old_logp", "rollout_logp", "ref_logp")
+    }
     floats = {name: x.clamp(max=-0.01) for name, x in moved.items()}
     floats["advantages"] = made.advantages + 1
     floats["old_values"] = values + 0.2 * made.advantages
@@ -91,12 +99,22 @@ def part(rows: list[int], held: Tensor, packed: bool, dtype: torch.dtype) -> dic
     def taken(x: Tensor) -> Tensor:
         x = x[index].to(dtype) if x.is_floating_point() else x[index]
         return (
-            x[mine] if packed else x.new_full(left.shape, torch.nan if x.is_floating_point() else 0).masked_scatter(left, x[mine])
+            x[mine]
+            if packed
+            else x.new_full(left.shape, torch.nan if x.is_floating_point() else 0).masked_scatter(
+                left, x[mine]
+            )
         )
 
-    tokens: dict[str, Any] = {name: taken(x) for name, x in whole.items() if name not in (*PER_SEQUENCE, "inside")}
+    tokens: dict[str, Any] = {
+        name: taken(x) for name, x in whole.items() if name not in (*PER_SEQUENCE, "inside")
+    }
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) if packed else None
-    return {**tokens, **{name: whole[name][index] for name in PER_SEQUENCE}, "cu_seqlens": cu_seqlens}
+    return {
+        **tokens,
+        **{name: whole[name][index] for name in PER_SEQUENCE},
+        "cu_seqlens": cu_seqlens,
+    }
 
 
 def placed(x: Tensor, rows: list[int], held: Tensor) -> Tensor:
@@ -145,7 +163,10 @@ def contiguous(count: int) -> tuple[Tensor, ...]:
 def zigzag(count: int) -> tuple[Tensor, ...]:
     """Each rank holds a stretch from the front and its mirror image from the back, so that causal attention costs all the same."""
     stretch = torch.arange(WIDTH) * 2 * count // WIDTH
-    return tuple(((stretch == rank) | (stretch == 2 * count - 1 - rank)).expand(8, WIDTH) for rank in range(count))
+    return tuple(
+        ((stretch == rank) | (stretch == 2 * count - 1 - rank)).expand(8, WIDTH)
+        for rank in range(count)
+    )
 
 
 def _some_rows_whole() -> tuple[Tensor, ...]:
@@ -164,7 +185,9 @@ CUTS = {
     "accumulation, even": Cut((([0, 2, 4, 6], [1, 3, 5, 7]),)),
     "accumulation, uneven": Cut((([6], [5, 0, 2, 4, 1], [3, 7]),), packed=True),
     "accumulation, a micro-batch without a row": Cut((([0, 1], [2, 3], [], [4, 5, 6, 7]),)),
-    "accumulation, a micro-batch without a valid token": Cut((([0, 1], [2, 3], [4, 5, 6, 7]),), everything=True),
+    "accumulation, a micro-batch without a valid token": Cut(
+        (([0, 1], [2, 3], [4, 5, 6, 7]),), everything=True
+    ),
     "DP": Cut((([0, 1, 2, 3, 6],), ([5, 4, 7],)), everything=True),
     "DP, a rank without a valid token": Cut((([0, 1, 4, 5, 6, 7],), ([2, 3],)), packed=True),
     "DP, summed": Cut((([0, 1, 2, 3, 6],), ([5, 4, 7],)), summed=True),
@@ -173,11 +196,15 @@ CUTS = {
     "CP, contiguous": Cut(((ROWS,),), contiguous(2), packed=True),
     "CP, zig-zag": Cut(((ROWS,),), zigzag(2), everything=True),
     "CP, a rank without a sequence": Cut(((ROWS,),), _some_rows_whole()),
-    "CP, a rank without a valid token": Cut(((ROWS,),), _nothing_valid_on_the_second(), packed=True),
+    "CP, a rank without a valid token": Cut(
+        ((ROWS,),), _nothing_valid_on_the_second(), packed=True
+    ),
     "CP, summed": Cut(((ROWS,),), zigzag(2), packed=True, summed=True),
     "DP over 4 ranks": Cut((([0],), ([2, 3],), ([1, 7, 5],), ([4, 6],))),
     "CP over 4 ranks": Cut(((ROWS,),), zigzag(4), packed=True),
-    "DP x CP x accumulation": Cut((([0, 1, 5], [2]), ([4, 3], [6, 7])), zigzag(2), packed=True, everything=True),
+    "DP x CP x accumulation": Cut(
+        (([0, 1, 5], [2]), ([4, 3], [6, 7])), zigzag(2), packed=True, everything=True
+    ),
     "DP x CP x accumulation, padded": Cut((([0, 1], [5], [2]), ([4], [3], [6, 7])), contiguous(2)),
 }
 FULL = [name for name, cut in CUTS.items() if cut.everything]
@@ -185,9 +212,14 @@ FULL = [name for name, cut in CUTS.items() if cut.everything]
 # ---------------------------------------------------------------------------------------------------------------- the losses
 
 PRESET_BY_AGGREGATE = {
-    f"{name}:{label(a)}": spec.replace(aggregate=a) for name, spec in PRESETS.items() for a in GLOBAL if a != spec.aggregate
+    f"{name}:{label(a)}": spec.replace(aggregate=a)
+    for name, spec in PRESETS.items()
+    for a in GLOBAL
+    if a != spec.aggregate
 }
-EVERY_AGGREGATE = {name: spec for name, spec in BY_AGGREGATE.items() if not isinstance(spec.aggregate, LOCAL)}
+EVERY_AGGREGATE = {
+    name: spec for name, spec in BY_AGGREGATE.items() if not isinstance(spec.aggregate, LOCAL)
+}
 PRESETS_AND_AGGREGATES = {**PRESETS, **PRESET_BY_AGGREGATE}
 SPECS = {**PRESETS_AND_AGGREGATES, **EVERY_AGGREGATE, **BY_CORRECTION}
 
@@ -199,7 +231,15 @@ def specs_of(cut: str, dtype: str) -> dict[str, pl.LossSpec]:
     return PRESETS if dtype == "float64" else {}
 
 
-POLICY_INPUTS = ("old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "cu_seqlens", "group_ids")
+POLICY_INPUTS = (
+    "old_logp",
+    "advantages",
+    "mask",
+    "rollout_logp",
+    "ref_logp",
+    "cu_seqlens",
+    "group_ids",
+)
 VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids")
 
 

@@ -23,9 +23,18 @@ import policyloss as pl
 
 VOCAB, STEPS = 23, 5
 LENGTHS = (11, 4, 8, 2, 9, 6, 3)
-CORRECTED = pl.preset("dapo").replace(correction=(pl.Band(0.9, 1.1), pl.SelfNormalise()), rejected="renormalise")
-BY_SEQUENCE = pl.preset("gspo").replace(trust=pl.Clip(0.2, 0.2))  # wide enough that no sequence is clipped for good
-SPECS = {"dapo": pl.preset("dapo"), "grpo": pl.preset("grpo"), "gspo": BY_SEQUENCE, "renormalise": CORRECTED}
+CORRECTED = pl.preset("dapo").replace(
+    correction=(pl.Band(0.9, 1.1), pl.SelfNormalise()), rejected="renormalise"
+)
+BY_SEQUENCE = pl.preset("gspo").replace(
+    trust=pl.Clip(0.2, 0.2)
+)  # wide enough that no sequence is clipped for good
+SPECS = {
+    "dapo": pl.preset("dapo"),
+    "grpo": pl.preset("grpo"),
+    "gspo": BY_SEQUENCE,
+    "renormalise": CORRECTED,
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6),
@@ -49,8 +58,19 @@ def llama(dtype: torch.dtype) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=1, max_position_embeddings=16, initializer_range=0.2, **shape)
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+        **shape,
+    )
     config._attn_implementation = "eager"
     model: nn.Module = LlamaForCausalLM(config)
     return model.to(dtype).train()
@@ -68,7 +88,11 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
     with torch.no_grad():
         old = logp_of(llama(torch.float64), ids)
     noise = 0.1 * torch.randn(3, *mask.shape, generator=g, dtype=torch.float64)
-    floats = {"old_logp": old + noise[0], "rollout_logp": old + noise[0] + 0.5 * noise[1], "ref_logp": old + noise[2]}
+    floats = {
+        "old_logp": old + noise[0],
+        "rollout_logp": old + noise[0] + 0.5 * noise[1],
+        "ref_logp": old + noise[2],
+    }
     floats["advantages"] = torch.linspace(-1.5, 2.0, len(LENGTHS), dtype=torch.float64)
     return {"ids": ids, "mask": mask, **{name: x.float().to(dtype) for name, x in floats.items()}}
 
@@ -81,7 +105,9 @@ def rows_of(tensors: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
     return {name: x[torch.tensor(rows)] for name, x in tensors.items()}
 
 
-def train(spec: pl.LossSpec, optimizer: str, model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+def train(
+    spec: pl.LossSpec, optimizer: str, model: nn.Module, micro_batches: list[dict[str, Tensor]]
+) -> dict[str, Any]:
     """Five optimizer steps over the same batch: the parameters after them, and the metrics of the last."""
     update = OPTIMIZERS[optimizer](model.parameters())
     for _ in range(STEPS):
@@ -128,14 +154,19 @@ def one(folder: str) -> None:
     for case in CASES:
         dtype = getattr(torch, case[2])
         start = {name: p.detach().clone() for name, p in llama(dtype).named_parameters()}
-        said[case] = {**train(SPECS[case[0]], case[1], llama(dtype), [batch(dtype)]), "start": start}
+        said[case] = {
+            **train(SPECS[case[0]], case[1], llama(dtype), [batch(dtype)]),
+            "start": start,
+        }
     torch.save(said, Path(folder) / "one.pt")
 
 
 def several(size: int, rank: int, folder: str) -> None:
     """The batch shared out, by each engine."""
     store = f"file://{folder}/store{size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     said = {}
     for engine, wrapped in ENGINES.items():
         for case in CASES:

@@ -23,7 +23,12 @@ Estimator = Callable[[dict[str, Any], Where], Tensor]
 
 def _tokens(x: dict[str, Any], where: Where) -> dict[str, Any]:
     """The arguments of a scan over time."""
-    return {"mask": x["mask"], "cu_seqlens": x["cu_seqlens"], "cp_group": where["cp_group"], "positions": x["positions"]}
+    return {
+        "mask": x["mask"],
+        "cu_seqlens": x["cu_seqlens"],
+        "cp_group": where["cp_group"],
+        "positions": x["positions"],
+    }
 
 
 def _of_sequences(x: dict[str, Any]) -> Tensor:
@@ -39,15 +44,31 @@ def _of_tokens(x: dict[str, Any]) -> Tensor:
 
 
 PER_TOKEN: dict[str, Estimator] = {
-    "gae": lambda x, w: advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).advantages,
-    "gae returns": lambda x, w: advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).returns,
-    "gae, reward of a sequence": lambda x, w: advantage.gae(_of_sequences(x), x["old_values"], lam=0.8, **_tokens(x, w)).advantages,
-    "gae, cut off": lambda x, w: (
-        advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, last_values=x["rewards"], **_tokens(x, w)).advantages
+    "gae": lambda x, w: (
+        advantage.gae(
+            _of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)
+        ).advantages
     ),
-    "discounted returns": lambda x, w: advantage.discounted_returns(_of_tokens(x), gamma=0.9, **_tokens(x, w)),
-    "reinforce_pp": lambda x, w: advantage.reinforce_pp(_of_sequences(x), gamma=0.9, group=w["group"], **_tokens(x, w)),
-    "whiten": lambda x, w: advantage.whiten(x["advantages"], x["mask"], group=w["group"], cp_group=w["cp_group"]),
+    "gae returns": lambda x, w: (
+        advantage.gae(_of_tokens(x), x["old_values"], gamma=0.9, lam=0.8, **_tokens(x, w)).returns
+    ),
+    "gae, reward of a sequence": lambda x, w: (
+        advantage.gae(_of_sequences(x), x["old_values"], lam=0.8, **_tokens(x, w)).advantages
+    ),
+    "gae, cut off": lambda x, w: (
+        advantage.gae(
+            _of_tokens(x), x["old_values"], gamma=0.9, last_values=x["rewards"], **_tokens(x, w)
+        ).advantages
+    ),
+    "discounted returns": lambda x, w: advantage.discounted_returns(
+        _of_tokens(x), gamma=0.9, **_tokens(x, w)
+    ),
+    "reinforce_pp": lambda x, w: advantage.reinforce_pp(
+        _of_sequences(x), gamma=0.9, group=w["group"], **_tokens(x, w)
+    ),
+    "whiten": lambda x, w: advantage.whiten(
+        x["advantages"], x["mask"], group=w["group"], cp_group=w["cp_group"]
+    ),
     "whiten, mean kept": lambda x, w: advantage.whiten(x["advantages"], x["mask"], mean=False, **w),
 }
 
@@ -65,9 +86,13 @@ PER_SEQUENCE: dict[str, Estimator] = {
     "maxrl": lambda x, w: advantage.maxrl(**_of_groups(x, w)),
     "passk_max_gap": lambda x, w: advantage.passk_max_gap(**_of_groups(x, w)),
     "opo": lambda x, w: advantage.opo(lengths=x["lengths"], **_of_groups(x, w)),
-    "reinforce_pp_baseline": lambda x, w: advantage.reinforce_pp_baseline(lengths=x["lengths"], **_of_groups(x, w)),
+    "reinforce_pp_baseline": lambda x, w: advantage.reinforce_pp_baseline(
+        lengths=x["lengths"], **_of_groups(x, w)
+    ),
     "passk_combinatorial": lambda x, w: advantage.passk_combinatorial(k=2, **_of_groups(x, w)),
-    "gdpo": lambda x, w: advantage.gdpo(**{**_of_groups(x, w), "rewards": torch.stack((x["rewards"], x["rewards"] ** 2), 1)}),
+    "gdpo": lambda x, w: advantage.gdpo(
+        **{**_of_groups(x, w), "rewards": torch.stack((x["rewards"], x["rewards"] ** 2), 1)}
+    ),
     "batch_std": lambda x, w: advantage.group_advantages(scale="batch_std", **_of_groups(x, w)),
     "weighted": lambda x, w: advantage.group_advantages(weights=x["lengths"], **_of_groups(x, w)),
 }
@@ -76,7 +101,9 @@ PER_SEQUENCE: dict[str, Estimator] = {
 def optimal_baseline(x: dict[str, Any], where: Where) -> Tensor:
     """Padded rows only; the sum of squared probabilities is made up of numbers at hand."""
     squares = (2 * x["old_logp"]).exp() + 0.1
-    return advantage.optimal_token_baseline(mask=x["mask"], old_logp=x["old_logp"], sum_pi_squared=squares, **_of_groups(x, where))
+    return advantage.optimal_token_baseline(
+        mask=x["mask"], old_logp=x["old_logp"], sum_pi_squared=squares, **_of_groups(x, where)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- collectives
@@ -86,13 +113,23 @@ COUNTED = {
     "token": _BASE.replace(aggregate=pl.TokenMean()),
     "token, mean of a sequence": _BASE.replace(aggregate=pl.SeqMeanTokenMean()),
     "sequence": _BASE.replace(ratio=pl.SequenceRatio(), aggregate=pl.TokenMean()),
-    "sequence, mean of a sequence": _BASE.replace(ratio=pl.SequenceRatio(), aggregate=pl.SeqMeanTokenMean()),
-    "sequence, gradient of a token": _BASE.replace(ratio=pl.SequenceRatio(grad="token"), aggregate=pl.SeqMeanTokenMean()),
+    "sequence, mean of a sequence": _BASE.replace(
+        ratio=pl.SequenceRatio(), aggregate=pl.SeqMeanTokenMean()
+    ),
+    "sequence, gradient of a token": _BASE.replace(
+        ratio=pl.SequenceRatio(grad="token"), aggregate=pl.SeqMeanTokenMean()
+    ),
     "product": _BASE.replace(ratio=pl.SequenceProduct(), aggregate=pl.TokenMean()),
-    "geometric mean": _BASE.replace(trust=pl.GeometricClip(0.2, 0.2), aggregate=pl.SeqMeanTokenMean()),
+    "geometric mean": _BASE.replace(
+        trust=pl.GeometricClip(0.2, 0.2), aggregate=pl.SeqMeanTokenMean()
+    ),
     "corrected by token": _BASE.replace(correction=pl.Truncate(2.0), aggregate=pl.TokenMean()),
-    "corrected by sequence": _BASE.replace(correction=pl.SequenceMask(0.9, 1.1), aggregate=pl.SeqMeanTokenMean()),
-    "dropped by sequence": _BASE.replace(correction=pl.Band(0.8, 1.2), rejected="drop_sequence", aggregate=pl.SeqMeanTokenMean()),
+    "corrected by sequence": _BASE.replace(
+        correction=pl.SequenceMask(0.9, 1.1), aggregate=pl.SeqMeanTokenMean()
+    ),
+    "dropped by sequence": _BASE.replace(
+        correction=pl.Band(0.8, 1.2), rejected="drop_sequence", aggregate=pl.SeqMeanTokenMean()
+    ),
 }
 
 
@@ -105,8 +142,15 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
-            self.seen.append([func.overloadpacket.__name__.rstrip("_"), sum(t.numel() for t in tensors[:1])])
+            tensors = [
+                t
+                for a in args
+                for t in (a if isinstance(a, (list, tuple)) else [a])
+                if isinstance(t, Tensor)
+            ]
+            self.seen.append(
+                [func.overloadpacket.__name__.rstrip("_"), sum(t.numel() for t in tensors[:1])]
+            )
         return func(*args, **(kwargs or {}))
 
 

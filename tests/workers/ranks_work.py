@@ -32,7 +32,16 @@ from ranks_cases import (
     predict,
     specs_of,
 )
-from ranks_more import COUNTED, PER_SEQUENCE, PER_TOKEN, counted, error, optimal_baseline, warned, where
+from ranks_more import (
+    COUNTED,
+    PER_SEQUENCE,
+    PER_TOKEN,
+    counted,
+    error,
+    optimal_baseline,
+    warned,
+    where,
+)
 from started import started_once
 from torch import Tensor
 
@@ -42,7 +51,9 @@ from cases import label
 WORLDS = (1, 2, 4)
 
 
-def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int, imports: str) -> Path:
+def told(
+    factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int, imports: str
+) -> Path:
     """The folder where `count` processes said theirs. Parallel test workers share one set of them: the first starts it.
 
     The processes are forked from one that has imported torch and `imports` already, which takes longer than everything else.
@@ -50,7 +61,9 @@ def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], coun
 
     def start(place: Path) -> None:
         set_forkserver_preload(["torch", "policyloss", imports])
-        torch.multiprocessing.start_processes(body, args=(str(place),), nprocs=count, start_method="forkserver")
+        torch.multiprocessing.start_processes(
+            body, args=(str(place),), nprocs=count, start_method="forkserver"
+        )
 
     return started_once(factory, f"{body.__module__}_{body.__name__}", start)
 
@@ -63,7 +76,10 @@ class Groups:
         self.pairs: list[Any] = []
         if world == 4:
             made = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
-            self.pairs = [made[(0, 1) if rank < 2 else (2, 3)], made[(0, 2) if rank % 2 == 0 else (1, 3)]]
+            self.pairs = [
+                made[(0, 1) if rank < 2 else (2, 3)],
+                made[(0, 2) if rank % 2 == 0 else (1, 3)],
+            ]
 
     def of(self, cut: Cut) -> dict[str, Any]:
         """`group` and `cp_group`, as `Totals.count` and `measure` take them."""
@@ -101,12 +117,16 @@ class Share:
     def where(self, tensors: dict[str, Any]) -> dict[str, Any]:
         return {"positions": tensors["positions"]} if self.groups["cp_group"] is not None else {}
 
-    def step(self, call: Callable[[int, dict[str, Any]], pl.LossOutput]) -> tuple[Tensor, Tensor, pl.Metrics]:
+    def step(
+        self, call: Callable[[int, dict[str, Any]], pl.LossOutput]
+    ) -> tuple[Tensor, Tensor, pl.Metrics]:
         """Forward and backward of every micro-batch: the summed loss, the gradient of the model, the merged metrics."""
         losses, gradients, metrics = [], [], pl.Metrics({})
         for i, micro in enumerate(self.micro):
             out = call(i, micro)
-            gradient = torch.autograd.grad(out.loss, self.model, retain_graph=True, allow_unused=True)
+            gradient = torch.autograd.grad(
+                out.loss, self.model, retain_graph=True, allow_unused=True
+            )
             losses.append(out.loss.detach())
             gradients.append(flat(gradient, self.model))
             metrics = metrics + out.metrics
@@ -118,14 +138,26 @@ class Share:
         def call(i: int, micro: dict[str, Any]) -> pl.LossOutput:
             logp, entropy, _ = self.predicted[i]
             given = {**only(micro, POLICY_INPUTS), **self.where(micro)}
-            return pl.policy_loss(spec, logp, **given, entropy=entropy, totals=totals, cp_group=cp_group)
+            return pl.policy_loss(
+                spec, logp, **given, entropy=entropy, totals=totals, cp_group=cp_group
+            )
 
         return self.step(call)
 
     def value(self, aggregate: Any, kind: Any) -> tuple[Tensor, Tensor, pl.Metrics]:
         def call(i: int, micro: dict[str, Any]) -> pl.LossOutput:
-            given = {"aggregate": aggregate, "totals": self.counts, "cp_group": self.groups["cp_group"]}
-            return pl.value_loss(self.predicted[i][2], **only(micro, VALUE_INPUTS), kind=kind, huber_delta=0.7, **given)
+            given = {
+                "aggregate": aggregate,
+                "totals": self.counts,
+                "cp_group": self.groups["cp_group"],
+            }
+            return pl.value_loss(
+                self.predicted[i][2],
+                **only(micro, VALUE_INPUTS),
+                kind=kind,
+                huber_delta=0.7,
+                **given,
+            )
 
         return self.step(call)
 
@@ -153,7 +185,9 @@ def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
             keep(f"{cut_name}|{name}", cut, share.policy(spec))
         for aggregate in GLOBAL:
             for kind in ("mse", "huber"):
-                keep(f"{cut_name}|value {kind}:{label(aggregate)}", cut, share.value(aggregate, kind))
+                keep(
+                    f"{cut_name}|value {kind}:{label(aggregate)}", cut, share.value(aggregate, kind)
+                )
     loss, gradient = torch.stack(losses), torch.stack(gradients)
     if groups.world > 1:
         dist.all_reduce(loss)
@@ -163,7 +197,10 @@ def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
     for name, value in metrics.items():
         case, _, metric = name.rpartition("|")
         by_case[case][metric] = value
-    return {name: {"loss": loss[i], "gradient": gradient[i], "metrics": by_case[name]} for i, name in enumerate(names)}
+    return {
+        name: {"loss": loss[i], "gradient": gradient[i], "metrics": by_case[name]}
+        for i, name in enumerate(names)
+    }
 
 
 def advantages(groups: Groups) -> dict[str, Tensor]:
@@ -174,15 +211,22 @@ def advantages(groups: Groups) -> dict[str, Tensor]:
             continue
         micro, held = cut.place(groups.rank)
         rows = [row for r in micro for row in r]
-        mine, there = part(rows, held, cut.packed, torch.float64), where(groups.of(cut), len(cut.rows))
+        mine, there = (
+            part(rows, held, cut.packed, torch.float64),
+            where(groups.of(cut), len(cut.rows)),
+        )
         for name, estimate in PER_TOKEN.items():
             said[f"{cut_name}|{name}"] = placed(estimate(mine, there), rows, held)
         for name, estimate in PER_SEQUENCE.items():
             of_rows = estimate(mine, there)
-            said[f"{cut_name}|{name}"] = of_rows.new_zeros(8).index_copy_(0, torch.tensor(rows), of_rows) / len(cut.shards)
+            said[f"{cut_name}|{name}"] = of_rows.new_zeros(8).index_copy_(
+                0, torch.tensor(rows), of_rows
+            ) / len(cut.shards)
         if len(cut.shards) == 1:
             padded = part(rows, held, False, torch.float64)
-            said[f"{cut_name}|optimal_token_baseline"] = placed(optimal_baseline(padded, there), rows, held)
+            said[f"{cut_name}|optimal_token_baseline"] = placed(
+                optimal_baseline(padded, there), rows, held
+            )
     for result in said.values():
         dist.all_reduce(result)
     return said
@@ -197,13 +241,17 @@ def collectives(groups: Groups) -> dict[str, Any]:
         for name, spec in COUNTED.items():
             logp = share.predicted[0][0].detach().requires_grad_()
             given = {**mine, "totals": share.totals(spec), "cp_group": share.groups["cp_group"]}
-            said[f"{cut}|{name}"] = counted(lambda s=spec, x=logp, g=given: pl.policy_loss(s, x, **g).loss, logp)
+            said[f"{cut}|{name}"] = counted(
+                lambda s=spec, x=logp, g=given: pl.policy_loss(s, x, **g).loss, logp
+            )
     return said
 
 
 def refusals(groups: Groups) -> dict[str, Any]:
     """What calls say that leave out what they need on several ranks."""
-    share = Share(CUTS["CP, contiguous" if groups.world == 2 else "CP over 4 ranks"], groups, torch.float64)
+    share = Share(
+        CUTS["CP, contiguous" if groups.world == 2 else "CP over 4 ranks"], groups, torch.float64
+    )
     mine, logp, values = share.micro[0], share.predicted[0][0], share.predicted[0][2]
     policy = partial(pl.policy_loss, logp=logp, **only(mine, POLICY_INPUTS))
     layout = only(mine, ("mask", "cu_seqlens"))
@@ -211,20 +259,28 @@ def refusals(groups: Groups) -> dict[str, Any]:
     return {
         "policy_loss": error(lambda: policy(pl.preset("grpo"))),
         "value_loss": error(lambda: pl.value_loss(values, **only(mine, VALUE_INPUTS))),
-        "aggregate_tokens": error(lambda: pl.aggregate_tokens(logp, aggregate=pl.TokenMean(), **layout)),
-        "turns": error(lambda: policy(pl.preset("gspo_turn"), totals=share.counts, cp_group=dist.group.WORLD)),
+        "aggregate_tokens": error(
+            lambda: pl.aggregate_tokens(logp, aggregate=pl.TokenMean(), **layout)
+        ),
+        "turns": error(
+            lambda: policy(pl.preset("gspo_turn"), totals=share.counts, cp_group=dist.group.WORLD)
+        ),
         "statistics": error(lambda: policy(pl.preset("clip_cov"), totals=share.counts)),
         "warned grpo": warned(lambda: pl.advantage.grpo(**rewards)),
         "warned grpo local": warned(lambda: pl.advantage.grpo(**rewards, group="local")),
         "warned whiten": warned(lambda: pl.whiten(mine["advantages"], mine["mask"])),
-        "warned whiten local": warned(lambda: pl.whiten(mine["advantages"], mine["mask"], group="local")),
+        "warned whiten local": warned(
+            lambda: pl.whiten(mine["advantages"], mine["mask"], group="local")
+        ),
     }
 
 
 def world(size: int, rank: int, folder: str) -> None:
     """Everything that is done in a world of `size` ranks."""
     store = f"file://{folder}/store{size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     groups = Groups(size, rank)
     said: dict[str, Any] = {dtype: cut_steps(groups, dtype) for dtype in TOLERANCE}
     if size > 1:

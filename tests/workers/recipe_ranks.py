@@ -18,7 +18,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 # How many processes each runs on.
-RANKS = {"plain_loop": 1, "ddp": 2, "fsdp2": 2, "accelerate_loop": 2, "deepspeed_zero2": 2, "fabric": 2}
+RANKS = {
+    "plain_loop": 1,
+    "ddp": 2,
+    "fsdp2": 2,
+    "accelerate_loop": 2,
+    "deepspeed_zero2": 2,
+    "fabric": 2,
+}
 LIMIT = 60.0  # seconds for one recipe; a rank that waits for another would wait for ever
 
 
@@ -34,8 +41,17 @@ def run_rank(recipe: str, rank: int, port: int, folder: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if RANKS[recipe] > 1:
-        elastic = {"TORCHELASTIC_RUN_ID": "recipes", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS[recipe]), **elastic}
+        elastic = {
+            "TORCHELASTIC_RUN_ID": "recipes",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(RANKS[recipe]),
+            **elastic,
+        }
         os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS[recipe]), "GROUP_RANK": "0"}
     sys.argv = [str(RECIPES / f"{recipe}.py"), str(folder / f"{recipe}.pt")]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -44,11 +60,18 @@ def run_rank(recipe: str, rank: int, port: int, folder: Path) -> None:
 def run_recipe(recipe: str, folder: Path) -> None:
     """All ranks of a recipe. If one fails or the time is up, the others are ended: they would wait for it."""
     fork, port = multiprocessing.get_context("fork"), free_port()
-    ranks: list[Any] = [fork.Process(target=run_rank, args=(recipe, rank, port, folder)) for rank in range(RANKS[recipe])]
+    ranks: list[Any] = [
+        fork.Process(target=run_rank, args=(recipe, rank, port, folder))
+        for rank in range(RANKS[recipe])
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + LIMIT
-    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks) and time.monotonic() < deadline:
+    while (
+        any(p.is_alive() for p in ranks)
+        and not any(p.exitcode for p in ranks)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     for process in ranks:
         process.kill()
@@ -68,7 +91,9 @@ def train_without_accumulate(parts: list[dict[str, Any]], steps: int) -> dict[st
     for _ in range(steps):
         for part in parts:
             logp = task.logp_of(model, part)
-            out = pl.policy_loss(pl.preset("dapo"), logp, part["old_logp"], part["advantages"], part["mask"])
+            out = pl.policy_loss(
+                pl.preset("dapo"), logp, part["old_logp"], part["advantages"], part["mask"]
+            )
             (out.loss / len(parts)).backward()
             metrics = out.metrics
         optimizer.step()

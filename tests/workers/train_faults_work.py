@@ -37,7 +37,11 @@ def raises_sometimes(example: Any, completion: str) -> float:
 
 def hangs_on_rank_1(example: Any, completion: str) -> float:
     """In the first step, not when the reward is tried before it: that is with an example's own answer."""
-    if os.environ["RANK"] == "1" and completion != example.answer and Path(os.environ["STALL"]).exists():
+    if (
+        os.environ["RANK"] == "1"
+        and completion != example.answer
+        and Path(os.environ["STALL"]).exists()
+    ):
         time.sleep(600)
     return graded(example, completion)
 
@@ -54,7 +58,12 @@ def rank(number: int, folder: str) -> None:
     from policyloss.train.collect import Collector
 
     torch.set_num_threads(1)
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number), "STALL": f"{folder}/stall"}
+    os.environ |= {
+        "WORLD_SIZE": "2",
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "STALL": f"{folder}/stall",
+    }
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": (Path(folder) / "port").read_text()}
     collect = Collector.collect
 
@@ -63,7 +72,14 @@ def rank(number: int, folder: str) -> None:
         return collect(self)
 
     Collector.collect = stalling  # type: ignore[method-assign]
-    options = {"model": f"{folder}/model", "prompts": 2, "group_size": 2, "steps": 1, "warmup_steps": 0, "max_new_tokens": 4}
+    options = {
+        "model": f"{folder}/model",
+        "prompts": 2,
+        "group_size": 2,
+        "steps": 1,
+        "warmup_steps": 0,
+        "max_new_tokens": 4,
+    }
     options |= {
         "reward": "train_faults_work:hangs_on_rank_1",
         "reward_timeout": 0,
@@ -71,7 +87,11 @@ def rank(number: int, folder: str) -> None:
         "heartbeat": 1,
         "eval_prompts": 2,
     }
-    with open(f"{folder}/said{number}", "w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with (
+        open(f"{folder}/said{number}", "w") as said,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
         code = main(arguments(Path(folder) / "run", options))
     Path(folder, f"code{number}").write_text(str(code))
     os._exit(0)

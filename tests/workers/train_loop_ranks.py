@@ -83,7 +83,10 @@ def resume(out: Path, **options: Any) -> int:
 
 
 def lines(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (out / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def kill_in_a_line(command: Sequence[str], step: int) -> None:
@@ -108,11 +111,19 @@ def work(rank: int, folder: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
     """The body of each of two processes: every run, or the resumption of it, one after the other in one group of processes."""
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     codes = {}
     for name, options in runs.items():
         start = resume if options.get("resume") else train
-        codes[name] = start(Path(folder) / name, **{key: x for key, x in options.items() if key != "resume"})
+        codes[name] = start(
+            Path(folder) / name, **{key: x for key, x in options.items() if key != "resume"}
+        )
     (Path(folder) / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.destroy_process_group()
 

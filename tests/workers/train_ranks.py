@@ -41,9 +41,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps:
         optimizer.zero_grad()
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors, numbers = optimizer_state(model, optimizer)
-    return {"model": dict(model.named_parameters()), "optimizer": tensors}, {"optimizer": numbers, "lr": 0.1}
+    return {"model": dict(model.named_parameters()), "optimizer": tensors}, {
+        "optimizer": numbers,
+        "lr": 0.1,
+    }
 
 
 def whole(x: Any) -> Tensor:
@@ -79,7 +84,9 @@ def failure(call: Any) -> str:
     return "no error"
 
 
-def failing(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: Any) -> dict[str, Any]:
+def failing(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: Any
+) -> dict[str, Any]:
     """A rank whose disk is full, and states that cannot be written."""
     state, numbers = state_of(model, optimizer)
 
@@ -87,7 +94,10 @@ def failing(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ra
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    real, checkpoint.write_tensors = checkpoint.write_tensors, full if rank == 1 else checkpoint.write_tensors  # type: ignore[assignment]
+    real, checkpoint.write_tensors = (
+        checkpoint.write_tensors,
+        full if rank == 1 else checkpoint.write_tensors,
+    )  # type: ignore[assignment]
     try:
         found = {"full disk": failure(lambda: save(folder, 9, state, numbers, keep=1, group=group))}
     finally:
@@ -104,7 +114,11 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
     """Ranks 0 and 1: train, save twice, load again; read what one process wrote; fail."""
     model, optimizer = trained(mesh)
     state, numbers = state_of(model, optimizer)
-    extra = {"rng": {f"rank{rank}": torch.full((3,), rank)}, "empty": torch.zeros(0, 4), "count": torch.tensor(7)}
+    extra = {
+        "rng": {f"rank{rank}": torch.full((3,), rank)},
+        "empty": torch.zeros(0, 4),
+        "count": torch.tensor(7),
+    }
     save(folder / "two", 1, {"x": torch.ones(2)}, {}, keep=1, group=group)
     path = save(folder / "two", 3, {**state, **extra}, numbers, keep=1, group=group)
     found: dict[str, Any] = {"path": str(path), "latest": str(latest(folder / "two", group=group))}
@@ -121,7 +135,9 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
 
 def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """All ranks: read what two and what one wrote; save; a mesh of replicas."""
-    found: dict[str, Any] = {"2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)}
+    found: dict[str, Any] = {
+        "2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)
+    }
     found["1 to 4"] = resumed(folder / "one" / "step_000003", mesh, dist.group.WORLD)
     model, optimizer = trained(mesh)
     save(folder / "four", 3, *state_of(model, optimizer), keep=1, group=dist.group.WORLD)
@@ -134,7 +150,9 @@ def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     path = save(folder / "twice", 0, {"table": twice}, {}, keep=1, group=dist.group.WORLD)
     found["twice"] = whole(load(path, {"table": twice})[0]["table"]), load(path)[0]["table"]
     across = distribute_tensor(table, mesh, [Shard(1)])
-    found["columns"] = failure(lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD))
+    found["columns"] = failure(
+        lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD)
+    )
     return found
 
 
@@ -142,7 +160,13 @@ def work(rank: int, folder: str) -> None:
     """One of four ranks; its results go to a file."""
     torch.set_num_threads(1)
     here = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{here / 'store'}", rank=rank, world_size=4, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{here / 'store'}",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
+    )
     pair = dist.new_group([0, 1])
     found: dict[str, Any] = {}
     if rank < 2:
@@ -150,7 +174,9 @@ def work(rank: int, folder: str) -> None:
     dist.barrier()
     found |= on_four(here, init_device_mesh("cpu", (4,)))
     if rank < 2:
-        found["4 to 2"] = resumed(here / "four" / "step_000003", DeviceMesh.from_group(pair, "cpu"), pair)
+        found["4 to 2"] = resumed(
+            here / "four" / "step_000003", DeviceMesh.from_group(pair, "cpu"), pair
+        )
     torch.save(found, here / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -17,11 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 import policyloss as pl
-from cases import BY_AGGREGATE, BY_CORRECTION, PRESETS, TOKEN_TENSORS, Batch, make_batch, run, step_totals
+from cases import (
+    BY_AGGREGATE,
+    BY_CORRECTION,
+    PRESETS,
+    TOKEN_TENSORS,
+    Batch,
+    make_batch,
+    run,
+    step_totals,
+)
 
 BATCH = make_batch(seed=10)
 VALUE_AGGREGATES = (pl.TokenMean(), pl.SeqMeanTokenMean(), pl.PromptMean())
-DP_ROWS = {"uneven": ([0, 1, 2, 3, 6], [5, 4]), "one rank without a valid token": ([0, 1, 4, 5, 6], [2, 3])}
+DP_ROWS = {
+    "uneven": ([0, 1, 2, 3, 6], [5, 4]),
+    "one rank without a valid token": ([0, 1, 4, 5, 6], [2, 3]),
+}
 
 
 def _columns(*chosen: int) -> Tensor:
@@ -58,7 +70,11 @@ def cp_cases() -> dict[str, tuple[pl.LossSpec, str, bool]]:
         for j, sharding in enumerate(SHARDINGS):
             if name in PRESETS or (i - j) % len(SHARDINGS) == 0:
                 packed = bool((i + j) % 2)
-                cases[f"{name}, {sharding}, {'packed' if packed else 'padded'}"] = (spec, sharding, packed)
+                cases[f"{name}, {sharding}, {'packed' if packed else 'padded'}"] = (
+                    spec,
+                    sharding,
+                    packed,
+                )
     return cases
 
 
@@ -75,7 +91,9 @@ def shard(sharding: str, rank: int, packed: bool) -> Batch:
     part = dataclasses.replace(BATCH, lengths=lengths, width=width)
 
     def gather(x: Tensor) -> Tensor:
-        empty = torch.full((len(lengths), width), 0 if x.dtype == torch.bool else torch.nan, dtype=x.dtype)
+        empty = torch.full(
+            (len(lengths), width), 0 if x.dtype == torch.bool else torch.nan, dtype=x.dtype
+        )
         return empty.masked_scatter(part.inside, x[mine])
 
     part = part.map(gather, *TOKEN_TENSORS, "mask")
@@ -109,10 +127,21 @@ def _error(call: Callable[[], Any]) -> str:
 
 def _value(batch: Batch, aggregate: Any, totals: pl.Totals, cp_group: Any = None) -> dict[str, Any]:
     values = batch.logp.clone().requires_grad_()
-    layout = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids, "totals": totals, "cp_group": cp_group}
-    out = pl.value_loss(values, batch.advantages, batch.old_logp, batch.mask, aggregate=aggregate, **layout)
+    layout = {
+        "cu_seqlens": batch.cu_seqlens,
+        "group_ids": batch.group_ids,
+        "totals": totals,
+        "cp_group": cp_group,
+    }
+    out = pl.value_loss(
+        values, batch.advantages, batch.old_logp, batch.mask, aggregate=aggregate, **layout
+    )
     (gradient,) = torch.autograd.grad(out.loss, values)
-    return {"loss": out.loss.detach(), "dlogp": batch.as_rows(gradient), "metrics": out.metrics.all_reduce().compute()}
+    return {
+        "loss": out.loss.detach(),
+        "dlogp": batch.as_rows(gradient),
+        "metrics": out.metrics.all_reduce().compute(),
+    }
 
 
 def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
@@ -120,10 +149,14 @@ def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, (spec, sharding, packed) in cp_cases().items():
         part = shard(sharding, rank, packed)
-        said[f"cp: {name}"] = _said(run(spec, part, step_totals(spec, part, cp_group=cp, dp_size=1), cp_group=cp))
+        said[f"cp: {name}"] = _said(
+            run(spec, part, step_totals(spec, part, cp_group=cp, dp_size=1), cp_group=cp)
+        )
     for aggregate in VALUE_AGGREGATES:
         part = shard("zigzag", rank, packed=True)
-        totals = pl.Totals.count(part.mask, cu_seqlens=part.cu_seqlens, group_ids=part.group_ids, cp_group=cp, dp_size=1)
+        totals = pl.Totals.count(
+            part.mask, cu_seqlens=part.cu_seqlens, group_ids=part.group_ids, cp_group=cp, dp_size=1
+        )
         said[f"cp value: {aggregate}"] = _value(part, aggregate, totals, cp)
     for name, spec in BY_CORRECTION.items():
         if name.endswith(":keep") and "rollout_logp" in spec.reads:
@@ -134,7 +167,8 @@ def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
                 totals = step_totals(spec, part, cp_group=cp, dp_size=1)
                 said[f"cp nan: {name}, {holder}"] = _said(run(spec, part, totals, cp_group=cp))
     per_sequence = dataclasses.replace(
-        shard("halves", rank, packed=True), advantages=torch.linspace(-2, 2, 7, dtype=torch.float64).unsqueeze(1)
+        shard("halves", rank, packed=True),
+        advantages=torch.linspace(-2, 2, 7, dtype=torch.float64).unsqueeze(1),
     )
     said["cp per sequence"] = _said(run(PRESETS["gspo"], per_sequence, "local", cp_group=cp))
     part = shard("halves", rank, packed=False)
@@ -147,7 +181,11 @@ def data_parallel(rank: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for split, rows in DP_ROWS.items():
         part = BATCH.rows(rows[rank])
-        for name, spec in {**PRESETS, **BY_CORRECTION, "PromptMean": pl.LossSpec(aggregate=pl.PromptMean())}.items():
+        for name, spec in {
+            **PRESETS,
+            **BY_CORRECTION,
+            "PromptMean": pl.LossSpec(aggregate=pl.PromptMean()),
+        }.items():
             said[f"dp: {name}, {split}"] = _said(run(spec, part, step_totals(spec, part)))
         for aggregate in VALUE_AGGREGATES:
             totals = pl.Totals.count(part.mask, group_ids=part.group_ids)
@@ -169,7 +207,9 @@ def counts(rank: int, cp: Any, alone: Any) -> dict[str, Any]:
         "count dp by group": numbers(pl.Totals.count(rows.mask, group=cp, dp_size=1)),
         "count alone": numbers(pl.Totals.count(rows.mask, group=alone)),
         "error missing": _error(lambda: run(PRESETS["ppo"], rows)),
-        "error missing value": _error(lambda: pl.value_loss(rows.logp, rows.advantages, rows.old_logp, rows.mask)),
+        "error missing value": _error(
+            lambda: pl.value_loss(rows.logp, rows.advantages, rows.old_logp, rows.mask)
+        ),
         "error no group": _error(lambda: pl.Totals.count(part.mask, cp_group=alone)),
         "local": run(PRESETS["ppo"], rows, "local").loss,
     }
@@ -178,7 +218,13 @@ def counts(rank: int, cp: Any, alone: Any) -> dict[str, Any]:
 def work(rank: int, folder: str) -> None:
     """The body of each of the two processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     alone = [dist.new_group([r]) for r in (0, 1)][rank]
     world = dist.group.WORLD
     said = {**context_parallel(rank, world), **data_parallel(rank), **counts(rank, world, alone)}

@@ -41,7 +41,13 @@ from policyloss.functional.segments import group_index
 
 
 def grpo(
-    rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, ddof: int = 1, single: Single = "zero", group: Any = None
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    eps: float = 1e-6,
+    ddof: int = 1,
+    single: Single = "zero",
+    group: Any = None,
 ) -> Tensor:
     """GRPO: `(r − μ) / (σ + eps)`.
 
@@ -53,7 +59,9 @@ def grpo(
     return group_advantages(rewards, group_ids, eps=eps, ddof=ddof, single=single, group=group)
 
 
-def dr_grpo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+def dr_grpo(
+    rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None
+) -> Tensor:
     """Dr. GRPO: `r − μ`; no division, so easy and hard prompts weigh the same.
 
     Source: Liu et al., arXiv 2503.20783. Constant group: 0. Group of one: 0, or r with
@@ -63,14 +71,18 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", grou
     return group_advantages(rewards, group_ids, scale=None, single=single, group=group)
 
 
-def rloo(rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+def rloo(
+    rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None
+) -> Tensor:
     """RLOO: `r_i − mean of the other members = (r_i − μ)·n/(n−1)`.
 
     Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's
     rloo_vectorized, SkyRL), or r with `single="raw"` (verl's rloo). group: ranks that a prompt's
     samples may be spread over, as in `group_advantages`.
     """
-    return group_advantages(rewards, group_ids, center="loo", scale=None, single=single, group=group)
+    return group_advantages(
+        rewards, group_ids, center="loo", scale=None, single=single, group=group
+    )
 
 
 def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: Any = None) -> Tensor:
@@ -109,12 +121,20 @@ def reinforce_pp(
     There are no groups of samples; a constant batch gives 0.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
     """
-    returns = discounted_returns(rewards, mask, gamma, cu_seqlens=cu_seqlens, cp_group=cp_group, positions=positions)
+    returns = discounted_returns(
+        rewards, mask, gamma, cu_seqlens=cu_seqlens, cp_group=cp_group, positions=positions
+    )
     return whiten(returns, mask, group=group, eps=eps, cp_group=cp_group)
 
 
 def reinforce_pp_baseline(
-    rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None, eps: float = 1e-8
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    *,
+    single: Single = "zero",
+    group: Any = None,
+    eps: float = 1e-8,
 ) -> Tensor:
     """REINFORCE++-baseline: `r − μ`, whitened over all valid *tokens*.
 
@@ -125,8 +145,12 @@ def reinforce_pp_baseline(
     group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
-    (r, ids, counts), this_rank = of_all_ranks(group, rewards, group_ids, per_sequence("lengths", lengths, rewards))
-    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[this_rank].to(compute_dtype(rewards))
+    (r, ids, counts), this_rank = of_all_ranks(
+        group, rewards, group_ids, per_sequence("lengths", lengths, rewards)
+    )
+    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[
+        this_rank
+    ].to(compute_dtype(rewards))
 
 
 def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
@@ -139,13 +163,22 @@ def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
     """
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
-        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}.")
+        raise InputError(
+            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}."
+        )
     b = per_sequence("baseline_rewards", baseline_rewards, rewards)
     dtype = compute_dtype(rewards, b)
     return rewards.detach().to(dtype) - b.to(dtype)
 
 
-def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single = "zero", group: Any = None) -> Tensor:
+def opo(
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    *,
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
     """OPO: `r − Σ l·r / Σ l` over the group, with l the length.
 
     This baseline minimises the variance if a gradient's square grows with the length.
@@ -155,7 +188,9 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, single: Single =
     """
     check_rewards(rewards, group_ids)
     weights = per_sequence("lengths", lengths, rewards)
-    return group_advantages(rewards, group_ids, scale=None, weights=weights, single=single, group=group)
+    return group_advantages(
+        rewards, group_ids, scale=None, weights=weights, single=single, group=group
+    )
 
 
 @torch.no_grad()
@@ -215,11 +250,23 @@ def gdpo(
     check_tensor("rewards", rewards)
     if rewards.dim() != 2:
         raise InputError(f"rewards must be [S, K], one column per reward, got {seen(rewards)}.")
-    check_rewards(rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids)
+    check_rewards(
+        rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids
+    )
     k, dtype = rewards.shape[1], compute_dtype(rewards)
-    weight = rewards.new_ones(k, dtype=dtype) if weights is None else _weights(weights, k, rewards.device)
-    counts = torch.ones_like(group_ids) if lengths is None else per_sequence("lengths", lengths, group_ids)
-    (counts, group_ids, *columns), this_rank = of_all_ranks(group, counts, group_ids, *rewards.unbind(1))
+    weight = (
+        rewards.new_ones(k, dtype=dtype)
+        if weights is None
+        else _weights(weights, k, rewards.device)
+    )
+    counts = (
+        torch.ones_like(group_ids)
+        if lengths is None
+        else per_sequence("lengths", lengths, group_ids)
+    )
+    (counts, group_ids, *columns), this_rank = of_all_ranks(
+        group, counts, group_ids, *rewards.unbind(1)
+    )
     s = counts.shape[0]
     if s == 0:
         return rewards.new_zeros(0, dtype=dtype)
@@ -229,12 +276,21 @@ def gdpo(
     dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
     ids = dense + s * torch.arange(k, device=dense.device).unsqueeze(1)
     each = torch.cat([counts[:0], *columns])
-    parts = group_advantages(each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local")
+    parts = group_advantages(
+        each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local"
+    )
     summed = (weight.to(parts).unsqueeze(1) * parts.view(k, s)).sum(0)
     return _whitened_by_length(summed, counts, 1e-8)[this_rank].to(dtype)
 
 
-def maxrl(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, single: Single = "zero", group: Any = None) -> Tensor:
+def maxrl(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    eps: float = 1e-6,
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
     """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0.
 
     This is the gradient of the log of the pass rate rather than of the pass rate.
@@ -278,7 +334,13 @@ def passk_max_gap(
 
 @torch.no_grad()
 def passk_combinatorial(
-    rewards: Tensor, group_ids: Tensor, k: int, *, scale: Literal["std"] | None = "std", eps: float = 0.0, group: Any = None
+    rewards: Tensor,
+    group_ids: Tensor,
+    k: int,
+    *,
+    scale: Literal["std"] | None = "std",
+    eps: float = 0.0,
+    group: Any = None,
 ) -> Tensor:
     """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member.
 
@@ -324,7 +386,11 @@ def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
     a, n = a.clamp(min=b).to(wide), n.clamp(min=k).to(wide)
 
     def log_choose(top: Tensor, bottom: int) -> Tensor:
-        return torch.lgamma(top + 1) - torch.lgamma(top - bottom + 1) - torch.lgamma(torch.full_like(top, bottom + 1))
+        return (
+            torch.lgamma(top + 1)
+            - torch.lgamma(top - bottom + 1)
+            - torch.lgamma(torch.full_like(top, bottom + 1))
+        )
 
     return torch.where(exists, (log_choose(a, b) - log_choose(n, k)).exp(), 0)
 
@@ -332,7 +398,9 @@ def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
 def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     """`weights` as a tensor `[K]`, from a sequence of numbers or a tensor."""
     if isinstance(weights, Sequence) and not isinstance(weights, str):
-        weights = torch.tensor([float(check_number("weights", w)) for w in weights], dtype=torch.float64)
+        weights = torch.tensor(
+            [float(check_number("weights", w)) for w in weights], dtype=torch.float64
+        )
     check_tensor("weights", weights)
     assert isinstance(weights, Tensor)
     if tuple(weights.shape) != (k,) or weights.is_meta:
@@ -345,7 +413,9 @@ def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
     return whitened(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
 
 
-def _check_passk(rewards: Tensor, group_ids: Tensor, scale: str | None, eps: float, ddof: int) -> None:
+def _check_passk(
+    rewards: Tensor, group_ids: Tensor, scale: str | None, eps: float, ddof: int
+) -> None:
     check_rewards(rewards, group_ids)
     check_choice("scale", scale, ("std", None))
     check_numbers(eps, ddof)

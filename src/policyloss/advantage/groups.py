@@ -19,9 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_choice, check_flag, check_group, check_number, check_tensor, fits_kind, seen
+from policyloss.arguments import (
+    check_choice,
+    check_flag,
+    check_group,
+    check_number,
+    check_tensor,
+    fits_kind,
+    seen,
+)
 from policyloss.errors import InputError
-from policyloss.functional.collectives import Gathered, all_sum, gather_rows, outside_level, statistics_group
+from policyloss.functional.collectives import (
+    Gathered,
+    all_sum,
+    gather_rows,
+    outside_level,
+    statistics_group,
+)
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
@@ -159,7 +173,9 @@ def group_advantages(
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
     columns = () if weights is None else (per_sequence("weights", weights, rewards),)
-    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(group, rewards, group_ids, *columns)
+    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(
+        group, rewards, group_ids, *columns
+    )
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
@@ -193,7 +209,9 @@ def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) 
     All others are in float64.
     """
     wide = accumulator_dtype(rewards.device)
-    return gather_rows([rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group))
+    return gather_rows(
+        [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)
+    )
 
 
 def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
@@ -246,7 +264,15 @@ def _summed_over(groups: tuple[Any, ...], x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps: float = 1e-8, cp_group: Any = None) -> Tensor:
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    mean: bool = True,
+    group: Any = None,
+    eps: float = 1e-8,
+    cp_group: Any = None,
+) -> Tensor:
     """`(x − mean) / √(variance + eps)` over all valid tokens, with the unbiased variance.
 
     x may have any shape. The result is 0 at masked tokens and has no gradient.
@@ -264,14 +290,25 @@ def whiten(x: Tensor, mask: Tensor, *, mean: bool = True, group: Any = None, eps
     mask = as_mask(mask, x, like_called="x")
     dtype = compute_dtype(x)
     check_group("cp_group", cp_group)
-    if group is None and cp_group is not None and dist.get_world_size(cp_group) == dist.get_world_size():
+    if (
+        group is None
+        and cp_group is not None
+        and dist.get_world_size(cp_group) == dist.get_world_size()
+    ):
         group = "local"  # there are no ranks beside those of cp_group
     return whitened(
-        fill(x.detach(), mask, dtype), mask.to(accumulator_dtype(x.device)), statistics_group(group), cp_group, mean=mean, eps=eps
+        fill(x.detach(), mask, dtype),
+        mask.to(accumulator_dtype(x.device)),
+        statistics_group(group),
+        cp_group,
+        mean=mean,
+        eps=eps,
     )
 
 
-def whitened(x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whitened(
+    x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8
+) -> Tensor:
     """`whiten` for elements that count `weight` times, as an advantage counts once per token."""
     check_numbers(eps, 1)
     center, variance = moments(x, weight, 1, *groups)
@@ -285,12 +322,18 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     """Raise unless rewards are `[S]` numbers and group_ids `[S]` integers."""
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
-        raise InputError(f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum token rewards first.")
+        raise InputError(
+            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum token rewards first."
+        )
     if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
-        raise InputError(f"group_ids must be a tensor of integers, one per sequence, got {seen(group_ids)}.")
+        raise InputError(
+            f"group_ids must be a tensor of integers, one per sequence, got {seen(group_ids)}."
+        )
     check_tensor("group_ids", group_ids, like=("rewards", rewards))
     if group_ids.shape != rewards.shape:
-        raise InputError(f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each.")
+        raise InputError(
+            f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each."
+        )
 
 
 def check_numbers(eps: float, ddof: int) -> None:
@@ -303,7 +346,9 @@ def check_numbers(eps: float, ddof: int) -> None:
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
     if not isinstance(x, Tensor) or x.shape != rewards.shape:
-        raise InputError(f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}.")
+        raise InputError(
+            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}."
+        )
     check_tensor(name, x, like=("rewards", rewards))
     return x.detach()
 

@@ -68,27 +68,48 @@ def optimal_token_baseline(
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
         if not bridge:
-            raise InputError("bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True.")
-        others = (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
-        sequences, reward = whole_sequences(rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others)
-        reward = sequences.padded(sequences.columns[-1]) if len(sequences.columns) > len(others) else reward.squeeze(1)
+            raise InputError(
+                "bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True."
+            )
+        others = (
+            (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
+        )
+        sequences, reward = whole_sequences(
+            rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others
+        )
+        reward = (
+            sequences.padded(sequences.columns[-1])
+            if len(sequences.columns) > len(others)
+            else reward.squeeze(1)
+        )
         logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
         inside = sequences.inside
         advantages = optimal_token_baseline(reward, group_ids, inside, logp, squared, **same)
         return sequences.on_this_rank(advantages[inside])
-    returns = reward_to_go(token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid)
+    returns = reward_to_go(
+        token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid
+    )
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
     if weights is not None:
         energy = energy * fill(weights, valid, dtype) ** 2
     path = fill(energy, valid).cumsum(-1)
     rows, this_rank = gather_rows([returns, path, valid, group_ids], statistics_group(group))
-    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[this_rank, : valid.shape[1]]
+    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[
+        this_rank, : valid.shape[1]
+    ]
 
 
 def _less_baseline(
-    returns: Tensor, path: Tensor, valid: Tensor, group_ids: Tensor, *, zero_tail: bool, bridge: bool, eps: float
+    returns: Tensor,
+    path: Tensor,
+    valid: Tensor,
+    group_ids: Tensor,
+    *,
+    zero_tail: bool,
+    bridge: bool,
+    eps: float,
 ) -> Tensor:
     """`returns` minus their baselines, for all rows that may share a group. path: W. `[B, T]`."""
     if valid.numel() == 0:
@@ -113,7 +134,9 @@ def _less_baseline(
 
 def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
     """The valid tokens of each row at their places, 0 elsewhere. `[B, T]` → `[B, width]`."""
-    return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[:, :width]
+    return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[
+        :, :width
+    ]
 
 
 def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
@@ -136,7 +159,12 @@ def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _checked_mask(
-    rewards: Tensor, group_ids: Tensor, mask: Tensor, old_logp: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
+    rewards: Tensor,
+    group_ids: Tensor,
+    mask: Tensor,
+    old_logp: Tensor,
+    sum_pi_squared: Tensor,
+    weights: Tensor | None,
 ) -> Tensor:
     """The mask as bool, after checking every shape against it."""
     check_tensor("mask", mask)
@@ -145,10 +173,16 @@ def _checked_mask(
             f"mask must be padded tokens [B, T], got {seen(mask)}; the optimal token baseline compares rows token by token."
         )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
-    for name, x in (("old_logp", old_logp), ("sum_pi_squared", sum_pi_squared), ("weights", weights)):
+    for name, x in (
+        ("old_logp", old_logp),
+        ("sum_pi_squared", sum_pi_squared),
+        ("weights", weights),
+    ):
         optional = x is None and name == "weights"
         if not optional and (not isinstance(x, Tensor) or x.shape != mask.shape):
-            raise InputError(f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {seen(x)}.")
+            raise InputError(
+                f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {seen(x)}."
+            )
         if x is not None:
             check_tensor(name, x, like=("mask", mask))
     check_tensor("rewards", rewards, like=("mask", mask))

@@ -71,7 +71,15 @@ def gae(
         layout, mask = _checked_layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
         pack, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
-        result = gae(reward, pack.columns[0], pack.mask, gamma, lam, cu_seqlens=pack.cu_seqlens, last_values=last_values)
+        result = gae(
+            reward,
+            pack.columns[0],
+            pack.mask,
+            gamma,
+            lam,
+            cu_seqlens=pack.cu_seqlens,
+            last_values=last_values,
+        )
         return GAE(*map(pack.on_this_rank, result))
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
@@ -105,7 +113,9 @@ def discounted_returns(
     layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
         pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
-        return pack.on_this_rank(discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens))
+        return pack.on_this_rank(
+            discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
+        )
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
     return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
 
@@ -119,7 +129,9 @@ def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
     n = mask.numel()
-    position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(layout.shape)
+    position = torch.arange(n, device=mask.device, dtype=accumulator_dtype(mask.device)).view(
+        layout.shape
+    )
     last = layout.max(torch.where(mask, position, -1))
     # A sequence without a valid token has no place for its reward: slot n, which is dropped.
     index = torch.where(last >= 0, last, n).long()
@@ -127,7 +139,13 @@ def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch
 
 
 def _lambda_returns(
-    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float, layout: Sequences, last_values: Tensor | None
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    layout: Sequences,
+    last_values: Tensor | None,
 ) -> Tensor:
     """The λ-returns `G_t = r_t + γ·z_{t+1}`, with `z_t = (1−λ)·V_t + λ·G_t`.
 
@@ -139,17 +157,29 @@ def _lambda_returns(
     if n == 0:
         return reward
     x = torch.lerp(reward, value, 1 - lam).reshape(-1)
-    decay = torch.where(mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1).reshape(-1)
+    decay = torch.where(
+        mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1
+    ).reshape(-1)
     ends = _ends(layout, x.device)
-    after = x.new_zeros(layout.count) if last_values is None else _per_sequence(last_values, layout, x).to(x.dtype)
+    after = (
+        x.new_zeros(layout.count)
+        if last_values is None
+        else _per_sequence(last_values, layout, x).to(x.dtype)
+    )
     if last_values is not None:
         x = x + decay * _placed(after, ends, n)
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN
     # is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
-    z = linear_recurrence_reverse(x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape))
-    following = torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2)).index_copy_(0, ends, after)[:n].view(layout.shape)
+    z = linear_recurrence_reverse(
+        x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape)
+    )
+    following = (
+        torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2))
+        .index_copy_(0, ends, after)[:n]
+        .view(layout.shape)
+    )
     return fill(following.mul_(gamma).add_(reward).add_(poison), mask)
 
 
@@ -170,16 +200,29 @@ def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
     return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
 
 
-def _runs_as_kernel(rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None) -> bool:
+def _runs_as_kernel(
+    rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None
+) -> bool:
     """Whether the kernel takes these: floating-point tensors on a GPU where Triton is installed."""
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
-    return isinstance(mask, Tensor) and mask.is_cuda and not torch.compiler.is_compiling() and kernels(KERNEL) is not None
+    return (
+        isinstance(mask, Tensor)
+        and mask.is_cuda
+        and not torch.compiler.is_compiling()
+        and kernels(KERNEL) is not None
+    )
 
 
 def _gae_by_kernel(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, cu_seqlens: Tensor | None, last_values: Tensor | None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    cu_seqlens: Tensor | None,
+    last_values: Tensor | None,
 ) -> GAE:
     """`gae` in one launch.
 
@@ -199,11 +242,20 @@ def _gae_by_kernel(
     # more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
-    return GAE(*kernels(KERNEL).gae(rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)))
+    return GAE(
+        *kernels(KERNEL).gae(
+            rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)
+        )
+    )
 
 
 def whole_sequences(
-    rewards: Tensor, mask: Tensor, layout: Sequences, positions: Tensor | None, dtype: torch.dtype, *others: Tensor
+    rewards: Tensor,
+    mask: Tensor,
+    layout: Sequences,
+    positions: Tensor | None,
+    dtype: torch.dtype,
+    *others: Tensor,
 ) -> tuple[WholeSequences, Tensor]:
     """The rewards and `others` (the columns) of whole sequences, from all context-parallel ranks.
 
@@ -211,9 +263,15 @@ def whole_sequences(
     """
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
-    by_token = (rewards.reshape(layout.shape).to(dtype),) if tuple(rewards.shape) in _token_shapes(layout) else ()
+    by_token = (
+        (rewards.reshape(layout.shape).to(dtype),)
+        if tuple(rewards.shape) in _token_shapes(layout)
+        else ()
+    )
     pack = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(dtype)
+    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(
+        dtype
+    )
 
 
 def _checked_layout(
@@ -245,7 +303,9 @@ def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor
 def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tensor:
     check_tensor("last_values", last_values, like=("values", like))
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
-        raise InputError(f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},).")
+        raise InputError(
+            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},)."
+        )
     return last_values.reshape(-1)
 
 

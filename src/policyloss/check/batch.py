@@ -53,13 +53,17 @@ class Batch:
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
-        return cls(logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width)
+        return cls(
+            logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
+        )
 
     def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
         """The batch with `change` applied to the named tensors (by default all floating token
         tensors).
         """
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names or TOKEN_TENSORS}
+        changed: dict[str, Any] = {
+            name: change(getattr(self, name)) for name in names or TOKEN_TENSORS
+        }
         return replace(self, **changed)
 
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
@@ -77,20 +81,36 @@ class Batch:
         sequence.
         """
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        return replace(self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets)
+        return replace(
+            self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets
+        )
 
     def as_rows(self, x: Tensor) -> Tensor:
         """A token-shaped result as `[B, width]`, 0 in the padding of a packed batch."""
         if self.cu_seqlens is None:
             return x
-        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(self.inside, x)
+        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(
+            self.inside, x
+        )
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = ("logp", "old_logp", "advantages", "mask", "rollout_logp", "ref_logp", "entropy", "cu_seqlens", "group_ids")
+        names = (
+            "logp",
+            "old_logp",
+            "advantages",
+            "mask",
+            "rollout_logp",
+            "ref_logp",
+            "entropy",
+            "cu_seqlens",
+            "group_ids",
+        )
         arguments = {name: getattr(self, name) for name in names}
-        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (len(self.cu_seqlens) - 1,):
+        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
+            len(self.cu_seqlens) - 1,
+        ):
             # One per token, in a pack of as many sequences.
             arguments["advantages"] = self.advantages.unsqueeze(0)
         return arguments

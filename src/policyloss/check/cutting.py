@@ -29,9 +29,13 @@ class CuttableBatch:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         if not isinstance(batch, Mapping):
-            raise InputError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}.")
+            raise InputError(
+                f"batch must be a mapping of names to tensors, got {type(batch).__name__}."
+            )
         if not isinstance(batch.get("mask"), Tensor):
-            raise InputError(f"batch needs a tensor 'mask', True where a token is trained on; it has {sorted(map(str, batch))}.")
+            raise InputError(
+                f"batch needs a tensor 'mask', True where a token is trained on; it has {sorted(map(str, batch))}."
+            )
         self.batch = dict(batch)
         self.cu_seqlens: Tensor | None = self.batch.get("cu_seqlens")
         mask = self.batch["mask"]
@@ -49,7 +53,10 @@ class CuttableBatch:
         """The micro-batch of the `chosen` sequences, in that order; one may be chosen twice."""
         index = torch.tensor(list(chosen), dtype=torch.int64)
         if self.cu_seqlens is None:
-            return {name: self._picked(x, self.sequences.shape[0], index) for name, x in self.batch.items()}
+            return {
+                name: self._picked(x, self.sequences.shape[0], index)
+                for name, x in self.batch.items()
+            }
         offsets = self.cu_seqlens.to("cpu", torch.int64)
         spans = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in chosen]
         tokens, n = torch.cat(spans), self.sequences.shape[0]
@@ -59,14 +66,22 @@ class CuttableBatch:
                 micro[name] = x[:, tokens.to(x.device)]
             else:  # as everywhere, where N = S a tensor is taken per token
                 along_tokens = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == n
-                micro[name] = self._picked(x, n, tokens) if along_tokens else self._picked(x, self.sequences.count, index)
+                micro[name] = (
+                    self._picked(x, n, tokens)
+                    if along_tokens
+                    else self._picked(x, self.sequences.count, index)
+                )
         lengths = torch.tensor([len(span) for span in spans])
         micro["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens)
         return micro
 
     @staticmethod
     def _picked(x: Any, size: int, index: Tensor) -> Any:
-        return x[index.to(x.device)] if isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size else x
+        return (
+            x[index.to(x.device)]
+            if isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
+            else x
+        )
 
     def half_masked(self, sequence: int) -> dict[str, Any]:
         """One sequence alone, with the later half of its valid tokens masked."""
@@ -82,13 +97,19 @@ class CuttableBatch:
         be empty.
         """
         if not isinstance(cuts, Mapping) or not cuts:
-            raise InputError(f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}.")
+            raise InputError(
+                f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}."
+            )
         every = list(range(self.sequences.count))
         for name, cut in cuts.items():
             if sorted(i for part in cut for i in part) != every:
-                raise InputError(f"cut {name!r} must hold each of the {len(every)} sequences once, got {list(map(list, cut))}.")
+                raise InputError(
+                    f"cut {name!r} must hold each of the {len(every)} sequences once, got {list(map(list, cut))}."
+                )
             if any(not self.lengths[list(part)].any() for part in cut):
-                raise InputError(f"cut {name!r} has a micro-batch without a valid token: {list(map(list, cut))}.")
+                raise InputError(
+                    f"cut {name!r} has a micro-batch without a valid token: {list(map(list, cut))}."
+                )
         return {str(name): [list(part) for part in cut] for name, cut in cuts.items()}
 
     def default_cuts(self) -> dict[str, Cut]:
@@ -112,9 +133,13 @@ class CuttableBatch:
         """One share per rank, uneven in tokens and in sequences: each rank gets one of the shortest
         sequences, and the last rank gets the rest.
         """
-        present = sorted(self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i]))
+        present = sorted(
+            self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i])
+        )
         if len(present) < ranks:
-            raise InputError(f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks.")
+            raise InputError(
+                f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks."
+            )
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 
     def _with_empty(self, cut: Cut) -> Cut:

@@ -69,11 +69,29 @@ def _share(x: Tensor) -> Tensor:
 LAWS = {
     "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
     "sum": Law(lambda c: torch.ones_like(c.tokens), "in full", "sum"),
-    "tokens": Law(lambda c: _share(c.tokens), "by its share of the valid tokens", "mean over the tokens"),
-    "sequences": Law(lambda c: _share(c.sequences), "by its share of the sequences", "mean over the sequences (or padded rows)"),
-    "rows": Law(lambda c: _share(c.rows), "by its share of the rows, fully masked ones too", "mean over the rows"),
-    "positions": Law(lambda c: _share(c.positions), "by its share of all positions, masked ones too", "mean over all positions"),
-    "packs": Law(lambda c: _share(c.tokens) * _share(c.sequences), "by its share of the tokens times that of the sequences", ""),
+    "tokens": Law(
+        lambda c: _share(c.tokens), "by its share of the valid tokens", "mean over the tokens"
+    ),
+    "sequences": Law(
+        lambda c: _share(c.sequences),
+        "by its share of the sequences",
+        "mean over the sequences (or padded rows)",
+    ),
+    "rows": Law(
+        lambda c: _share(c.rows),
+        "by its share of the rows, fully masked ones too",
+        "mean over the rows",
+    ),
+    "positions": Law(
+        lambda c: _share(c.positions),
+        "by its share of all positions, masked ones too",
+        "mean over all positions",
+    ),
+    "packs": Law(
+        lambda c: _share(c.tokens) * _share(c.sequences),
+        "by its share of the tokens times that of the sequences",
+        "",
+    ),
 }
 WHOLE_LAWS = [name for name in LAWS if name != "equal"]
 
@@ -103,19 +121,32 @@ def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing |
 
     def misfit(law: str, power: int, target: str) -> float:
         weights = LAWS[law].weights
-        return max(_misfit(getattr(e, target), e.alone, weights(e.counts) * float(e.k) ** power) for e in experiments)
+        return max(
+            _misfit(getattr(e, target), e.alone, weights(e.counts) * float(e.k) ** power)
+            for e in experiments
+        )
 
-    full = _first_of_the_best({(law, 0): misfit(law, 0, "full_gradient") for law in WHOLE_LAWS}, tolerance)
-    loop = _first_of_the_best({(law, power): misfit(law, power, "cut") for power in POWERS for law in LAWS}, tolerance)
+    full = _first_of_the_best(
+        {(law, 0): misfit(law, 0, "full_gradient") for law in WHOLE_LAWS}, tolerance
+    )
+    loop = _first_of_the_best(
+        {(law, power): misfit(law, power, "cut") for power in POWERS for law in LAWS}, tolerance
+    )
     return None if full is None or loop is None else Weighing(full[0], *loop)
 
 
-def _first_of_the_best(misfits: dict[tuple[str, int], float], tolerance: float) -> tuple[str, int] | None:
+def _first_of_the_best(
+    misfits: dict[tuple[str, int], float], tolerance: float
+) -> tuple[str, int] | None:
     """The first law that fits about as well as the best one. With a wide tolerance (half
     precision), laws that fit much worse could pass too.
     """
     best = min(misfits.values())
-    return next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None) if best <= tolerance else None
+    return (
+        next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None)
+        if best <= tolerance
+        else None
+    )
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
@@ -136,7 +167,9 @@ def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool
     unique or not.
     """
     basis = torch.linalg.qr(alone.T).Q
-    return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(gradient.norm())
+    return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(
+        gradient.norm()
+    )
 
 
 def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:

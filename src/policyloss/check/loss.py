@@ -57,7 +57,10 @@ class CheckReport:
 
     def __str__(self) -> str:
         width = max(len(r.name) for r in self.results)
-        lines = [f"{'ok  ' if r.passed else 'FAIL'}  {r.name.ljust(width)}  {r.detail}".rstrip() for r in self.results]
+        lines = [
+            f"{'ok  ' if r.passed else 'FAIL'}  {r.name.ljust(width)}  {r.detail}".rstrip()
+            for r in self.results
+        ]
         return "\n".join([*lines, self._summary])
 
     def _repr_html_(self) -> str:
@@ -110,7 +113,10 @@ class FrozenStopGradients(TorchFunctionMode):
 
 
 def check_loss(
-    loss: Callable[[Tokens], Any] | LossSpec | PresetName | str, *, base: LossSpec | str | None = None, seed: int = 0
+    loss: Callable[[Tokens], Any] | LossSpec | PresetName | str,
+    *,
+    base: LossSpec | str | None = None,
+    seed: int = 0,
 ) -> CheckReport:
     """Test a loss of your own for what the library promises of every loss.
 
@@ -124,9 +130,13 @@ def check_loss(
     give the same bits. Returns a report: print it, or assert it. It runs in one process.
     """
     if several_ranks():
-        raise InputError("check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test.")
+        raise InputError(
+            "check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test."
+        )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
-        raise InputError(f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}.")
+        raise InputError(
+            f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}."
+        )
     check_integer("seed", seed, 0)
     if isinstance(loss, (str, LossSpec)):
         spec = as_spec(loss)
@@ -152,7 +162,9 @@ def check_loss(
     return CheckReport(tuple(results))
 
 
-def _run(name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, batch: Batch) -> Result:
+def _run(
+    name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, batch: Batch
+) -> Result:
     try:
         problem = check(spec, batch)
     except PolicyLossError as error:
@@ -162,7 +174,9 @@ def _run(name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, bat
     return Result(name, not problem, problem)
 
 
-def _compare(what: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> str:
+def _compare(
+    what: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], tolerance: float = 1e-12
+) -> str:
     for part, x, y in zip(("loss", "gradient"), a, b, strict=True):
         gap = ((x - y).abs() / y.abs().clamp(min=1)).max() if x.numel() else torch.zeros(())
         if not gap <= tolerance:
@@ -178,7 +192,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         x = out[0] if isinstance(out, tuple) else out
         if not isinstance(x, Tensor) or x.shape != t.mask.shape:
             seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            shapes.append(f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}")
+            shapes.append(
+                f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}"
+            )
         return out
 
     value, gradient = batch.loss(spec.replace(trust=watched) if not spec.needs_statistics else spec)
@@ -188,12 +204,18 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         return f"the loss of an ordinary batch is {value.item()}"
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
-    return "" if gradient.any() else "no token gets a gradient: is the result detached from logp and ratio?"
+    return (
+        ""
+        if gradient.any()
+        else "no token gets a gradient: is the result detached from logp and ratio?"
+    )
 
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
     _, analytic = batch.loss(spec)
-    value = FrozenStopGradients().function(lambda logp: policy_loss(spec, logp, **batch.others()).loss, batch.logp)
+    value = FrozenStopGradients().function(
+        lambda logp: policy_loss(spec, logp, **batch.others()).loss, batch.logp
+    )
     step = 1e-6
     for i, j in batch.mask.nonzero().tolist():
         ends = []
@@ -214,13 +236,26 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the
     direction of its advantage.
     """
-    surrogate = spec.replace(correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum())
+    surrogate = spec.replace(
+        correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum()
+    )
     advantages = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5], dtype=torch.float64)
     advantages = advantages.repeat_interleave(3).unsqueeze(1)
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
-    apart = Batch(logp, anchor, anchor, anchor, ones, advantages, ones.bool(), rows // 2, lengths=torch.ones_like(rows), width=1)
+    apart = Batch(
+        logp,
+        anchor,
+        anchor,
+        anchor,
+        ones,
+        advantages,
+        ones.bool(),
+        rows // 2,
+        lengths=torch.ones_like(rows),
+        width=1,
+    )
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 
@@ -280,7 +315,10 @@ def _partition(spec: LossSpec, batch: Batch) -> str:
         totals = Totals.count(batch.mask, group_ids=batch.group_ids)
     for size in (1, 4):
         rows = torch.arange(batch.mask.shape[0])
-        parts = [batch.rows(rows[i : i + size]).loss(spec, totals=totals) for i in range(0, len(rows), size)]
+        parts = [
+            batch.rows(rows[i : i + size]).loss(spec, totals=totals)
+            for i in range(0, len(rows), size)
+        ]
         joined = torch.stack([v for v, _ in parts]).sum(), torch.cat([g for _, g in parts])
         problem = _compare(f"a split into micro-batches of {size}", joined, expected)
         if problem:
@@ -295,9 +333,16 @@ def _dtype(spec: LossSpec, batch: Batch) -> str:
     if value.dtype != torch.float32:
         return f"bfloat16 inputs give a {value.dtype} loss; compute in float32"
     rounded = wide_gradient.to(torch.bfloat16).float()
-    problem = _compare("computing in bfloat16", (value, gradient.float()), (wide_value, rounded), 1e-6)
+    problem = _compare(
+        "computing in bfloat16", (value, gradient.float()), (wide_value, rounded), 1e-6
+    )
     single = batch.map(lambda x: x.to(torch.float32)).loss(spec)
-    return problem or _compare("float32 instead of float64", (single[0].double(), single[1].double()), batch.loss(spec), 1e-5)
+    return problem or _compare(
+        "float32 instead of float64",
+        (single[0].double(), single[1].double()),
+        batch.loss(spec),
+        1e-5,
+    )
 
 
 def _empty(spec: LossSpec, batch: Batch) -> str:

@@ -24,7 +24,14 @@ from torch import Tensor
 from policyloss import notebook
 from policyloss.check import wording
 from policyloss.check.cutting import Cut, CuttableBatch
-from policyloss.check.diagnosis import Counts, Experiment, find_weighing, fitted_weights, fitting_power, is_a_weighted_sum
+from policyloss.check.diagnosis import (
+    Counts,
+    Experiment,
+    find_weighing,
+    fitted_weights,
+    fitting_power,
+    is_a_weighted_sum,
+)
 from policyloss.check.running import Ranks, StepFunction, Steps, flat_gradient
 from policyloss.check.wording import LOOP, RANKS, Place
 from policyloss.errors import InputError
@@ -80,14 +87,17 @@ class PartitionReport:
         for name, pieces, difference, factor in self._rows():
             table.append(f"  {name.ljust(width)}  {pieces:>6}  {difference:>10}  {factor:>6}")
         headline, *paragraphs = (
-            textwrap.fill(text, 110, break_on_hyphens=False) for text in [self._headline(), *self._paragraphs()]
+            textwrap.fill(text, 110, break_on_hyphens=False)
+            for text in [self._headline(), *self._paragraphs()]
         )
         return "\n\n".join([headline, "\n".join(table), *paragraphs])
 
     def _repr_html_(self) -> str:
         """The report as HTML, for a notebook."""
         table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
-        return notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
+        return (
+            notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
+        )
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
         """For each cut: its name, the number of its pieces, how far the gradient moved, and by
@@ -147,9 +157,15 @@ def partition_check(
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
     ranks, data = Ranks(group), CuttableBatch(batch)
-    ranks.check_same(data.lengths.tolist(), 0.0, "the ranks were given different batches: give partition_check the same on each.")
+    ranks.check_same(
+        data.lengths.tolist(),
+        0.0,
+        "the ranks were given different batches: give partition_check the same on each.",
+    )
     if int((data.lengths > 0).sum()) < 2:
-        raise InputError(f"batch needs 2 sequences with valid tokens to be cut, it has {int((data.lengths > 0).sum())}.")
+        raise InputError(
+            f"batch needs 2 sequences with valid tokens to be cut, it has {int((data.lengths > 0).sum())}."
+        )
     named = data.default_cuts() if cuts is None else data.checked(cuts)
     return _Check(Steps(step_fn, data, ranks, tolerance)).report(named, reference)
 
@@ -177,7 +193,9 @@ class _Check:
         if lengths.min() == lengths.max():
             self.notes.append(wording.EQUAL_LENGTHS.format(n=int(lengths[0])))
         tokens, gradient = int(lengths.sum()), self.steps.full_gradient
-        return PartitionReport(results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient)
+        return PartitionReport(
+            results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient
+        )
 
     def _check_mask(self) -> None:
         """Mask half of the longest sequence. If only the denominator reads the mask, the gradient
@@ -223,24 +241,37 @@ class _Check:
         """
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:
-            raise InputError(f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}.")
+            raise InputError(
+                f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}."
+            )
         if not expected.any() or not expected.isfinite().all():
             raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
         ranks = self.ranks.size
-        gradient = self.steps.full_gradient if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
+        gradient = (
+            self.steps.full_gradient if ranks == 1 else self._shared(self.data.over_ranks(ranks), 1)
+        )
         result = self._result("against the reference", ranks, gradient, expected)
         if result.moved:
             straight = self.steps.distance(gradient, result.factor * expected) <= self.tolerance
-            self.diagnosis.append(wording.reference_words(result.factor if straight else None, ranks, self.tolerance))
+            self.diagnosis.append(
+                wording.reference_words(result.factor if straight else None, ranks, self.tolerance)
+            )
         return result
 
-    def _judge(self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place) -> list[CutResult]:
+    def _judge(
+        self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place
+    ) -> list[CutResult]:
         full_gradient = self.steps.full_gradient
-        results = [self._result(name, len(cut), gradients[name], full_gradient) for name, cut in named.items()]
+        results = [
+            self._result(name, len(cut), gradients[name], full_gradient)
+            for name, cut in named.items()
+        ]
         if any(r.moved for r in results):
             why = self._explain(named, gradients, results, place)
             self.diagnosis.append(why)
-            results = [CutResult(**{**vars(r), "explanation": why if r.moved else None}) for r in results]
+            results = [
+                CutResult(**{**vars(r), "explanation": why if r.moved else None}) for r in results
+            ]
         return results
 
     def _result(self, name: str, pieces: int, gradient: Tensor, expected: Tensor) -> CutResult:
@@ -248,11 +279,21 @@ class _Check:
         factor = self.ranks.agreed(float(gradient @ expected / (expected @ expected)))
         return CutResult(name, pieces, difference, factor, moved=difference > self.tolerance)
 
-    def _explain(self, named: dict[str, Cut], gradients: dict[str, Tensor], results: list[CutResult], place: Place) -> str:
+    def _explain(
+        self,
+        named: dict[str, Cut],
+        gradients: dict[str, Tensor],
+        results: list[CutResult],
+        place: Place,
+    ) -> str:
         infinite = [r.name for r in results if math.isinf(r.relative_difference)]
         if infinite:
             return f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count that is 0 there."
-        straight = [self.steps.distance(gradients[r.name], r.factor * self.steps.full_gradient) <= self.tolerance for r in results]
+        straight = [
+            self.steps.distance(gradients[r.name], r.factor * self.steps.full_gradient)
+            <= self.tolerance
+            for r in results
+        ]
         if all(straight):
             factors = [(r.micro_batches, r.factor) for r in results]
             power = fitting_power(factors, self.tolerance)
@@ -268,10 +309,16 @@ class _Check:
             return wording.unequal_factors_words(factors, place)
         return self._unexplained(experiments, results, place)
 
-    def _unexplained(self, experiments: list[Experiment], results: list[CutResult], place: Place) -> str:
-        if any(not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments):
+    def _unexplained(
+        self, experiments: list[Experiment], results: list[CutResult], place: Place
+    ) -> str:
+        if any(
+            not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments
+        ):
             return wording.COMPANIONS.format(one=place.one, many=place.many)
-        worst = max(zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference)[0]
+        worst = max(
+            zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference
+        )[0]
         full_weights = fitted_weights(worst.full_gradient, worst.alone, self.tolerance)
         cut_weights = fitted_weights(worst.cut, worst.alone, self.tolerance)
         return wording.unknown_words(worst, full_weights, cut_weights, place)
@@ -280,4 +327,10 @@ class _Check:
         data, present = self.data, (self.data.lengths > 0).to(torch.float64)
         per_sequence = (data.lengths, present, torch.ones_like(present), data.positions)
         counts = Counts(*(torch.stack([x[part].sum() for part in cut]) for x in per_sequence))
-        return Experiment(name, self.steps.full_gradient, gradient, torch.stack([self.steps.alone(part) for part in cut]), counts)
+        return Experiment(
+            name,
+            self.steps.full_gradient,
+            gradient,
+            torch.stack([self.steps.alone(part) for part in cut]),
+            counts,
+        )

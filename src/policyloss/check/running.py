@@ -31,14 +31,20 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
     elif isinstance(result, Tensor):
         result = [result]
     if not isinstance(result, Iterable) or isinstance(result, str):
-        raise InputError(f"{called} must give the gradients: the model, its parameters or tensors; got {type(result).__name__}.")
+        raise InputError(
+            f"{called} must give the gradients: the model, its parameters or tensors; got {type(result).__name__}."
+        )
     items = list(result)
     wrong = [type(x).__name__ for x in items if not isinstance(x, Tensor)]
     if wrong:
-        raise InputError(f"{called} must give the gradients as tensors; there is a {wrong[0]} among them.")
+        raise InputError(
+            f"{called} must give the gradients as tensors; there is a {wrong[0]} among them."
+        )
     grads = [(p, p.grad if isinstance(p, nn.Parameter) else p) for p in items]
     if all(grad is None for _, grad in grads):
-        raise InputError(f"{called} gave no gradient: every .grad is None. Does it call backward(), and zero the gradients before?")
+        raise InputError(
+            f"{called} gave no gradient: every .grad is None. Does it call backward(), and zero the gradients before?"
+        )
     if any(g is not None and not g.is_floating_point() for _, g in grads):
         raise InputError(f"{called} must give gradients, and there are integers among its tensors.")
     dtype = max((g.dtype for _, g in grads if g is not None), key=lambda d: torch.finfo(d).eps)
@@ -57,7 +63,9 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         if group is not None and not (dist.is_available() and dist.is_initialized()):
-            raise InputError("group= needs torch.distributed: call init_process_group first, or leave group out.")
+            raise InputError(
+                "group= needs torch.distributed: call init_process_group first, or leave group out."
+            )
         self.group = data_parallel_group(group, None)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -79,7 +87,9 @@ class Ranks:
         shares: list[Any] = [None] * self.size
         dist.all_gather_object(shares, numbers, group=self.group)
         for other in shares[1:]:
-            close = len(other) == len(shares[0]) and math.dist(other, shares[0]) <= tolerance * math.hypot(*shares[0])
+            close = len(other) == len(shares[0]) and math.dist(
+                other, shares[0]
+            ) <= tolerance * math.hypot(*shares[0])
             if not close:
                 raise InputError(otherwise)
 
@@ -89,7 +99,9 @@ class Steps:
     `tolerance` follows from its dtype.
     """
 
-    def __init__(self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None) -> None:
+    def __init__(
+        self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None
+    ) -> None:
         self._step_fn, self.batch, self.ranks = step_fn, batch, ranks
         self._alone: dict[tuple[int, ...], Tensor] = {}
         everything = list(range(batch.sequences.count))
@@ -98,16 +110,22 @@ class Steps:
         # more.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
         if not self.full_gradient.isfinite().all():
-            raise InputError("step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it.")
+            raise InputError(
+                "step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it."
+            )
         if not self.full_gradient.any():
-            raise InputError("step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask False everywhere?")
+            raise InputError(
+                "step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask False everywhere?"
+            )
         self._check_repeatable(self.run([everything]))
 
     def _check_repeatable(self, again: Tensor) -> None:
         if self.distance(again, self.full_gradient) <= self.tolerance:
             return
         if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
-            raise InputError("step_fn gave twice the gradient when it ran twice: zero the gradients at its start.")
+            raise InputError(
+                "step_fn gave twice the gradient when it ran twice: zero the gradients at its start."
+            )
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative difference "
             f"{self.distance(again, self.full_gradient):.1e}), so no cut can be judged: switch dropout off (model.eval()), "
@@ -123,7 +141,9 @@ class Steps:
         gradient, _ = flat_gradient(self._step_fn(micro_batches))
         if gradient.shape != self.full_gradient.shape:
             expected = self.full_gradient.numel()
-            raise InputError(f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a cut of it.")
+            raise InputError(
+                f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a cut of it."
+            )
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:

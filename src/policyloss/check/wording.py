@@ -21,18 +21,35 @@ class Place(NamedTuple):
 
 
 LOOP = Place(
-    "micro-batch", "micro-batches", "k", "pl.accumulate does, or pass totals=pl.Totals.count(mask_of_the_whole_step) to every call"
+    "micro-batch",
+    "micro-batches",
+    "k",
+    "pl.accumulate does, or pass totals=pl.Totals.count(mask_of_the_whole_step) to every call",
 )
-RANKS = Place("rank", "ranks", "W", "pl.accumulate(…, group=dp_group) does, or totals=pl.Totals.count(mask, group=dp_group)")
+RANKS = Place(
+    "rank",
+    "ranks",
+    "W",
+    "pl.accumulate(…, group=dp_group) does, or totals=pl.Totals.count(mask, group=dp_group)",
+)
 
-_ON_TOP = {0: "", -1: ", divided by {k} once more", -2: ", divided by {k} twice more", 1: ", multiplied by {k}"}
+_ON_TOP = {
+    0: "",
+    -1: ", divided by {k} once more",
+    -2: ", divided by {k} twice more",
+    1: ", multiplied by {k}",
+}
 _HOW = {
     "equal": "averaged over the {k} {many}",
     "sum": "summed over the {many} without a division",
     "tokens": "weighed by tokens over the {many}",
     "sequences": "weighed by sequences over the {many}",
 }
-_COUNTED = {"tokens": "valid tokens", "sequences": "sequences", "packs": "sequences (by cu_seqlens)"}
+_COUNTED = {
+    "tokens": "valid tokens",
+    "sequences": "sequences",
+    "packs": "sequences (by cu_seqlens)",
+}
 
 
 def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
@@ -46,9 +63,16 @@ def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
     if weighing.full_law == "sum":
         return f"{words[0]} Remedy: the {place.many} add up to the whole as they are; sum them with no further weight."
     if law.mean and weighing.loop in _HOW:
-        words.append(f"That is a {law.mean} taken inside each {place.one}, {_HOW[weighing.loop].format(k=k, many=place.many)}.")
-    if packed and (weighing.full_law, weighing.loop) in (("tokens", "equal"), ("packs", "sequences")):
-        words.append("A pack treated as one sequence looks like this: does the loss read cu_seqlens?")
+        words.append(
+            f"That is a {law.mean} taken inside each {place.one}, {_HOW[weighing.loop].format(k=k, many=place.many)}."
+        )
+    if packed and (weighing.full_law, weighing.loop) in (
+        ("tokens", "equal"),
+        ("packs", "sequences"),
+    ):
+        words.append(
+            "A pack treated as one sequence looks like this: does the loss read cu_seqlens?"
+        )
     counted = _COUNTED.get(weighing.full_law, "valid tokens or sequences")
     words.append(
         f"Remedy: count the {counted} of the whole step before the first backward, and divide every {place.one} by that and by "
@@ -77,7 +101,9 @@ def factor_words(power: int, place: Place) -> str:
 
 def unequal_factors_words(factors: list[tuple[int, float]], place: Place) -> str:
     """The diagnosis where only the length is off, and by no power of the number of pieces."""
-    listed = ", ".join(f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items())
+    listed = ", ".join(
+        f"{factor:.4g}× at {place.number} = {k}" for k, factor in dict(factors).items()
+    )
     return f"The direction is right and the length is off by a factor that no count here explains: {listed}."
 
 
@@ -88,7 +114,9 @@ COMPANIONS = (
 )
 
 
-def unknown_words(experiment: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, place: Place) -> str:
+def unknown_words(
+    experiment: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, place: Place
+) -> str:
     """The report where no law fits: the fitted weights, if they are unique."""
     start = "No normalisation that is known here explains it."
     if full_weights is None or cut_weights is None:
@@ -113,7 +141,9 @@ def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
     """
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
-        return f"The gradient of the batch {where} differs from the reference by more than a factor."
+        return (
+            f"The gradient of the batch {where} differs from the reference by more than a factor."
+        )
     start = f"The gradient of the batch {where} is {factor:.4g} times the reference."
     if ranks > 1 and abs(factor * ranks - 1) <= tolerance:
         return (

@@ -24,14 +24,22 @@ TOKEN_SHAPED = (
     | FLOATING
     | {
         *("old_log_probs", "rollout_log_probs", "ref_logprob", "log_probs_base", "log_probs_old"),
-        *("rollout_is_weights", "raw_rollout_is_weights", "rs_statistic", "sum_pi_squared", "per_token_kl"),
+        *(
+            "rollout_is_weights",
+            "raw_rollout_is_weights",
+            "rs_statistic",
+            "sum_pi_squared",
+            "per_token_kl",
+        ),
         *("returns", "old_values", "advantage"),
     }
 )
 
 
 COUNTS = frozenset({"batch_num_tokens", "global_batch_size", "total_effective_tokens_in_batch"})
-BOUNDS = frozenset({"cliprange", "cliprange_low", "cliprange_high", "clip_eps", "clip_eps_low", "clip_eps_high"})
+BOUNDS = frozenset(
+    {"cliprange", "cliprange_low", "cliprange_high", "clip_eps", "clip_eps_low", "clip_eps_high"}
+)
 
 
 def _check_values(arguments: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ def warn_once(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
-def check_advantages(name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str) -> None:
+def check_advantages(
+    name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str
+) -> None:
     """Warn if `loss` is defined with other advantages than the framework computes.
 
     name: what the framework calls the loss. estimator: the function of `policyloss.advantage` that
@@ -30,4 +32,6 @@ def check_advantages(name: str, loss: LossSpec | str, estimator: str | None, set
     are = f"those of advantage.{estimator}" if estimator else "others"
     advice = f"; {fix}" if fix else ""
     source = preset.sources["advantage"]
-    warn_once(f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} makes {are}{advice}.")
+    warn_once(
+        f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} makes {are}{advice}."
+    )

@@ -9,7 +9,10 @@ import re
 from policyloss.errors import SpecError, safe_repr
 
 # 0.9.1, v0.9.1, 0.3.0.post1, 0.9.0rc1, 1.0.dev0, 0.9.1+cu128
-_VERSION = re.compile(r"v?(?P<numbers>\d+(?:\.\d+)*)(?:[.\-_]?(?P<stage>a|b|rc|dev|post)\d*)?(?:\+[a-z0-9.]+)?", re.IGNORECASE)
+_VERSION = re.compile(
+    r"v?(?P<numbers>\d+(?:\.\d+)*)(?:[.\-_]?(?P<stage>a|b|rc|dev|post)\d*)?(?:\+[a-z0-9.]+)?",
+    re.IGNORECASE,
+)
 _Key = tuple[tuple[int, ...], int]
 
 
@@ -26,7 +29,9 @@ def _key(text: str, called: str) -> _Key:
     """A key that sorts releases. called: the argument that an error names."""
     match = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise SpecError(f'{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as {called}="0.9.1".')
+        raise SpecError(
+            f'{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as {called}="0.9.1".'
+        )
     numbers = [int(n) for n in match["numbers"].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()

@@ -21,13 +21,18 @@ class Graphed:
     """
 
     def __init__(self, run: Function, examples: Sequence[Tensor]) -> None:
-        self.inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples]
+        self.inputs = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in examples
+        ]
         self.stream = torch.cuda.current_stream(self.inputs[0].device)
         self._fill(examples)
         beside = torch.cuda.Stream(self.inputs[0].device)  # type: ignore[no-untyped-call]
         beside.wait_stream(self.stream)
         with torch.cuda.stream(beside):
-            for _ in range(2):  # what is made on first use, such as loaded kernels, cannot be recorded
+            for _ in range(
+                2
+            ):  # what is made on first use, such as loaded kernels, cannot be recorded
                 run(*self.inputs)
         self.stream.wait_stream(beside)
         self.graph = torch.cuda.CUDAGraph()
@@ -54,5 +59,7 @@ def can_be_graphed(tensors: Sequence[Tensor]) -> bool:
     """
     device = tensors[0].device
     return device.type == "cuda" and all(
-        x.device == device and all(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1) for x in tensors
+        x.device == device
+        and all(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+        for x in tensors
     )

@@ -69,7 +69,9 @@ def compiled_loss(
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph)
+    return CompiledLoss(
+        spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph
+    )
 
 
 class Gradients(NamedTuple):
@@ -154,8 +156,12 @@ class CompiledLoss:
             return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         gradients = _scaled(known, len(leaves), None)
-        like = (x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True))
-        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(next(like), next(like, None))
+        like = (
+            x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True)
+        )
+        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(
+            next(like), next(like, None)
+        )
 
     def _run(
         self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
@@ -187,9 +193,13 @@ class CompiledLoss:
         """
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
             return False
-        if not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()):
+        if not all(
+            type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
+        ):
             return False
-        there = inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
+        there = (
+            inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
+        )
         return there and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
@@ -239,7 +249,9 @@ class _Call(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one graph of fixed shapes can serve."""
-        exact = tuple([(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()])
+        exact = tuple(
+            [(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()]
+        )
         return exact, self.dp_size, self.leaves
 
     @property
@@ -302,7 +314,11 @@ def _eager_value_and_gradient(
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        found = iter(torch.autograd.grad(out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True))
+        found = iter(
+            torch.autograd.grad(
+                out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
+            )
+        )
     return LossOutput(out.loss.detach(), out.metrics), Gradients(next(found), next(found, None))
 
 
@@ -318,7 +334,9 @@ def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     found |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
     wide = accumulator_dtype(device)
     return {
-        name: x.to(device) if isinstance(x, Tensor) else torch.full((), float(x), device=device, dtype=wide)
+        name: x.to(device)
+        if isinstance(x, Tensor)
+        else torch.full((), float(x), device=device, dtype=wide)
         for name, x in found.items()
     }
 
@@ -326,17 +344,37 @@ def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    extras = {name.removeprefix("extras."): value for name, value in x.items() if name.startswith("extras.")}
+    extras = {
+        name.removeprefix("extras."): value
+        for name, value in x.items()
+        if name.startswith("extras.")
+    }
     named = {name: value for name, value in x.items() if "." not in name}
     tokens = Inputs(**named, extras=extras).tokens()
     if call.dp_size is None:
         return tokens, None
-    groups = GroupTokens(x["groups.ids"], x["groups.tokens"]) if "groups.ids" in x else x.get("totals.groups")
-    statistics = {name.removeprefix("statistics."): value for name, value in x.items() if name.startswith("statistics.")}
-    return tokens, Totals(x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None)
+    groups = (
+        GroupTokens(x["groups.ids"], x["groups.tokens"])
+        if "groups.ids" in x
+        else x.get("totals.groups")
+    )
+    statistics = {
+        name.removeprefix("statistics."): value
+        for name, value in x.items()
+        if name.startswith("statistics.")
+    }
+    return tokens, Totals(
+        x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None
+    )
 
 
-def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any] | None, two_stages: bool | None) -> _Graph:
+def _compile(
+    spec: LossSpec,
+    call: _Call,
+    dynamic: bool,
+    options: dict[str, Any] | None,
+    two_stages: bool | None,
+) -> _Graph:
     """The eager pipeline, its metrics and its gradients as one graph."""
     layouts: list[Layout] = []
 
@@ -350,9 +388,17 @@ def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any]
             parts = pipeline(spec, tokens, totals)
             gradients = _gradients(parts.total, list(leaves.values()))
         metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
-        if x["mask"].device.type == "cpu":  # where a call looks at once, and need not report what it did not find
+        if (
+            x["mask"].device.type == "cpu"
+        ):  # where a call looks at once, and need not report what it did not find
             invalid = tokens.invalid.get("invalid_mask_values", invalid)
-            metrics = Metrics({name: record for name, record in metrics.items() if not isinstance(record, Invalid)})
+            metrics = Metrics(
+                {
+                    name: record
+                    for name, record in metrics.items()
+                    if not isinstance(record, Invalid)
+                }
+            )
         layouts.append(Layout(metrics))
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
         packed = Layout.pack(metrics, invalid)
@@ -367,7 +413,9 @@ def _compile(spec: LossSpec, call: _Call, dynamic: bool, options: dict[str, Any]
     logp = call.tensors["logp"]
     split = logp.is_cuda if two_stages is None else two_stages
     rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
-    run, fits = fused(whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite)
+    run, fits = fused(
+        whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
+    )
     return _Graph(run, fits, layouts[0])
 
 

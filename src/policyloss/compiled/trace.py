@@ -52,7 +52,9 @@ def fused(
     mode = FakeTensorMode(shape_env=shapes, static_shapes=not dynamic)
 
     def stand_in(x: Tensor) -> FakeTensor:
-        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)  # where x begins in its storage is no matter
+        x = torch.empty_strided(
+            x.shape, x.stride(), dtype=x.dtype, device=x.device
+        )  # where x begins in its storage is no matter
         if not dynamic:
             return mode.from_tensor(x)
         sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in x.shape]
@@ -69,7 +71,10 @@ def fused(
             run = inductor(graph, list(stand_ins), options=options)
         except RuntimeError as problem:  # Inductor's and Triton's own failures are of this kind
             last = str(problem).strip().splitlines()[-1]
-            warnings.warn(f"torch's compiler failed ({last}); the operations run one by one, as traced.", stacklevel=2)
+            warnings.warn(
+                f"torch's compiler failed ({last}); the operations run one by one, as traced.",
+                stacklevel=2,
+            )
             run = graph
     if not dynamic:
         return Fused(run, lambda tensors: False)

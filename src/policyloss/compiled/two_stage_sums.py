@@ -31,7 +31,11 @@ def in_two_stages(module: GraphModule, n: int) -> GraphModule:
     each; a pack whose length is a symbol, or has no divisor to cut it by, is left alone.
     """
     graph = module.graph
-    cuts = {node: cut for node in graph.nodes if node.target in _WHOLE and (cut := _cut(node, n)) is not None}
+    cuts = {
+        node: cut
+        for node in graph.nodes
+        if node.target in _WHOLE and (cut := _cut(node, n)) is not None
+    }
     shared: dict[int | str, Node] = {}
     for node, cut in cuts.items():
         with graph.inserting_before(node):
@@ -61,16 +65,31 @@ def partials(rows: int, n: int) -> int:
     together; 0 if there is none.
     """
     if rows > MOST:
-        return next((rows // k for k in range(rows // MOST, rows // FEWEST + 1) if k and rows % k == 0 and rows // k <= MOST), 0)
+        return next(
+            (
+                rows // k
+                for k in range(rows // MOST, rows // FEWEST + 1)
+                if k and rows % k == 0 and rows // k <= MOST
+            ),
+            0,
+        )
     width = n // rows
     fewest = -(-FEWEST // rows)
-    return next((rows * k for k in range(fewest, min(MOST // rows, width) + 1) if width % k == 0), 0)
+    return next(
+        (rows * k for k in range(fewest, min(MOST // rows, width) + 1) if width % k == 0), 0
+    )
 
 
 def _first_stage(graph: Graph, node: Node, cut: int | str) -> Node:
     """`[G, n/G] → [G]`."""
-    x = node.args[0] if isinstance(cut, str) else graph.call_function(aten.reshape.default, (node.args[0], [cut, -1]))
-    reduce: Callable[..., Any] = aten.sum.dim_IntList if node.target is aten.sum.default else node.target  # type: ignore[assignment]
+    x = (
+        node.args[0]
+        if isinstance(cut, str)
+        else graph.call_function(aten.reshape.default, (node.args[0], [cut, -1]))
+    )
+    reduce: Callable[..., Any] = (
+        aten.sum.dim_IntList if node.target is aten.sum.default else node.target
+    )  # type: ignore[assignment]
     return graph.call_function(reduce, (x, [1]), dict(node.kwargs))
 
 
@@ -78,7 +97,9 @@ def _second_stage(graph: Graph, node: Node, partial: Node, first: Node) -> Node:
     """`[G] → 0-dim`, reading `first` beside `partial` in a condition that always holds: what shares
     a read, the compiler fuses.
     """
-    equal, unequal = (graph.call_function(compare, (first, first)) for compare in (aten.eq.Tensor, aten.ne.Tensor))
+    equal, unequal = (
+        graph.call_function(compare, (first, first)) for compare in (aten.eq.Tensor, aten.ne.Tensor)
+    )
     always = graph.call_function(aten.logical_or.default, (equal, unequal))
     never = graph.call_function(aten.zeros_like.default, (partial,))
     chosen = graph.call_function(aten.where.self, (always, partial, never))

@@ -99,7 +99,9 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                for label in reversed(code.co_varnames[first:]):  # the last name is the most telling
+                for label in reversed(
+                    code.co_varnames[first:]
+                ):  # the last name is the most telling
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
                         self.record(value.expression, label)
@@ -144,7 +146,9 @@ def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | Non
     usable = {x: label for x, label in labels.items() if label.isidentifier() and not taken(label)}
     chosen = _chosen(roots, usable, stated)
     every = {label: chosen.get(_known(x), label) for label, x in recorder.every_label.items()}
-    return Derived(_in_order(roots, chosen), {label: line for label, line in every.items() if label != line})
+    return Derived(
+        _in_order(roots, chosen), {label: line for label, line in every.items() if label != line}
+    )
 
 
 def with_names(x: Expression, meanings: dict[str, Expression]) -> Expression:
@@ -164,7 +168,9 @@ def _runnable(part: Any, recorder: _Recorder) -> Any:
         return part
     written = copy.copy(part)
     for field in dataclasses.fields(part):
-        object.__setattr__(written, field.name, _written(field.name, getattr(part, field.name), recorder))
+        object.__setattr__(
+            written, field.name, _written(field.name, getattr(part, field.name), recorder)
+        )
     return written
 
 
@@ -185,7 +191,9 @@ def _written(field: str, value: Any, recorder: _Recorder) -> Any:
     return value
 
 
-def _chosen(roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]) -> dict[Expression, str]:
+def _chosen(
+    roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]
+) -> dict[Expression, str]:
     """The subexpressions that get a line of their own, and its name.
 
     Of those that have a label: the ones that were stated, are used twice, or join several tests.
@@ -229,7 +237,9 @@ def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> di
         return body(x, lines)
 
     def body(x: Expression, lines: Lines) -> Expression:
-        return Expression(x.operator, tuple(short(argument, lines) for argument in x.arguments), x.value)
+        return Expression(
+            x.operator, tuple(short(argument, lines) for argument in x.arguments), x.value
+        )
 
     result: dict[str, Lines] = {}
     for key, root in roots.items():

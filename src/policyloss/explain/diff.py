@@ -58,8 +58,22 @@ class Difference:
         changes = []
         for c in self.changes:
             fields = [{"field": f.field, "a": plain(f.a), "b": plain(f.b)} for f in c.fields]
-            changes.append({"slot": c.slot, "a": c.a, "b": c.b, "fields": fields, "meaning": " ".join(c.meaning)})
-        return {"a": self.a, "b": self.b, "equal": self.equal, "changes": changes, "notes": list(self.notes)}
+            changes.append(
+                {
+                    "slot": c.slot,
+                    "a": c.a,
+                    "b": c.b,
+                    "fields": fields,
+                    "meaning": " ".join(c.meaning),
+                }
+            )
+        return {
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "changes": changes,
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         if self.equal:
@@ -76,14 +90,24 @@ class Difference:
             rows.append((c.slot, c.a, c.b))
             rows += [(f"{c.slot}.{f.field}", str(shown(f.a)), str(shown(f.b))) for f in c.fields]
         meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
-        return notebook.table(("", self.a, self.b), rows) + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
+        return (
+            notebook.table(("", self.a, self.b), rows)
+            + notebook.listed(meanings)
+            + notebook.paragraphs(*self.notes)
+        )
 
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
     """How `a` and `b` differ, and what it means; each is a `LossSpec` or the name of a preset."""
     first, second = as_spec(a, "a"), as_spec(b, "b")
-    changes = tuple(_slot_change(slot, first, second) for slot in SLOTS if getattr(first, slot) != getattr(second, slot))
-    return Difference(_label(a, first), _label(b, second), changes, _notes(first, second) if changes else ())
+    changes = tuple(
+        _slot_change(slot, first, second)
+        for slot in SLOTS
+        if getattr(first, slot) != getattr(second, slot)
+    )
+    return Difference(
+        _label(a, first), _label(b, second), changes, _notes(first, second) if changes else ()
+    )
 
 
 def shown(value: Any, where: str = "") -> Any:
@@ -144,7 +168,9 @@ def _name(value: Any) -> str:
     if not has_fields(value):
         return part_name(value)
     arguments = ", ".join(
-        f"{f.name}={_value_text(getattr(value, f.name))}" for f in dataclasses.fields(value) if _differs_from_default(value, f)
+        f"{f.name}={_value_text(getattr(value, f.name))}"
+        for f in dataclasses.fields(value)
+        if _differs_from_default(value, f)
     )
     return f"{part_name(value)}({arguments})"
 
@@ -185,5 +211,7 @@ def _block(change: SlotChange) -> str:
     lines = [f"{change.slot}: {change.a} -> {change.b}"]
     lines += [f"  {f.field}: {shown(f.a, f.field)} -> {shown(f.b, f.field)}" for f in change.fields]
     for text in change.meaning:
-        lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False
+        )
     return "\n".join(lines)

@@ -56,7 +56,11 @@ class Explanation:
         terms = ["the KL term"] if self.spec.kl is not None else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
-        return f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}." if terms else ""
+        return (
+            f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}."
+            if terms
+            else ""
+        )
 
     @property
     def advantages(self) -> str:
@@ -76,13 +80,18 @@ class Explanation:
             "note": self.note,
             "advantage": self.advantage,
             "advantage_source": self.advantage_source,
-            "formula": [{"name": line.name, "expression": line.expression} for line in self.formula.lines],
+            "formula": [
+                {"name": line.name, "expression": line.expression} for line in self.formula.lines
+            ],
             "formula_is_exact": self.formula.exact,
             "callables": [c._asdict() for c in self.formula.callables],
             "vocabulary": self.formula.vocabulary,
             "words": self.words,
             "reads": list(self.reads),
-            "numbers": [{"where": n.where, "value": plain(n.value), "source": n.source} for n in self.numbers],
+            "numbers": [
+                {"where": n.where, "value": plain(n.value), "source": n.source}
+                for n in self.numbers
+            ],
             "zero_gradient": {
                 "known": self.zero.known,
                 "alone": [c._asdict() for c in self.zero.alone],
@@ -111,18 +120,32 @@ class Explanation:
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         title, *rest = _heading(self)
-        formula, remarks = preformatted(str(self.formula)), [line for line in _formula(self) if not line.startswith("  ")]
-        numbers = [(n.where, shown(n.value), source) for n, source in zip(self.numbers, shortened(self.numbers), strict=True)]
+        formula, remarks = (
+            preformatted(str(self.formula)),
+            [line for line in _formula(self) if not line.startswith("  ")],
+        )
+        numbers = [
+            (n.where, shown(n.value), source)
+            for n, source in zip(self.numbers, shortened(self.numbers), strict=True)
+        ]
         sections = {
             "Formula": formula + paragraphs(*remarks),
             "In words": listed(f"{slot}: {text}." for slot, text in self.words.items()),
             "Reads": paragraphs(", ".join(self.reads)),
             "Numbers": table(("", "value", "source"), numbers),
             "No gradient": preformatted("\n".join(_zero_lines(self))),
-            "Elsewhere": listed(f"{e.part}, {who}: {called}" for e in self.elsewhere for who, called in e.names.items()),
+            "Elsewhere": listed(
+                f"{e.part}, {who}: {called}"
+                for e in self.elsewhere
+                for who, called in e.names.items()
+            ),
             "Traps": listed(trap.text for trap in self.traps),
         }
-        return heading(title) + paragraphs(*rest) + "".join(heading(name) + html for name, html in sections.items() if html)
+        return (
+            heading(title)
+            + paragraphs(*rest)
+            + "".join(heading(name) + html for name, html in sections.items() if html)
+        )
 
 
 def explain(spec: LossSpec | str) -> Explanation:
@@ -176,11 +199,15 @@ def _formula(e: Explanation) -> list[str]:
     lines = [f"  {line}" for line in e.formula.lines]
     for c in e.formula.callables:
         doc = f" It says: {c.doc}" if c.doc else ""
-        lines.append(f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}")
+        lines.append(
+            f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}"
+        )
     if e.formula.vocabulary:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
-        lines.append("Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors.")
+        lines.append(
+            "Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors."
+        )
     return lines
 
 
@@ -196,7 +223,8 @@ def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
     """The sources, with "the same" for a long one that repeats the row above."""
     above = ["", *(n.source for n in numbers[:-1])]
     return [
-        "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source for n, a in zip(numbers, above, strict=True)
+        "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source
+        for n, a in zip(numbers, above, strict=True)
     ]
 
 
@@ -206,10 +234,20 @@ def _zero_lines(e: Explanation) -> list[str]:
         return ["A callable decides which tokens get no gradient, so nothing can be said here."]
     lines = []
     if e.zero.alone:
-        lines += ["A token gets exactly no gradient from the policy term where", *_conditions(e.zero.alone)]
+        lines += [
+            "A token gets exactly no gradient from the policy term where",
+            *_conditions(e.zero.alone),
+        ]
     if e.zero.together:
-        start = "It also gets none where" if e.zero.alone else "The gradient is shared: a token gets exactly none where"
-        lines += [f"{start} every token of its {e.zero.group} meets one of", *_conditions(e.zero.together)]
+        start = (
+            "It also gets none where"
+            if e.zero.alone
+            else "The gradient is shared: a token gets exactly none where"
+        )
+        lines += [
+            f"{start} every token of its {e.zero.group} meets one of",
+            *_conditions(e.zero.together),
+        ]
     return [*lines, e.still_moved_by] if e.still_moved_by else lines
 
 
@@ -234,6 +272,8 @@ def _section(title: str, lines: list[str]) -> str:
             body.append(indent + line)  # laid out already: formulas and tables are not wrapped
         else:
             hanging = indent + ("  " if line.startswith("- ") else "")
-            wrapper = textwrap.TextWrapper(_WIDTH, indent, hanging, break_long_words=False, break_on_hyphens=False)
+            wrapper = textwrap.TextWrapper(
+                _WIDTH, indent, hanging, break_long_words=False, break_on_hyphens=False
+            )
             body += wrapper.wrap(line)
     return "\n".join([title, *body] if title else body)

@@ -98,7 +98,9 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
-    other_names: dict[str, str] = field(default_factory=dict)  # of lines that two parts inside a part share
+    other_names: dict[str, str] = field(
+        default_factory=dict
+    )  # of lines that two parts inside a part share
 
     @property
     def exact(self) -> bool:
@@ -270,10 +272,16 @@ def _corrections(spec: LossSpec) -> _Slot:
             continue
         verdict = _verdict(part)
         callables += [] if verdict.derived else [_unknown("correction", part)]
-        for (key, operator), stated in zip((("weight", "*"), ("keep", "&")), verdict[:2], strict=True):
+        for (key, operator), stated in zip(
+            (("weight", "*"), ("keep", "&")), verdict[:2], strict=True
+        ):
             if not stated:
                 continue
-            joined = Expression(operator, (name(key), stated[-1].tree)) if key in written else stated[-1].tree
+            joined = (
+                Expression(operator, (name(key), stated[-1].tree))
+                if key in written
+                else stated[-1].tree
+            )
             lines += [
                 *(line for line in stated[:-1] if line not in lines[-4:]),
                 Line(key, str(joined)),

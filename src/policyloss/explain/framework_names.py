@@ -143,7 +143,10 @@ LOSSES = (
         "surrogate",
         "CISPO without the tokens PPO clips",
         "DetachedClip outside_zero_by_sign",
-        {"ROLL": 'pg_variant="cispo" with cispo_use_unified_mask', "Trinity-RFT": '"cispo" with enable_mask_clip'},
+        {
+            "ROLL": 'pg_variant="cispo" with cispo_use_unified_mask',
+            "Trinity-RFT": '"cispo" with enable_mask_clip',
+        },
     ),
     Elsewhere(
         "surrogate",
@@ -173,7 +176,12 @@ LOSSES = (
             "TRL": "experimental GMPOTrainer",
         },
     ),
-    Elsewhere("surrogate", "no ratio: -A·logp", "Unbounded form_logp", {"verl": 'policy_loss.loss_mode="gpg"'}),
+    Elsewhere(
+        "surrogate",
+        "no ratio: -A·logp",
+        "Unbounded form_logp",
+        {"verl": 'policy_loss.loss_mode="gpg"'},
+    ),
     Elsewhere(
         "surrogate",
         "the plain ratio to the engine",
@@ -197,7 +205,10 @@ LOSSES = (
         "surrogate",
         "KL-Cov",
         "CovKL",
-        {"verl": 'policy_loss.loss_mode="kl_cov", over each micro-batch', "SkyRL": 'policy_loss_type="kl_cov"'},
+        {
+            "verl": 'policy_loss.loss_mode="kl_cov", over each micro-batch',
+            "SkyRL": 'policy_loss_type="kl_cov"',
+        },
     ),
     Elsewhere(
         "surrogate",
@@ -226,7 +237,12 @@ LOSSES = (
         "Quadratic",
         {"verl": 'policy_loss.loss_mode="dro" (dro_beta)', "ROLL": 'pg_variant="kimi15"'},
     ),
-    Elsewhere("surrogate", "TOPR", "TaperedNegative", {"ROLL": 'pg_variant="topr"', "Trinity-RFT": '"topr"'}),
+    Elsewhere(
+        "surrogate",
+        "TOPR",
+        "TaperedNegative",
+        {"ROLL": 'pg_variant="topr"', "Trinity-RFT": '"topr"'},
+    ),
     Elsewhere(
         "surrogate",
         "VESPO",

@@ -76,13 +76,18 @@ PARTS = (
         "correction",
         "sequences by their likelihood ratio",
         "SequenceMask_product",
-        {"TRL": 'vllm_importance_sampling_mode="sequence_mask" (its default)', "SkyRL": 'sequence_mask_metric="product"'},
+        {
+            "TRL": 'vllm_importance_sampling_mode="sequence_mask" (its default)',
+            "SkyRL": 'sequence_mask_metric="product"',
+        },
     ),
     Elsewhere(
         "correction",
         "tokens or sequences by a divergence",
         "DivergenceMask",
-        {"OpenRLHF": 'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", from 0.11.2'},
+        {
+            "OpenRLHF": 'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", from 0.11.2'
+        },
     ),
     Elsewhere(
         "correction",
@@ -94,13 +99,20 @@ PARTS = (
         "correction",
         "rejection by one impossible token",
         "Veto",
-        {"SkyRL": "outlier_token_is_threshold_low and _high", "slime": "rs_veto_threshold in mis.py"},
+        {
+            "SkyRL": "outlier_token_is_threshold_low and _high",
+            "slime": "rs_veto_threshold in mis.py",
+        },
     ),
     Elsewhere(
         "correction",
         "off-policy sequence masking",
         "OPSM",
-        {"TRL": "off_policy_mask_threshold", "slime": "--use-opsm, --opsm-delta", "cosmos-rl": "off_policy_masking_delta"},
+        {
+            "TRL": "off_policy_mask_threshold",
+            "slime": "--use-opsm, --opsm-delta",
+            "cosmos-rl": "off_policy_masking_delta",
+        },
     ),
     Elsewhere(
         "correction",
@@ -112,13 +124,19 @@ PARTS = (
         "KL",
         "k1",
         "kl_k1 kl_anchor_ref",
-        {"verl": 'use_kl_loss=True, kl_loss_type="kl" or "k1"', "OpenRLHF": "--algo.kl.use_loss --algo.kl.estimator k1"},
+        {
+            "verl": 'use_kl_loss=True, kl_loss_type="kl" or "k1"',
+            "OpenRLHF": "--algo.kl.use_loss --algo.kl.estimator k1",
+        },
     ),
     Elsewhere(
         "KL",
         "k2",
         "kl_k2 kl_anchor_ref",
-        {"verl": 'use_kl_loss=True, kl_loss_type="mse" or "k2"', "OpenRLHF": "--algo.kl.use_loss --algo.kl.estimator k2"},
+        {
+            "verl": 'use_kl_loss=True, kl_loss_type="mse" or "k2"',
+            "OpenRLHF": "--algo.kl.use_loss --algo.kl.estimator k2",
+        },
     ),
     Elsewhere(
         "KL",
@@ -134,7 +152,10 @@ PARTS = (
         },
     ),
     Elsewhere(
-        "KL", "the estimator's value, the gradient of k2", "kl_grad_k2", {"verl": 'a "+" behind the estimator, such as "k3+"'}
+        "KL",
+        "the estimator's value, the gradient of k2",
+        "kl_grad_k2",
+        {"verl": 'a "+" behind the estimator, such as "k3+"'},
     ),
     Elsewhere(
         "KL",
@@ -146,7 +167,9 @@ PARTS = (
         "KL",
         "with its score term",
         "kl_grad_score",
-        {"NeMo-RL": "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - logp it has no score term"},
+        {
+            "NeMo-RL": "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - logp it has no score term"
+        },
     ),
     Elsewhere(
         "aggregate",
@@ -193,7 +216,12 @@ PARTS = (
             "tunix": '"sequence-mean-token-scale"',
         },
     ),
-    Elsewhere("aggregate", "token sum", "TokenSum", {"verl": 'loss_agg_mode="token-sum", from 0.9.0', "Tinker": "always"}),
+    Elsewhere(
+        "aggregate",
+        "token sum",
+        "TokenSum",
+        {"verl": 'loss_agg_mode="token-sum", from 0.9.0', "Tinker": "always"},
+    ),
     Elsewhere(
         "aggregate",
         "token sum over a constant",
@@ -204,15 +232,30 @@ PARTS = (
             "Trinity-RFT": '"seq-mean-token-sum-norm"',
         },
     ),
-    Elsewhere("aggregate", "every prompt counts the same", "PromptMean", {"SkyRL": 'loss_reduction="prompt_mean"'}),
-    Elsewhere("aggregate", "LUSPO's: a sequence counts by its length", "LengthWeighted", {"TRL": 'loss_type="luspo"'}),
+    Elsewhere(
+        "aggregate",
+        "every prompt counts the same",
+        "PromptMean",
+        {"SkyRL": 'loss_reduction="prompt_mean"'},
+    ),
+    Elsewhere(
+        "aggregate",
+        "LUSPO's: a sequence counts by its length",
+        "LengthWeighted",
+        {"TRL": 'loss_type="luspo"'},
+    ),
     Elsewhere(
         "aggregate",
         "the token mean of each micro-batch",
         "LocalTokenMean",
         {"TRL": 'loss_type="bnpo"', "SkyRL": 'loss_reduction="token_mean_legacy"'},
     ),
-    Elsewhere("aggregate", "the sequence mean of each micro-batch", "LocalSeqMeanTokenMean", {"TRL": 'loss_type="grpo" or "sapo"'}),
+    Elsewhere(
+        "aggregate",
+        "the sequence mean of each micro-batch",
+        "LocalSeqMeanTokenMean",
+        {"TRL": 'loss_type="grpo" or "sapo"'},
+    ),
     Elsewhere(
         "entropy",
         "a bonus",

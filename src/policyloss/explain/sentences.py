@@ -40,4 +40,6 @@ def describe_slot(spec: LossSpec, slot: str) -> str:
 
 
 def _sentence(part: Any) -> str:
-    return part.sentence() if hasattr(part, "sentence") else f"your own function {callable_name(part)}"
+    return (
+        part.sentence() if hasattr(part, "sentence") else f"your own function {callable_name(part)}"
+    )

@@ -31,7 +31,11 @@ def nearest(spec: LossSpec) -> Preset | None:
 
     It has the same kind of trust region, and few other things differ.
     """
-    costs = {name: distance(spec, p.spec) for name, p in PRESETS.items() if type(p.spec.trust) is type(spec.trust)}
+    costs = {
+        name: distance(spec, p.spec)
+        for name, p in PRESETS.items()
+        if type(p.spec.trust) is type(spec.trust)
+    }
     best = min(costs, key=lambda name: costs[name], default=None)
     return PRESETS[best] if best is not None and costs[best] <= 4 else None
 
@@ -47,7 +51,9 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
             label = slot if len(mine) == 1 else f"{slot}[{i}]"
             other = next((t for t in theirs if kind(t) is kind(part)), None)
             rows += _of_part(slot, label, part, other, theirs, base)
-    if spec.correction and (spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")):
+    if spec.correction and (
+        spec.rejected != "keep" or (base is not None and base.spec.rejected != "keep")
+    ):
         rows.append(_of_setting(spec, base, "rejected"))
     if spec.entropy_coef:
         rows.append(_of_setting(spec, base, "entropy_coef"))
@@ -66,7 +72,9 @@ def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
     return () if value is None else (value,)
 
 
-def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None) -> list[Sourced]:
+def _of_part(
+    slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None
+) -> list[Sourced]:
     name = part_name(part)
     if not has_fields(part):
         return [Sourced(label, name, "your own function")]
@@ -79,7 +87,11 @@ def _of_part(slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ..
         had = " and ".join(part_name(t) for t in theirs) or "none"
         rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
     else:
-        rows = [Sourced(label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you")]
+        rows = [
+            Sourced(
+                label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you"
+            )
+        ]
     for f in _fields_with_a_row(part, None, slot):
         value = getattr(part, f.name)
         where = f"{label}.{f.name}"
@@ -97,10 +109,18 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
         alike = theirs if type(theirs) is type(value) else None
         return _of_part(key, where, value, alike, (theirs,), base)
     if value != theirs:
-        had = "leaves it to your run" if field.name == "horizon" and theirs is None else f"has {theirs!r}"
+        had = (
+            "leaves it to your run"
+            if field.name == "horizon" and theirs is None
+            else f"has {theirs!r}"
+        )
         return [Sourced(where, value, f"set by you (preset {base.name} {had})")]
     stated = base.sources.get(key)
-    if stated is None and value == field.default and (field.name in _GUARDS or isinstance(value, str)):
+    if (
+        stated is None
+        and value == field.default
+        and (field.name in _GUARDS or isinstance(value, str))
+    ):
         stated = DEFAULT
     return [Sourced(where, value, stated or base.sources.get(slot, DEFAULT))]
 
@@ -148,7 +168,10 @@ def distance(a: LossSpec, b: LossSpec) -> float:
             if not has_fields(x):
                 total += 2.0 * (x != y)
                 continue
-            total += sum(_price_of(f, getattr(x, f.name), getattr(y, f.name, f.default)) for f in dataclasses.fields(x))
+            total += sum(
+                _price_of(f, getattr(x, f.name), getattr(y, f.name, f.default))
+                for f in dataclasses.fields(x)
+            )
     return total
 
 
@@ -170,6 +193,10 @@ def _price_of(field: Any, mine: Any, theirs: Any) -> float:
         return 0.5
     if "None" in str(field.type) and mine is not None:
         return 0.3  # the number of something that may be off is not what makes the loss
-    if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and max(abs(mine), abs(theirs)) < math.inf:
+    if (
+        isinstance(mine, (int, float))
+        and isinstance(theirs, (int, float))
+        and max(abs(mine), abs(theirs)) < math.inf
+    ):
         return 0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
     return 1.1

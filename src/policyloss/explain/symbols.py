@@ -180,7 +180,9 @@ def _call(called: str, *arguments: Any) -> Symbol:
 def _bounded(x: Any, *limits: Any, **named: Any) -> Symbol:
     """`x.clamp(low, high)`, or with `min=` and `max=`."""
     both = {**dict(zip(("min", "max"), limits, strict=False)), **named}
-    low, high = (None if both.get(end) is None else expression_of(both[end]) for end in ("min", "max"))
+    low, high = (
+        None if both.get(end) is None else expression_of(both[end]) for end in ("min", "max")
+    )
     return Symbol(algebra.bounded(expression_of(x), low, high))
 
 
@@ -203,7 +205,10 @@ def _zeros_like(x: Symbol, dtype: Any = None, **kwargs: Any) -> Symbol:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{called: partial(_call, called) for called in ("exp", "log", "abs", "sigmoid", "sign", "where")},
+    **{
+        called: partial(_call, called)
+        for called in ("exp", "log", "abs", "sigmoid", "sign", "where")
+    },
     **{called: partial(_call, "max") for called in ("max", "maximum")},
     **{called: partial(_call, "min") for called in ("min", "minimum")},
     **dict.fromkeys(("clamp", "clip"), _bounded),

@@ -114,7 +114,11 @@ TRAPS = (
         "verl's loss_mode='vanilla' always applies dual clip with c = 3, so it equals this loss only while no "
         "negative-advantage token has a ratio above 3.",
     ),
-    Trap("trust", "TwoSidedClip", "With delta at or above 1 + eps_high this is dual clip with dual = delta, under another name."),
+    Trap(
+        "trust",
+        "TwoSidedClip",
+        "With delta at or above 1 + eps_high this is dual clip with dual = delta, under another name.",
+    ),
     Trap(
         "trust",
         "Clip product_ratio",
@@ -224,7 +228,11 @@ TRAPS = (
         "SelfNormalise",
         "slime normalises by the mean of one rank, verl and this library by that of the whole step.",
     ),
-    Trap("correction", "correction KL", "The weight multiplies the policy term only. ms-swift multiplies the KL term as well."),
+    Trap(
+        "correction",
+        "correction KL",
+        "The weight multiplies the policy term only. ms-swift multiplies the KL term as well.",
+    ),
     Trap(
         "kl",
         "kl_k1 kl_grad_value",
@@ -242,8 +250,16 @@ TRAPS = (
         "kl_k3",
         "verl clamps k3 itself to ±10 on top of its input; slime clamps only the one called low_var_kl; TRL clamps neither.",
     ),
-    Trap("kl", "kl_k3 kl_weight_None kl_anchor_ref", "TRL 1.16 multiplies the KL by the ratio by default; this loss does not."),
-    Trap("kl", "kl_weight_ratio", "The weight carries a gradient, so it changes the pull even where the ratio is exactly 1."),
+    Trap(
+        "kl",
+        "kl_k3 kl_weight_None kl_anchor_ref",
+        "TRL 1.16 multiplies the KL by the ratio by default; this loss does not.",
+    ),
+    Trap(
+        "kl",
+        "kl_weight_ratio",
+        "The weight carries a gradient, so it changes the pull even where the ratio is exactly 1.",
+    ),
     Trap(
         "kl",
         "kl_anchor_rollout kl_k2",
@@ -267,15 +283,31 @@ TRAPS = (
         "Four denominators share this name: verl divides by B and a constant (or the padded width), ROLL and Trinity by "
         "the width without B, tunix by B without the constant, TRL by the micro-batch's rows and max_completion_length.",
     ),
-    Trap("aggregate", "TokenSumNorm", "No mean over sequences: the gradient grows with the number of sequences in the step."),
+    Trap(
+        "aggregate",
+        "TokenSumNorm",
+        "No mean over sequences: the gradient grows with the number of sequences in the step.",
+    ),
     Trap(
         "aggregate",
         "TokenSum",
         "No mean at all: the gradient grows with the number of tokens in the step, and the learning rate with it.",
     ),
-    Trap("aggregate", "PromptMean", "SkyRL's prompt_mean is this one; TorchRL's prompt_mean is the mean over samples."),
-    Trap("aggregate", "LengthWeighted", "A sequence's mean times its length is its sum: the same weights as SeqMeanTokenSum."),
-    Trap("aggregate", "LocalTokenMean", "Divides by this call's tokens, so the gradient depends on how the batch is cut."),
+    Trap(
+        "aggregate",
+        "PromptMean",
+        "SkyRL's prompt_mean is this one; TorchRL's prompt_mean is the mean over samples.",
+    ),
+    Trap(
+        "aggregate",
+        "LengthWeighted",
+        "A sequence's mean times its length is its sum: the same weights as SeqMeanTokenSum.",
+    ),
+    Trap(
+        "aggregate",
+        "LocalTokenMean",
+        "Divides by this call's tokens, so the gradient depends on how the batch is cut.",
+    ),
     Trap(
         "aggregate",
         "LocalSeqMeanTokenMean",

@@ -78,7 +78,9 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
     through_logp = (*_through(slopes, "through_logp"), *rejected)
     shared = f"{_EVERY[group]}({_any_of((*through_ratio, *rejected))})"
     moved = " | ".join([shared, *(f"({c.expression})" for c in token_clamp)])
-    return ZeroGradient((*gone, Condition(f"({_any_of(through_logp)}) & ({moved})", slopes[0].idle)))
+    return ZeroGradient(
+        (*gone, Condition(f"({_any_of(through_logp)}) & ({moved})", slopes[0].idle))
+    )
 
 
 def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
@@ -96,7 +98,11 @@ def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
 
 
 def _any_of(conditions: Conditions) -> str:
-    return " | ".join(f"({c.expression})" for c in conditions) if conditions[1:] else conditions[0].expression
+    return (
+        " | ".join(f"({c.expression})" for c in conditions)
+        if conditions[1:]
+        else conditions[0].expression
+    )
 
 
 def _once(conditions: Conditions) -> Conditions:
@@ -123,7 +129,9 @@ def _through(slopes: tuple[Slopes, ...], which: str) -> Conditions:
     conditions: Conditions = ()
     for s in slopes:
         stated = getattr(s, which)
-        conditions += (Condition(s.when, "its loss does not read it"),) if stated is None else stated
+        conditions += (
+            (Condition(s.when, "its loss does not read it"),) if stated is None else stated
+        )
     return conditions
 
 

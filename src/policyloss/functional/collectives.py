@@ -26,7 +26,9 @@ def statistics_group(group: Any) -> Any:
     """
     if isinstance(group, str):
         if group != "local":
-            raise InputError(f'group must be a process group, "local" (this rank alone) or None, got {group!r}.')
+            raise InputError(
+                f'group must be a process group, "local" (this rank alone) or None, got {group!r}.'
+            )
         return None
     check_group("group", group)
     if group is None and several_ranks():
@@ -46,7 +48,10 @@ def outside_level() -> int:
     of torch's decorators.
     """
     level = 1
-    while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in ("policyloss", "torch"):
+    while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in (
+        "policyloss",
+        "torch",
+    ):
         level += 1
     return level
 
@@ -75,20 +80,34 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
         return Gathered(columns, slice(0, n))
     device = collective_device(group, columns[0].device)
     widest = max(x.shape[1] if x.dim() == 2 else 1 for x in columns)
-    sizes = all_gather(torch.tensor([n, widest, len(columns), *alike.values()], device=device), group)
+    sizes = all_gather(
+        torch.tensor([n, widest, len(columns), *alike.values()], device=device), group
+    )
     table = torch.stack(sizes).tolist()
     for i, what in enumerate(("numbers per row", *alike), start=2):
         if len({row[i] for row in table}) > 1:
             hint = "" if i > 2 else _PER_TOKEN
-            raise InputError(f"every rank must give as many {what}, but the ranks gave {[row[i] for row in table]}{hint}.")
+            raise InputError(
+                f"every rank must give as many {what}, but the ranks gave {[row[i] for row in table]}{hint}."
+            )
     rows, width = max(row[0] for row in table), max(row[1] for row in table)
     bits = torch.zeros(rows, len(columns), width, dtype=torch.int64, device=device)
     for i, x in enumerate(columns):
-        wide = x.to(device, torch.float64).view(torch.int64) if x.is_floating_point() else x.to(device, torch.int64)
-        bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = wide.view(n, -1) if n else wide.new_zeros(0, 1)
-    all_bits = torch.cat([share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)])
+        wide = (
+            x.to(device, torch.float64).view(torch.int64)
+            if x.is_floating_point()
+            else x.to(device, torch.int64)
+        )
+        bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = (
+            wide.view(n, -1) if n else wide.new_zeros(0, 1)
+        )
+    all_bits = torch.cat(
+        [share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)]
+    )
     before = sum(row[0] for row in table[: dist.get_rank(group)])
-    return Gathered([_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)], slice(before, before + n))
+    return Gathered(
+        [_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)], slice(before, before + n)
+    )
 
 
 _PER_TOKEN = (
@@ -100,7 +119,9 @@ _PER_TOKEN = (
 def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
     """The numbers that `bits` stand for, in the dtype of `like` and with as many dimensions."""
     bits = bits.contiguous() if like.dim() == 2 else bits[:, 0].contiguous()
-    return (bits.view(torch.float64) if like.is_floating_point() else bits).to(like.device, like.dtype)
+    return (bits.view(torch.float64) if like.is_floating_point() else bits).to(
+        like.device, like.dtype
+    )
 
 
 def all_gather(x: Tensor, group: Any) -> list[Tensor]:
@@ -116,7 +137,9 @@ def all_gather(x: Tensor, group: Any) -> list[Tensor]:
 
 def collective_device(group: Any, otherwise: torch.device) -> torch.device:
     """The device where the group's backend works: CPU for gloo, GPU for NCCL, else `otherwise`."""
-    return {"gloo": torch.device("cpu"), "nccl": torch.device("cuda")}.get(dist.get_backend(group), otherwise)
+    return {"gloo": torch.device("cpu"), "nccl": torch.device("cuda")}.get(
+        dist.get_backend(group), otherwise
+    )
 
 
 def several_ranks() -> bool:
@@ -165,7 +188,9 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
     return torch.where(score > after, apart, score), torch.where(score > after, _LOWEST, tie)
 
 
-def _largest(score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _largest(
+    score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
     """Scores and ties of the k-th and the next largest pair, `[2]` each.
 
     Where there are fewer pairs, the lowest is repeated.
@@ -178,7 +203,10 @@ def _largest(score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]) -> 
         if group is None:
             continue
         want = int(k) + 1
-        score, tie = _descending(_gather(score[:want], want, -torch.inf, group), _gather(tie[:want], want, _LOWEST, group))
+        score, tie = _descending(
+            _gather(score[:want], want, -torch.inf, group),
+            _gather(tie[:want], want, _LOWEST, group),
+        )
     index = torch.stack([k - 1, k]).clamp(0, score.shape[0] - 1)
     return score.gather(0, index), tie.gather(0, index)
 
@@ -199,4 +227,6 @@ def _descending(score: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gather(top: Tensor, want: int, lowest: float, group: Any) -> Tensor:
     """The `want` largest of every rank, one after another; `lowest` where a rank has fewer."""
-    return torch.cat(all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group))
+    return torch.cat(
+        all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group)
+    )

@@ -60,7 +60,9 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
         )
     check_tensor("positions", positions, like=("the tokens", tokens))
     if positions.shape != tokens.shape:
-        raise InputError(f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each.")
+        raise InputError(
+            f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each."
+        )
     return positions
 
 
@@ -122,7 +124,9 @@ def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     begins, ends = (torch.ones_like(order, dtype=torch.bool) for _ in range(2))
     begins[1:] = (sequence[1:] != sequence[:-1]) | (first[1:] != last[:-1] + 1)
     ends[:-1] = begins[1:]
-    return _Spans((begins.cumsum(0) - 1)[_inverse(order)], sequence[begins], first[begins], last[ends])
+    return _Spans(
+        (begins.cumsum(0) - 1)[_inverse(order)], sequence[begins], first[begins], last[ends]
+    )
 
 
 def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
@@ -133,11 +137,15 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turn
     """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
     here = _joined_spans(sequence, position, position)
-    ends, this_rank = gather_rows([here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count)
+    ends, this_rank = gather_rows(
+        [here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count
+    )
     spans = _joined_spans(*ends)
     _refuse_overlap(spans.sequence, spans.first, spans.last)
     count = spans.first.shape[0]
-    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(0, at, spans.span_of[this_rank][here.span_of])
+    ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(
+        0, at, spans.span_of[this_rank][here.span_of]
+    )
     ordered, order = torch.sort(ids, stable=True)
     offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
     runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
@@ -162,15 +170,21 @@ class WholeSequences:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, sequences: Sequences, mask: Tensor, positions: Tensor, *xs: Tensor) -> WholeSequences:
+    def of(
+        cls, sequences: Sequences, mask: Tensor, positions: Tensor, *xs: Tensor
+    ) -> WholeSequences:
         """Bring the valid tokens of `xs` together from all context-parallel ranks."""
         at, sequence, position = _valid_tokens(sequences, mask, positions)
         values = [x.reshape(-1)[at] for x in xs]
-        columns, this_rank = gather_rows([sequence, position, *values], sequences.cp_group, sequences=sequences.count)
+        columns, this_rank = gather_rows(
+            [sequence, position, *values], sequences.cp_group, sequences=sequences.count
+        )
         order = _order_by_position(columns[0], columns[1])
         sequence, position = columns[0][order], columns[1][order]
         _refuse_overlap(sequence, position, position)
-        cu_seqlens = torch.searchsorted(sequence, torch.arange(sequences.count + 1, device=at.device))
+        cu_seqlens = torch.searchsorted(
+            sequence, torch.arange(sequences.count + 1, device=at.device)
+        )
         valid = torch.ones_like(order, dtype=torch.bool)
         place = _inverse(order)[this_rank]
         return cls([x[order] for x in columns[2:]], valid, cu_seqlens, at, place, sequences.shape)
@@ -179,7 +193,9 @@ class WholeSequences:
     def inside(self) -> Tensor:
         """Where the rows of `padded` hold a token. `[S, longest]`, bool."""
         lengths = self.cu_seqlens.diff()
-        return torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device) < lengths.unsqueeze(1)
+        return torch.arange(
+            int(lengths.max()) if len(lengths) else 0, device=lengths.device
+        ) < lengths.unsqueeze(1)
 
     def padded(self, x: Tensor) -> Tensor:
         """`x` `[M]` as rows `[S, longest]`, 0 in the padding."""
@@ -193,7 +209,9 @@ class WholeSequences:
         return tokens
 
 
-def _valid_tokens(sequences: Sequences, mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _valid_tokens(
+    sequences: Sequences, mask: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where the valid tokens are (flat), and the sequence and position of each; `[n]` each."""
     at = mask.reshape(-1).nonzero().squeeze(-1)
     sequence = at // max(sequences.shape[-1], 1) if sequences.ids is None else sequences.ids[at]
@@ -208,7 +226,9 @@ def _order_by_position(sequence: Tensor, position: Tensor) -> Tensor:
 
 def _inverse(order: Tensor) -> Tensor:
     """The inverse of the permutation `order`."""
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+    return torch.empty_like(order).index_copy_(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
 
 
 def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:

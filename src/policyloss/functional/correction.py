@@ -42,7 +42,9 @@ def nan_where_undecided(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, 1)
 
 
-def reduced(x: Tensor, reduce: str, mask: Tensor, lengths: Tensor | None, sequences: Sequences) -> Tensor:
+def reduced(
+    x: Tensor, reduce: str, mask: Tensor, lengths: Tensor | None, sequences: Sequences
+) -> Tensor:
     """`x` per token, or its sum, mean or maximum over each sequence's valid tokens, token-shaped.
 
     reduce: "token", "sum", "mean" or "max". lengths: the valid tokens of each sequence `[S]`, which
@@ -56,7 +58,9 @@ def reduced(x: Tensor, reduce: str, mask: Tensor, lengths: Tensor | None, sequen
     if reduce == "sum":
         return sequences.expand(total)
     if lengths is None:
-        raise InputError(f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of each sequence.")
+        raise InputError(
+            f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of each sequence."
+        )
     return sequences.expand(total / lengths.clamp(min=1))
 
 

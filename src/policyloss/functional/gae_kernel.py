@@ -6,7 +6,6 @@ The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or pa
 
 # Triton has no types, and constants of a kernel are written in capitals.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
-# ruff: noqa: N803
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +31,9 @@ def _then(decay_after, x_after, decay, x):
 
 
 @triton.jit
-def _tokens(rewards_ptr, values_ptr, mask_ptr, at, inside, DTYPE: tl.constexpr, PER_TOKEN: tl.constexpr):
+def _tokens(
+    rewards_ptr, values_ptr, mask_ptr, at, inside, DTYPE: tl.constexpr, PER_TOKEN: tl.constexpr
+):
     """Reward, value and validity of the tokens `at`; 0 where masked or not `inside`.
 
     The reward is 0 if there is one per sequence.
@@ -96,8 +97,12 @@ def _gae_kernel(
     last_valid = begin - 1
     for i in range(blocks):
         at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
-        reward, value, valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at, at < end, dtype, PER_TOKEN)
-        next_reward, next_value, next_valid = _tokens(rewards_ptr, values_ptr, mask_ptr, at + 1, at + 1 < end, dtype, PER_TOKEN)
+        reward, value, valid = _tokens(
+            rewards_ptr, values_ptr, mask_ptr, at, at < end, dtype, PER_TOKEN
+        )
+        next_reward, next_value, next_valid = _tokens(
+            rewards_ptr, values_ptr, mask_ptr, at + 1, at + 1 < end, dtype, PER_TOKEN
+        )
         if not PER_TOKEN:
             # From the end, the first block with a valid token holds the last one; in the blocks
             # before it nothing is larger.
@@ -143,8 +148,13 @@ def gae(
     sequence. last_values: `[S]` or None.
     """
     rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
-    advantages, returns = torch.empty_like(values, dtype=dtype), torch.empty_like(values, dtype=dtype)
-    sequences, length = values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
+    advantages, returns = (
+        torch.empty_like(values, dtype=dtype),
+        torch.empty_like(values, dtype=dtype),
+    )
+    sequences, length = (
+        values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
+    )
     if not sequences or not length:
         return advantages, returns
     # How long the sequences of a pack are is known on the device only; most are shorter than twice

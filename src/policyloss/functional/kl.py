@@ -41,7 +41,9 @@ def k3(d: Tensor) -> Tensor:
     return torch.where(endless, torch.inf, torch.expm1(d) - d)
 
 
-def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float | None = None) -> Tensor:
+def binary_divergence(
+    logp: Tensor, anchor_logp: Tensor, kind: str, floor: float | None = None
+) -> Tensor:
     """Divergence of two policies in the choice "this token or another". Detached.
 
     It is computed from the two probabilities of the token alone.
@@ -52,7 +54,9 @@ def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float
     second logarithm finite at probability one.
     """
     logp = logp.detach()
-    p, p0 = (x.exp() if floor is None else x.exp().clamp(floor, 1 - floor) for x in (logp, anchor_logp))
+    p, p0 = (
+        x.exp() if floor is None else x.exp().clamp(floor, 1 - floor) for x in (logp, anchor_logp)
+    )
     if kind == "tv":
         return (p - p0).abs()
     if floor is not None:
@@ -61,7 +65,9 @@ def binary_divergence(logp: Tensor, anchor_logp: Tensor, kind: str, floor: float
     return p0 * (anchor_logp - logp) + (1 - p0) * torch.log((1 - p0 + eps) / (1 - p + eps))
 
 
-def with_gradient(value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Tensor | None = None) -> Tensor:
+def with_gradient(
+    value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Tensor | None = None
+) -> Tensor:
     """`value` with another gradient.
 
     grad: "value", its own; "k2", that of k2 (straight-through); "score", its own plus the score

@@ -35,7 +35,11 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]], *inputs: Tensor
+        ctx: Any,
+        value: Tensor,
+        gradients: Sequence[Tensor],
+        again: Callable[[], Sequence[Tensor]],
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.gradients, ctx.again = gradients, again
         ctx.dtypes = [x.dtype for x in inputs]
@@ -49,7 +53,10 @@ class _KnownGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.again()
-        scaled = (_scaled_gradient(x, grads[0], dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True))
+        scaled = (
+            _scaled_gradient(x, grads[0], dtype)
+            for x, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
         return None, None, None, *scaled
 
 
@@ -71,7 +78,10 @@ def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_known_gradients(
-    value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    again: Callable[[], Sequence[Tensor]],
 ) -> Tensor:
     """`value` (0-dim) as a function of `inputs` whose gradients are `gradients`.
 

@@ -27,7 +27,9 @@ class _BoundedExp(torch.autograd.Function):
         inside = bound(d, limit)
         value = inside.exp()
         ctx.may_overflow = _may_overflow(d, limit)
-        ctx.save_for_backward(value if limit is None else value * torch.eq(inside, d, out=torch.empty_like(d)))
+        ctx.save_for_backward(
+            value if limit is None else value * torch.eq(inside, d, out=torch.empty_like(d))
+        )
         return value
 
     @staticmethod

@@ -5,7 +5,6 @@ takes three times as long.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
-# ruff: noqa: N803
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ BLOCK, WARPS = 4096, 8
 @triton.jit
 def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """Write `x * factor` of one block to `out`; in place, a factor of 1 leaves nothing to write."""
-    if IN_PLACE:  # noqa: SIM102 (the first is known to the compiler, the second is not)
+    if IN_PLACE:
         if tl.load(factor_ptr).to(tl.float32) == 1:
             return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -40,4 +39,6 @@ def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
         in_place = x.data_ptr() == out.data_ptr()
         # Triton launches on the current device; without one, its interpreter runs.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            _scaled_kernel[(triton.cdiv(n, BLOCK),)](x, factor, out, n, IN_PLACE=in_place, BLOCK=BLOCK, num_warps=WARPS)
+            _scaled_kernel[(triton.cdiv(n, BLOCK),)](
+                x, factor, out, n, IN_PLACE=in_place, BLOCK=BLOCK, num_warps=WARPS
+            )

@@ -43,4 +43,8 @@ def _by_place(x: Tensor) -> Tensor:
     """
     missing = -x.shape[-1] % CHUNK
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    return filled.reshape(*x.shape[:-1], -1, CHUNK).movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    return (
+        filled.reshape(*x.shape[:-1], -1, CHUNK)
+        .movedim(-1, 0)
+        .clone(memory_format=torch.contiguous_format)
+    )

@@ -109,8 +109,14 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
         )
     n = tokens.shape[0]
     if cu_seqlens.is_meta != tokens.is_meta:
-        raise InputError(f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to one device.")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to one device."
+        )
+    if (
+        cu_seqlens.dim() != 1
+        or cu_seqlens.numel() < 1
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
         raise InputError(
             f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
             f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
@@ -145,7 +151,13 @@ class Sequences:
     invalid: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor | None = None, cp_group: Any = None, called: str = "tokens") -> Sequences:
+    def of(
+        cls,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cp_group: Any = None,
+        called: str = "tokens",
+    ) -> Sequences:
         """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`.
 
         called: what the caller calls the tokens.
@@ -243,7 +255,14 @@ class Sequences:
         if self.offsets is None:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
         else:
-            s = torch.segment_reduce(x.reshape(-1), "max", offsets=self.offsets, axis=0, unsafe=True, initial=float("-inf"))
+            s = torch.segment_reduce(
+                x.reshape(-1),
+                "max",
+                offsets=self.offsets,
+                axis=0,
+                unsafe=True,
+                initial=float("-inf"),
+            )
         return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:
@@ -268,7 +287,9 @@ class Sequences:
         else:
             first = torch.nn.functional.pad(self.ids.diff() != 0, (1, 0), value=True)[:n]
         ids = ((flat & (first | ~before)).to(torch.int64).cumsum(0) - 1).clamp(min=0)
-        offsets = torch.searchsorted(ids, torch.arange(n + 1, device=flat.device, dtype=torch.int64))
+        offsets = torch.searchsorted(
+            ids, torch.arange(n + 1, device=flat.device, dtype=torch.int64)
+        )
         return Sequences(self.shape, offsets, ids)
 
 

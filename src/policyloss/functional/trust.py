@@ -26,7 +26,9 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
 
 
-def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> tuple[Tensor, Tensor]:
+def _clip_formula(
+    r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None
+) -> tuple[Tensor, Tensor]:
     """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
 
     The latter binds only where A < 0, as the rest is ≤ 0 elsewhere.
@@ -34,7 +36,9 @@ def _clip_formula(r: Tensor, a: Tensor, low: float, high: float, cap: float | No
     """
     push = -a
     free = push * r
-    loss = torch.maximum(free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high))
+    loss = torch.maximum(
+        free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high)
+    )
     return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs()), free
 
 
@@ -46,7 +50,15 @@ class _Clipped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        r: Tensor,
+        a: Tensor,
+        low: float,
+        high: float,
+        cap: float | None,
+        dual: float | None,
+    ) -> Tensor:
         loss, free = _clip_formula(r, a, low, high, cap, dual)
         ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(a).neg_())
         return loss
@@ -80,7 +92,9 @@ def clipped(
     return loss
 
 
-def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float) -> Tensor:
+def two_sided_clipped(
+    ratio: Tensor, advantages: Tensor, delta: float, eps_low: float, eps_high: float
+) -> Tensor:
     """INTELLECT-2's clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
     Source: arXiv 2505.07291.
@@ -90,7 +104,12 @@ def two_sided_clipped(ratio: Tensor, advantages: Tensor, delta: float, eps_low: 
 
 
 def detached_clipped(
-    ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_min: float, ratio_max: float, outside: str = "clip"
+    ratio: Tensor,
+    logp: Tensor,
+    advantages: Tensor,
+    ratio_min: float,
+    ratio_max: float,
+    outside: str = "clip",
 ) -> Tensor:
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`; every token keeps a gradient.
 
@@ -109,7 +128,9 @@ def detached_clipped(
     return -weight * advantages * logp
 
 
-def soft_gated(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+def soft_gated(
+    ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347).
 
     Slope −A at r = 1, fading on both sides.
@@ -156,14 +177,20 @@ def geometric_clipped(
     return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
 
 
-def geometric_log_ratio(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
+def geometric_log_ratio(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float
+) -> Tensor:
     """GMPO's c_t: the log-ratio, clipped on the side that the advantage pushes it to."""
     side = advantages.sign()
     return side * torch.minimum(side * log_ratio, side * log_ratio.clamp(-eps_low, eps_high))
 
 
 def gamma_weighted(
-    log_ratio: Tensor, logp: Tensor, advantages: Tensor, positive: tuple[float, float], negative: tuple[float, float]
+    log_ratio: Tensor,
+    logp: Tensor,
+    advantages: Tensor,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
 ) -> Tensor:
     """VESPO: `-sg[φ(W)]·A·logp`, with `φ(W) = e^λ·W^k·e^(-λW)`, so that φ(1) = 1.
 
@@ -184,10 +211,14 @@ def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) 
     return -(advantages * logp - 0.5 * beta * log_ratio**2)
 
 
-def tapered_negative(ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max: float = 1.0) -> Tensor:
+def tapered_negative(
+    ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max: float = 1.0
+) -> Tensor:
     """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
     r = ratio.detach()
-    weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))  # a NaN shows even where it is not needed
+    weight = torch.where(
+        (advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max)
+    )  # a NaN shows even where it is not needed
     return -weight * advantages * logp
 
 
@@ -200,7 +231,9 @@ def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
     return torch.where(take_positive, positive, negative)
 
 
-def covariance(logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor) -> Tensor:
+def covariance(
+    logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor
+) -> Tensor:
     """Each token's share of the covariance: `(A - Ā)·(logp - mean logp)`. Detached.
 
     The covariance is that of advantage and log-probability.

@@ -29,7 +29,9 @@ class Wanted(NamedTuple):
     def of(cls, *tensors: Tensor | None) -> Wanted:
         """The dtype of each tensor that requires a gradient; None if none is recorded for it."""
         on = torch.is_grad_enabled()
-        return cls(*(x.dtype if on and x is not None and x.requires_grad else None for x in tensors))
+        return cls(
+            *(x.dtype if on and x is not None and x.requires_grad else None for x in tensors)
+        )
 
     @property
     def any(self) -> bool:
@@ -49,7 +51,13 @@ class Gradients(NamedTuple):
 
 
 def gradients_by_columns(
-    head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, columns: int, wanted: Wanted
+    head: Head,
+    rows: Rows,
+    s: Statistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    columns: int,
+    wanted: Wanted,
 ) -> Gradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
 
@@ -99,21 +107,38 @@ class Sums:
         # Round at the end if ranks are still to be summed, or if the loss may be scaled beyond
         # what float16 can hold.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
-        self.hidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
-        self.weight: Tensor | None = None  # allocated with the first product: the last logits may be freed by then
+        self.hidden = (
+            None
+            if wanted.hidden is None
+            else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
+        )
+        self.weight: Tensor | None = (
+            None  # allocated with the first product: the last logits may be freed by then
+        )
         self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
         self.kept = Room(gathered, w.shape[0], w, w.dtype) if gathered else None
         self.places: list[Index] = []
         self.filled = 0
 
-    def add(self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> None:
+    def add(
+        self,
+        at: Index,
+        rows: Rows,
+        z: Tensor,
+        room: Room,
+        s: Statistics,
+        dlogp: Tensor,
+        dentropy: Tensor | None,
+    ) -> None:
         """Add one window with the logits z.
 
         Their gradient is multiplied at once, or later together with those of other windows.
         """
         if self.kept is None:
             scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
-            dz = rows.dlogits(z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale)
+            dz = rows.dlogits(
+                z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale
+            )
             self._multiply(at, rows.hidden, dz, scale)
             return
         n, capacity = z.shape[0], self.kept.memory.shape[0]
@@ -127,7 +152,12 @@ class Sums:
     def _flush(self) -> None:
         if self.kept is not None and self.filled:
             at = _one_index(self.places, self.head.ids)
-            self._multiply(at, self.head.hidden[at], self.kept.logits(self.filled, self.head.weight.shape[0]), 1.0)
+            self._multiply(
+                at,
+                self.head.hidden[at],
+                self.kept.logits(self.filled, self.head.weight.shape[0]),
+                1.0,
+            )
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
@@ -140,7 +170,9 @@ class Sums:
             self.hidden[at] = part
         if self.wanted.weight is not None:
             if self.weight is None:
-                self.weight = torch.empty_like(w, dtype=self.wanted.weight if self.whole else self.head.dtype)
+                self.weight = torch.empty_like(
+                    w, dtype=self.wanted.weight if self.whole else self.head.dtype
+                )
                 rounded_product(dz.t(), x, self.weight, 1 / scale)
             else:
                 add_product(self.weight, dz.t(), x, 1 / scale)
@@ -152,7 +184,11 @@ class Sums:
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
-        return Gradients(None if self.hidden is None else self.head.vocabulary.summed(self.hidden), self.weight, self.bias)
+        return Gradients(
+            None if self.hidden is None else self.head.vocabulary.summed(self.hidden),
+            self.weight,
+            self.bias,
+        )
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:
@@ -175,7 +211,13 @@ def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> Non
 
 
 def gradients_from_stash(
-    head: Head, rows: Rows, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, stash: Tensor, wanted: Wanted
+    head: Head,
+    rows: Rows,
+    s: Statistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    stash: Tensor,
+    wanted: Wanted,
 ) -> Gradients:
     """The gradients from the probabilities that the forward kept, `stash` `[R, V]`.
 
@@ -186,11 +228,23 @@ def gradients_from_stash(
     scale = half_scale(x.dtype, dlogp, dentropy)
     dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
     for b in windows(stash.shape[0], 256):
-        h, dh = (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
-        _probabilities_to_gradient(stash[b], rows.ids[b], s.logp[b], h, dlogp[b], dh, _inverse_temperature(rows.scaling, b, s))
+        h, dh = (
+            (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
+        )
+        _probabilities_to_gradient(
+            stash[b],
+            rows.ids[b],
+            s.logp[b],
+            h,
+            dlogp[b],
+            dh,
+            _inverse_temperature(rows.scaling, b, s),
+        )
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
-        dhidden = torch.empty_like(x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype)
+        dhidden = torch.empty_like(
+            x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype
+        )
         rounded_product(stash, w, dhidden, 1 / scale)
         dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
     if wanted.weight is not None:
@@ -225,7 +279,11 @@ def _probabilities_to_gradient(
         q.mul_(-dlogp.unsqueeze(-1))
     else:
         log_p = (q.to(logp.dtype) / inverse_temperature.unsqueeze(-1)).log_().clamp_(min=-1e4)
-        q.mul_(log_p.add_(entropy.unsqueeze(-1)).mul_(-dentropy.unsqueeze(-1)).sub_(dlogp.unsqueeze(-1)))
+        q.mul_(
+            log_p.add_(entropy.unsqueeze(-1))
+            .mul_(-dentropy.unsqueeze(-1))
+            .sub_(dlogp.unsqueeze(-1))
+        )
     column = torch.where(here, ids, 0).unsqueeze(-1)
     exact = (target * inverse_temperature).to(q.dtype).unsqueeze(-1)
     q.scatter_(1, column, torch.where(here.unsqueeze(-1), exact, q.gather(1, column)))

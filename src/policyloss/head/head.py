@@ -55,7 +55,9 @@ class Head:
 
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of so many rows."""
-        return Room(rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype)
+        return Room(
+            rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype
+        )
 
     def rows(self, index: Index) -> Rows:
         """The rows at `index`."""
@@ -67,8 +69,14 @@ class Head:
         """The logits of `rows`, in `room`, and their statistics."""
         z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
         product(rows.hidden, self.weight.t(), z)
-        here = (rows.ids >= 0) & (rows.ids < z.shape[1]) if self.vocabulary.group is not None else rows.ids
-        return z, finished(self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+        here = (
+            (rows.ids >= 0) & (rows.ids < z.shape[1])
+            if self.vocabulary.group is not None
+            else rows.ids
+        )
+        return z, finished(
+            self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here)
+        )
 
 
 class Rows(NamedTuple):
@@ -82,7 +90,9 @@ class Rows(NamedTuple):
     ids: Tensor
     scaling: Scaling
 
-    def dlogits(self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+    def dlogits(
+        self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None
+    ) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
         row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
@@ -105,13 +115,19 @@ def operand_dtype(hidden: Tensor) -> torch.dtype | None:
     return None
 
 
-def operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """What is multiplied, without gradient: hidden as `[N, D]`, weight and bias.
 
     Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
     precision into float32 by itself (a CPU).
     """
-    x, w, b = hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), None if bias is None else bias.detach()
+    x, w, b = (
+        hidden.detach().reshape(-1, hidden.shape[-1]),
+        weight.detach(),
+        None if bias is None else bias.detach(),
+    )
     cast = operand_dtype(hidden)
     if cast is not None:
         x, w = x.to(cast), w.to(cast)
@@ -128,5 +144,7 @@ def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
     """
     if dtype != torch.float16:
         return 1.0
-    top = max((float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0)
+    top = max(
+        (float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0
+    )
     return 2.0 ** -math.frexp(top)[1] if 0 < top < math.inf else 1.0

@@ -10,7 +10,6 @@ positive.
 
 # Triton has no types, and constants of a kernel are written in capitals.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
-# ruff: noqa: N803
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +63,9 @@ def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.con
     decay = tl.exp2(back)
     if ENTROPY:
         moment = (moment + total * tl.maximum(back, NOTHING)) * decay
-        moment += tl.sum(tl.sum(e * (tl.maximum(shift, NOTHING) if GUARDED else shift), axis=2), axis=1)
+        moment += tl.sum(
+            tl.sum(e * (tl.maximum(shift, NOTHING) if GUARDED else shift), axis=2), axis=1
+        )
     total = total * decay + tl.sum(tl.sum(e, axis=2), axis=1)
     return new_top, total, moment
 
@@ -147,8 +148,10 @@ def _partials_kernel(
     z_row = z_ptr + row.to(tl.int64) * z_stride
     rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
     scale = rate * LOG2_E
-    row_top, row_total, row_moment = _walk(z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L, E)
-    if ENTROPY:  # noqa: SIM102 (known when compiled, unlike the next)
+    row_top, row_total, row_moment = _walk(
+        z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L, E
+    )
+    if ENTROPY:
         # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row
         # again, with a guard per entry.
         if (row_moment != row_moment) & (row_total == row_total):
@@ -162,7 +165,9 @@ def _partials_kernel(
     # A maximum may drop a NaN, a sum does not.
     tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
     tl.store(out_ptr + R + row, row_total)
-    shift_y = _capped(z_y, bias_y, softcap, HAS_BIAS, HAS_SOFTCAP) * scale - tl.where(row_top == float("-inf"), 0.0, row_top)
+    shift_y = _capped(z_y, bias_y, softcap, HAS_BIAS, HAS_SOFTCAP) * scale - tl.where(
+        row_top == float("-inf"), 0.0, row_top
+    )
     tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
     if ENTROPY:
         tl.store(out_ptr + 3 * R + row, row_moment * LN_2)
@@ -260,7 +265,21 @@ def _gradient_kernel(
             z = tl.load(z_row + column, eviction_policy="evict_first")
             bias = tl.load(bias_ptr + column) if HAS_BIAS else z
             u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(u, softcap, scale, lse2, base, bend, target, column, start, y, HAS_SOFTCAP, ENTROPY, BLOCK)
+            d = _tile_gradient(
+                u,
+                softcap,
+                scale,
+                lse2,
+                base,
+                bend,
+                target,
+                column,
+                start,
+                y,
+                HAS_SOFTCAP,
+                ENTROPY,
+                BLOCK,
+            )
             if NARROWING:
                 tl.debug_barrier()
             tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
@@ -269,14 +288,34 @@ def _gradient_kernel(
             z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
             bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
             u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(u, softcap, scale, lse2, base, bend, target, column, full, y, HAS_SOFTCAP, ENTROPY, BLOCK)
+            d = _tile_gradient(
+                u,
+                softcap,
+                scale,
+                lse2,
+                base,
+                bend,
+                target,
+                column,
+                full,
+                y,
+                HAS_SOFTCAP,
+                ENTROPY,
+                BLOCK,
+            )
             if NARROWING:
                 tl.debug_barrier()
             tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
 
 
 def row_partials(
-    z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, *, _block: int | None = None, _warps: int | None = None
+    z: Tensor,
+    ids: Tensor,
+    scaling: Scaling,
+    entropy: bool,
+    *,
+    _block: int | None = None,
+    _warps: int | None = None,
 ) -> Partials:
     """`softmax_rows.row_partials` in one read of z.
 
@@ -365,7 +404,9 @@ def row_gradient(
         )
 
 
-def _shape(table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None) -> tuple[int, int]:
+def _shape(
+    table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None
+) -> tuple[int, int]:
     """How many entries and warps a program has for logits like z; block and warps override them."""
     entries, threads = table[z.element_size()]
     return entries if block is None else block, threads if warps is None else warps

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from policyloss.arguments import check_group
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.backward import Wanted, gradients_by_columns, gradients_from_stash, keep_probabilities
+from policyloss.head.backward import (
+    Wanted,
+    gradients_by_columns,
+    gradients_from_stash,
+    keep_probabilities,
+)
 from policyloss.head.head import Head, LogProbs, operands, windows
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Statistics
@@ -147,7 +152,9 @@ def live_rows(valid: Tensor | None) -> Tensor | None:
     return None if index.shape[0] == valid.shape[0] else index
 
 
-def work_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, index: Tensor | None) -> Work:
+def work_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, index: Tensor | None
+) -> Work:
     """The work of a call, as far as its arguments determine it."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
@@ -171,7 +178,9 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
-        logp, spread, lse = (torch.zeros(n, device=hidden.device, dtype=head.dtype) for _ in range(3))
+        logp, spread, lse = (
+            torch.zeros(n, device=hidden.device, dtype=head.dtype) for _ in range(3)
+        )
         stash = head.weight.new_empty(live, head.weight.shape[0]) if plan.name == "stash" else None
         room = head.room(min(plan.rows, live))
         check = None
@@ -191,7 +200,9 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Saved tensors, so that a weight changed before the backward is an error. A stash is not
         # saved: the backward overwrites it.
-        ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread)
+        ctx.save_for_backward(
+            head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread
+        )
         ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, stash
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -202,7 +213,12 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, ids, bias, index, logp, lse, spread = ctx.saved_tensors
         head = Head(hidden, weight, ids, bias, *ctx.rest)
-        wanted = Wanted(*(d if need else None for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)))
+        wanted = Wanted(
+            *(
+                d if need else None
+                for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+            )
+        )
         dlogp, dentropy = grads
         dlogp = torch.zeros_like(logp) if dlogp is None else dlogp
         # A second backward through a retained graph has no stash, and computes the logits again.
@@ -217,11 +233,17 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
         else:
             gradients = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
-        dhidden = None if gradients.hidden is None else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
+        dhidden = (
+            None
+            if gradients.hidden is None
+            else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
+        )
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
-def _rows_with_gradient(index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor | None:
+def _rows_with_gradient(
+    index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None
+) -> Tensor | None:
     """The computed rows that have a gradient, None for all; others are not worth a matmul.
 
     Reads their number back to the host.

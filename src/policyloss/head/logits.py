@@ -90,9 +90,15 @@ def logprobs(
     check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
-        raise InputError("logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=.")
-    if overwrite_logits and any(step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)):
-        raise InputError("overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous().")
+        raise InputError(
+            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=."
+        )
+    if overwrite_logits and any(
+        step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
+    ):
+        raise InputError(
+            "overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous()."
+        )
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     tokens = tuple(logits.shape[:-1])
@@ -102,10 +108,20 @@ def logprobs(
     rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
     # The check of values reads ids and temperatures from a head.
     head = Head(
-        logits, logits, ids.reshape(-1).to(torch.int64), None, rate, softcap, Vocabulary(logits.shape[-1], logits.shape[-1])
+        logits,
+        logits,
+        ids.reshape(-1).to(torch.int64),
+        None,
+        rate,
+        softcap,
+        Vocabulary(logits.shape[-1], logits.shape[-1]),
     )
-    outputs = _Logprobs.apply(logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits)  # type: ignore[no-untyped-call]
-    refuse_strays(strays(head, valid).tolist(), head, valid)  # after the launch, so that the device has work
+    outputs = _Logprobs.apply(
+        logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits
+    )  # type: ignore[no-untyped-call]
+    refuse_strays(
+        strays(head, valid).tolist(), head, valid
+    )  # after the launch, so that the device has work
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 
@@ -113,13 +129,27 @@ def logprobs(
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, valid: Tensor | None, scaling: Scaling, entropy: bool, overwrite: bool
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor,
+        valid: Tensor | None,
+        scaling: Scaling,
+        entropy: bool,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        parts = [finished(row_partials(z, ids[at], scaling.of_rows(at), entropy)) for z, at in _matrices(logits)]
+        parts = [
+            finished(row_partials(z, ids[at], scaling.of_rows(at), entropy))
+            for z, at in _matrices(logits)
+        ]
         logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
-        spread = _concatenated([p.entropy for p in parts if p.entropy is not None]) if entropy else None
+        spread = (
+            _concatenated([p.entropy for p in parts if p.entropy is not None]) if entropy else None
+        )
         if valid is not None:
-            logp, spread = torch.where(valid, logp, 0), None if spread is None else torch.where(valid, spread, 0)
+            logp, spread = (
+                torch.where(valid, logp, 0),
+                None if spread is None else torch.where(valid, spread, 0),
+            )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
         ctx.scaling, ctx.overwrite = scaling, overwrite
@@ -134,11 +164,23 @@ class _Logprobs(torch.autograd.Function):
         if valid is not None:
             dlogp = torch.where(valid, dlogp, 0)
             dentropy = None if dentropy is None else torch.where(valid, dentropy, 0)
-        out = logits if ctx.overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        out = (
+            logits
+            if ctx.overwrite
+            else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        )
         for z, at in _matrices(logits):
             dz = z if ctx.overwrite else out.view(-1, out.shape[-1])[at]
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
-            row_gradient(z, dz, ids[at], s, dlogp[at], None if dentropy is None else dentropy[at], ctx.scaling.of_rows(at))
+            row_gradient(
+                z,
+                dz,
+                ids[at],
+                s,
+                dlogp[at],
+                None if dentropy is None else dentropy[at],
+                ctx.scaling.of_rows(at),
+            )
         if ctx.overwrite:
             # Autograd does not notice what a kernel writes. With a new version, another backward
             # that saved these logits fails instead of reading them.

@@ -19,7 +19,14 @@ from policyloss.head.head import Head, LogProbs
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
-from policyloss.head.windows import Batch, Window, batch_of, entropy_has_slope, sequence_windows, token_windows
+from policyloss.head.windows import (
+    Batch,
+    Window,
+    batch_of,
+    entropy_has_slope,
+    sequence_windows,
+    token_windows,
+)
 from policyloss.inputs import Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
@@ -119,8 +126,12 @@ def explain_plan(
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
     if advantages is None or mask is None:
-        raise InputError("explain_plan of a loss needs advantages and mask, which say which rows matter.")
-    return _Call.of(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+        raise InputError(
+            "explain_plan of a loss needs advantages and mask, which say which rows matter."
+        )
+    return (
+        _Call.of(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
+    )
 
 
 def _plan_of_logprobs(
@@ -137,7 +148,9 @@ def _plan_of_logprobs(
 ) -> Plan:
     """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
-    return logprob_plan(head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan)
+    return logprob_plan(
+        head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan
+    )
 
 
 class _Decided(NamedTuple):
@@ -193,7 +206,9 @@ class _Call:
     ) -> _Call:
         """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
         if "entropy" in tensors:
-            raise InputTypeError("entropy is no argument of linear_policy_loss: the head computes it.")
+            raise InputTypeError(
+                "entropy is no argument of linear_policy_loss: the head computes it."
+            )
         spec = ready_spec(spec)
         head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
         step = resolve(totals)
@@ -205,7 +220,9 @@ class _Call:
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        t = replace(t, raw={**t.raw, "logp": None})  # a part that reads it before it is computed is an error
+        t = replace(
+            t, raw={**t.raw, "logp": None}
+        )  # a part that reads it before it is computed is an error
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
@@ -234,7 +251,10 @@ class _Call:
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
-            return "batch", "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)"
+            return (
+                "batch",
+                "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)",
+            )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
         return spec.reach, ""
@@ -242,7 +262,9 @@ class _Call:
     def composed(self, plan: Plan) -> HeadOutput:
         """The loss on log-probabilities that carry the gradient themselves."""
         if self.skip_zero_advantage and self.spec.follows_advantage:
-            raise InputError(f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason}).")
+            raise InputError(
+                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason})."
+            )
         out = linear_logprobs(
             self.hidden,
             self.weight,
@@ -262,7 +284,9 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(batch, work, plan.rows)
+        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+            batch, work, plan.rows
+        )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[LogProbs, Gradients]:
@@ -275,10 +299,17 @@ class _Call:
             value = self._value(batch, logp, entropy)
         if not wanted.any:
             return HeadOutput(value.loss, value.metrics, logp, entropy)
-        inputs = [x for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True) if x is not None and dtype]
+        inputs = [
+            x
+            for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True)
+            if x is not None and dtype
+        ]
 
         def shaped(gradients: Gradients) -> list[Tensor]:
-            return [g.view(x.shape) for x, g in zip(inputs, (g for g in gradients if g is not None), strict=True)]
+            return [
+                g.view(x.shape)
+                for x, g in zip(inputs, (g for g in gradients if g is not None), strict=True)
+            ]
 
         @torch.no_grad()
         def again() -> list[Tensor]:
@@ -293,21 +324,30 @@ class _Call:
         if not self.skip_zero_advantage:
             return loss_of(self.spec, inputs, self.step)
         correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
-        spec = self.spec.replace(correction=correction, rejected="keep", aggregate=lambda t: batch.average)
+        spec = self.spec.replace(
+            correction=correction, rejected="keep", aggregate=lambda t: batch.average
+        )
         return loss_of(spec, inputs.replace(mask=batch.live.view(self.ids.shape)), self.step)
 
 
-def run_windows(head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool) -> tuple[LogProbs, Gradients]:
+def run_windows(
+    head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool
+) -> tuple[LogProbs, Gradients]:
     """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
     wanted. check: the ids too.
     """
-    seen = _walk(head, batch, found, sums, check)  # the logits are gone when the gathered gradients are multiplied
+    seen = _walk(
+        head, batch, found, sums, check
+    )  # the logits are gone when the gathered gradients are multiplied
     return seen, sums.finished()
 
 
 def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool) -> LogProbs:
     stray: Callable[[], list[int]] | None = None
-    logp, entropy = (torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device) for _ in range(2))
+    logp, entropy = (
+        torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
+        for _ in range(2)
+    )
     room = head.room(max((w.size for w in found), default=0))
     for window in found:
         rows = head.rows(window.rows)
@@ -317,7 +357,9 @@ def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool
         if window.backward and sums.wanted.any:
             sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
         if check and stray is None:
-            stray = later(strays(head, batch.rows))  # asked when the device has work, so that it need not wait for the question
+            stray = later(
+                strays(head, batch.rows)
+            )  # asked when the device has work, so that it need not wait for the question
     if stray is not None:
         refuse_strays(stray(), head, batch.rows)
     return LogProbs(logp, entropy)

@@ -65,7 +65,11 @@ class Plan:
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
-        kept = f"; the gradients of {self.gathered} rows of logits are kept and multiplied together" if self.gathered else ""
+        kept = (
+            f"; the gradients of {self.gathered} rows of logits are kept and multiplied together"
+            if self.gathered
+            else ""
+        )
         return (
             f"{self.name}: {self.reason}\n"
             f"  {self.tokens} tokens, {self.computed} computed, {self.with_gradient} with gradient\n"
@@ -98,8 +102,14 @@ def free_bytes(like: Tensor) -> int:
     """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat form takes half a millisecond
-        unused = memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"] if memory else 0
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(
+            device
+        )  # the flat form takes half a millisecond
+        unused = (
+            memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"]
+            if memory
+            else 0
+        )
         return torch.cuda.mem_get_info(device)[0] + int(unused)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -109,17 +119,30 @@ def free_bytes(like: Tensor) -> int:
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    why = " linear_logprobs cannot use the gradient early: the loss is yours." if plan == "one_pass" else ""
+    why = (
+        " linear_logprobs cannot use the gradient early: the loss is yours."
+        if plan == "one_pass"
+        else ""
+    )
     _checked_name(plan, LOGPROB_PLANS, why)
-    return _settled(head, work, plan) or _stash_or_recompute(head, work, "the loss on logp is not known here")
+    return _settled(head, work, plan) or _stash_or_recompute(
+        head, work, "the loss on logp is not known here"
+    )
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
     """The plan of `linear_policy_loss` for a loss of this `reach`. why: what makes it "batch"."""
     name = _checked_name(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
-        raise InputError(f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'.")
-    if isinstance(plan, Plan) and name == "one_pass" and plan.rows < work.longest and reach == "sequence":
+        raise InputError(
+            f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'."
+        )
+    if (
+        isinstance(plan, Plan)
+        and name == "one_pass"
+        and plan.rows < work.longest
+        and reach == "sequence"
+    ):
         raise InputError(
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
             f"{work.longest} tokens."
@@ -135,11 +158,15 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
 def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
     """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
     if not isinstance(plan, (str, Plan)):
-        raise InputError(f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}.")
+        raise InputError(
+            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}."
+        )
     name = plan.name if isinstance(plan, Plan) else plan
     # Only the library chooses "forward", and a plan that it chose may be passed again.
     if name not in valid and name != ("forward" if isinstance(plan, Plan) else "auto"):
-        raise InputError(unknown_name("plan", name, valid if isinstance(plan, Plan) else ("auto", *valid)) + why)
+        raise InputError(
+            unknown_name("plan", name, valid if isinstance(plan, Plan) else ("auto", *valid)) + why
+        )
     return name
 
 
@@ -167,11 +194,29 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows, gathered)
     if need > budget and not forced:
-        what = f"a window of {rows} rows" if reach == "token" else f"a window that holds the longest sequence, {rows} rows,"
-        return _recompute(head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free")
-    known = "each token's gradient depends on its own numbers" if reach == "token" else "windows hold whole sequences"
+        what = (
+            f"a window of {rows} rows"
+            if reach == "token"
+            else f"a window that holds the longest sequence, {rows} rows,"
+        )
+        return _recompute(
+            head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free"
+        )
+    known = (
+        "each token's gradient depends on its own numbers"
+        if reach == "token"
+        else "windows hold whole sequences"
+    )
     return _with_figures(
-        head, work, Plan("one_pass", rows, 0, gathered, reason=f"{known}, so it is known as soon as its logits are")
+        head,
+        work,
+        Plan(
+            "one_pass",
+            rows,
+            0,
+            gathered,
+            reason=f"{known}, so it is known as soon as its logits are",
+        ),
     )
 
 
@@ -182,7 +227,9 @@ def _gathered(head: Head, work: Work, budget: float) -> int:
     """
     n, size = work.with_gradient, head.weight.element_size()
     fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
-    return n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
+    return (
+        n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
+    )
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
@@ -194,7 +241,11 @@ def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
 
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
-    return _with_figures(head, work, Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+    return _with_figures(
+        head,
+        work,
+        Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
+    )
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -205,18 +256,28 @@ def _columns(head: Head, work: Work) -> int:
 
 def _stash(head: Head, work: Work, reason: str) -> Plan:
     if head.softcap is not None:
-        raise InputError("plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'.")
-    return _with_figures(head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason))
+        raise InputError(
+            "plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'."
+        )
+    return _with_figures(
+        head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason)
+    )
 
 
 def _forward(head: Head, work: Work) -> Plan:
-    return _with_figures(head, work, Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"))
+    return _with_figures(
+        head,
+        work,
+        Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"),
+    )
 
 
 def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     """The plan that the caller made, checked, with the figures of this call."""
     if plan.rows < 1 or plan.columns < 0:
-        raise InputError(f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row.")
+        raise InputError(
+            f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row."
+        )
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
     if plan.gathered and (plan.name != "one_pass" or head.hidden.dtype == torch.float16 or too_few):
         raise InputError(
@@ -227,7 +288,9 @@ def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
     columns = plan.columns or _columns(head, work)
-    return _with_figures(head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for"))
+    return _with_figures(
+        head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
+    )
 
 
 def _free(head: Head) -> int:
@@ -247,14 +310,22 @@ def _rows(head: Head, most: int) -> int:
 
 def _window_bytes(head: Head, work: Work, rows: int) -> int:
     rows = min(rows, max(work.computed, 1))
-    gathered = 0 if work.computed == work.tokens else rows * head.hidden.shape[1] * head.hidden.element_size()
+    gathered = (
+        0
+        if work.computed == work.tokens
+        else rows * head.hidden.shape[1] * head.hidden.element_size()
+    )
     return rows * head.vocabulary.largest * head.dtype.itemsize + gathered
 
 
 def _accumulator_bytes(head: Head, work: Work) -> int:
     """The float32 sum of the weight's gradient, where the weight itself is narrower."""
     narrow = head.weight.element_size() < head.dtype.itemsize
-    return head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize if work.weight_gradient and narrow else 0
+    return (
+        head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize
+        if work.weight_gradient and narrow
+        else 0
+    )
 
 
 def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
@@ -277,8 +348,14 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
         backward += 1
         n, d = work.with_gradient, head.hidden.shape[1]
         sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
-        wide = WIDE_BYTES if work.weight_gradient and head.weight.element_size() < head.dtype.itemsize else 0
-        extra = max(extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide)
+        wide = (
+            WIDE_BYTES
+            if work.weight_gradient and head.weight.element_size() < head.dtype.itemsize
+            else 0
+        )
+        extra = max(
+            extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide
+        )
     elif plan.name == "forward":
         backward = 0
     return replace(

@@ -95,7 +95,13 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
 
 
 def row_gradient(
-    z: Tensor, out: Tensor, ids: Tensor, s: Statistics, dlogp: Tensor, dentropy: Tensor | None, scaling: Scaling
+    z: Tensor,
+    out: Tensor,
+    ids: Tensor,
+    s: Statistics,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+    scaling: Scaling,
 ) -> None:
     """Write dz into `out` `[R, V]`.
 
@@ -111,19 +117,25 @@ def row_gradient(
         return
     for b in _blocks(z):
         spread = None if h is None or dh is None else (h[b], dh[b])
-        d = _block_gradient(z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], scaling.of_rows(b))
+        d = _block_gradient(
+            z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], scaling.of_rows(b)
+        )
         if d.data_ptr() != out[b].data_ptr():
             out[b].copy_(d)
 
 
-def target_gradient(logp: Tensor, entropy: Tensor | None, dlogp: Tensor, dentropy: Tensor | None) -> Tensor:
+def target_gradient(
+    logp: Tensor, entropy: Tensor | None, dlogp: Tensor, dentropy: Tensor | None
+) -> Tensor:
     """The entry of each row's id in ds, from its exact log-probability. `[R]`.
 
     It is `dlogp·(1−p) − dentropy·p·(log p + entropy)`.
     A model is sure of most tokens: p computed from the logit would round 1−p away.
     """
     d = -dlogp * torch.expm1(logp)
-    return d if entropy is None or dentropy is None else d - dentropy * logp.exp() * (logp + entropy)
+    return (
+        d if entropy is None or dentropy is None else d - dentropy * logp.exp() * (logp + entropy)
+    )
 
 
 def _blocks(z: Tensor) -> Iterator[slice]:
@@ -192,8 +204,18 @@ def _block_gradient(
     else:
         entropy, dentropy = spread
         silent, p = (dlogp == 0) & (dentropy == 0), log_p.exp()
-        d = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1)).mul_(dentropy.unsqueeze(-1)).add_(dlogp.unsqueeze(-1)).mul_(-p)
-    d.scatter_(1, column, torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column)))
+        d = (
+            log_p.clamp_(min=-1e4)
+            .add_(entropy.unsqueeze(-1))
+            .mul_(dentropy.unsqueeze(-1))
+            .add_(dlogp.unsqueeze(-1))
+            .mul_(-p)
+        )
+    d.scatter_(
+        1,
+        column,
+        torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column)),
+    )
     if scaling.softcap is not None:
         capped = _scaled(z, scaling._replace(inverse_temperature=1.0))
         d.mul_(1 - (capped / scaling.softcap) ** 2)
@@ -208,4 +230,8 @@ def _block_gradient(
 
 def kernels_for(z: Tensor) -> Any:
     """The module of Triton kernels if they run on the device and dtype of `z`, else None."""
-    return kernels("policyloss.head.kernels") if z.device.type == "cuda" and z.dtype != torch.float64 else None
+    return (
+        kernels("policyloss.head.kernels")
+        if z.device.type == "cuda" and z.dtype != torch.float64
+        else None
+    )

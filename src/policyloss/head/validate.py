@@ -25,9 +25,13 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
         raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
-        raise InputError(f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token.")
+        raise InputError(
+            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token."
+        )
     if ids.device != device:
-        raise InputError(f"ids is on {ids.device} and {of} on {device}; they must be on one device.")
+        raise InputError(
+            f"ids is on {ids.device} and {of} on {device}; they must be on one device."
+        )
 
 
 def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
@@ -58,7 +62,11 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
-        place = int(((head.ids == worst) if valid is None else (head.ids == worst) & valid).to(torch.uint8).argmax())
+        place = int(
+            ((head.ids == worst) if valid is None else (head.ids == worst) & valid)
+            .to(torch.uint8)
+            .argmax()
+        )
         raise InputError(
             f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary has {size} entries, 0 to "
             f"{size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
@@ -114,12 +122,18 @@ def inverse_temperature(
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
         if temperature.requires_grad:
-            raise InputError("temperature requires grad, but no gradient goes through it; pass temperature.detach().")
+            raise InputError(
+                "temperature requires grad, but no gradient goes through it; pass temperature.detach()."
+            )
         if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
-            raise InputError(f"temperature is on {temperature.device}, but the logits are on {device}; move it there.")
+            raise InputError(
+                f"temperature is on {temperature.device}, but the logits are on {device}; move it there."
+            )
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tokens:
-            raise InputError(f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}.")
+            raise InputError(
+                f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}."
+            )
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
@@ -130,7 +144,9 @@ def inverse_temperature(
 def check_softcap(softcap: float | None) -> None:
     """Raise unless `softcap` is None or a bound."""
     if softcap is not None and not (is_number(softcap) and softcap > 0):
-        raise InputError(f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}.")
+        raise InputError(
+            f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}."
+        )
 
 
 def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
@@ -149,14 +165,22 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
             "the same D (the weight of torch.nn.Linear(D, V) as it is)."
         )
-    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()):
-        raise InputError(f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}.")
+    if bias is not None and (
+        not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
+    ):
+        raise InputError(
+            f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}."
+        )
     if bias is not None:
         check_tensor("bias", bias)
     if bias is not None and bias.device != weight.device:
-        raise InputError(f"bias is on {bias.device} and weight on {weight.device}; they must be on one device.")
+        raise InputError(
+            f"bias is on {bias.device} and weight on {weight.device}; they must be on one device."
+        )
     if hidden.device != weight.device:
-        raise InputError(f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device.")
+        raise InputError(
+            f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device."
+        )
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
         raise InputError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's type, or call under torch.autocast."
@@ -166,4 +190,6 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
 def check_vocabulary(name: str, x: Tensor, size: int) -> None:
     """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
     if size == 0:
-        raise InputError(f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least.")
+        raise InputError(
+            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least."
+        )

@@ -46,9 +46,13 @@ class Vocabulary(NamedTuple):
         sizes, rows, bytes_free = ranks.t().tolist()
         # Known to all ranks now, so all of them raise.
         if min(sizes) == 0:
-            raise InputError(f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must hold at least one.")
+            raise InputError(
+                f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must hold at least one."
+            )
         if len(set(rows)) > 1:
-            raise InputError(f"hidden must be the same on every rank of vocab_group, but they hold {rows} tokens.")
+            raise InputError(
+                f"hidden must be the same on every rank of vocab_group, but they hold {rows} tokens."
+            )
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 
     def merged(self, p: Partials, here: Tensor) -> Partials:
@@ -68,7 +72,9 @@ class Vocabulary(NamedTuple):
             parts.append((p.moment + distance * p.sum) * shrink)
         together = torch.stack(parts)
         dist.all_reduce(together, group=self.group)
-        return Partials(top, together[0], together[2] if p.moment is not None else None, together[1])
+        return Partials(
+            top, together[0], together[2] if p.moment is not None else None, together[1]
+        )
 
     def summed(self, x: Tensor) -> Tensor:
         """`x` summed over the shards, in place."""

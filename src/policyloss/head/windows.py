@@ -70,7 +70,9 @@ class Batch:
         Made when first asked for: by then the device has a matmul to work on.
         """
         t = self.tokens
-        weight: Tensor = self.spec.aggregate(t.with_totals(local_totals(t) if self.step is None else self.step))
+        weight: Tensor = self.spec.aggregate(
+            t.with_totals(local_totals(t) if self.step is None else self.step)
+        )
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
@@ -78,22 +80,35 @@ class Batch:
         """The tokens that count, flat bool."""
         return self.tokens.mask.reshape(-1)
 
-    def gradients(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gradients(
+        self, window: Window, logp: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the
         pipeline of `policy_loss`.
         """
         with torch.enable_grad():
             t, at = self._of(window, logp, entropy)
-            leaves = [x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad]
+            leaves = [
+                x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad
+            ]
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
-                here = tuple(c.at(at, t.mask.shape) if isinstance(c, _Answered) else c for c in self.corrections)
+                here = tuple(
+                    c.at(at, t.mask.shape) if isinstance(c, _Answered) else c
+                    for c in self.corrections
+                )
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
             each = token_losses(self.spec, with_ratio(self.spec, t), weight).loss
-            average = self.average if self.average.dim() == 0 else self.average.reshape(-1)[at].view(t.mask.shape)
+            average = (
+                self.average
+                if self.average.dim() == 0
+                else self.average.reshape(-1)[at].view(t.mask.shape)
+            )
             slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
-        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[:2]
+        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[
+            :2
+        ]
         return torch.zeros_like(logp) if dlogp is None else dlogp, dentropy
 
     @staticmethod
@@ -114,13 +129,20 @@ class Batch:
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
         shape = (1, -1) if window.tokens is None else (-1,)
         raw: dict[str, Tensor | None] = {
-            name: None if x is None else x.reshape(-1)[at].view(shape) for name, x in self.tokens.raw.items() if name not in known
+            name: None if x is None else x.reshape(-1)[at].view(shape)
+            for name, x in self.tokens.raw.items()
+            if name not in known
         }
         with_slope = {"logp": True, "entropy": entropy_has_slope(self.spec)}
-        raw |= {name: x.detach().view(shape).requires_grad_(with_slope[name]) for name, x in known.items()}
+        raw |= {
+            name: x.detach().view(shape).requires_grad_(with_slope[name])
+            for name, x in known.items()
+        }
         mask = self.rows[at].view(shape)
         alone = window.cu_seqlens is None
-        sequences = _SingleTokens(tuple(mask.shape)) if alone else Sequences.of(mask, window.cu_seqlens)
+        sequences = (
+            _SingleTokens(tuple(mask.shape)) if alone else Sequences.of(mask, window.cu_seqlens)
+        )
         t = self.tokens
         return replace(
             t,
@@ -155,7 +177,10 @@ class _Answered:
 
     def at(self, at: Index, shape: torch.Size) -> _Answered:
         """The answer for some tokens."""
-        cut = (None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape) for x in self.answer)
+        cut = (
+            None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape)
+            for x in self.answer
+        )
         return _Answered(Corrected(*cut), self.name, shape)
 
 
@@ -223,8 +248,16 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     """
     n = work.with_gradient
     # Sorted, not searched for: their numbers are known, so nothing has to be read back.
-    order = None if n == work.tokens else torch.argsort((~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True)
-    found = [Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)]
+    order = (
+        None
+        if n == work.tokens
+        else torch.argsort(
+            (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True
+        )
+    )
+    found = [
+        Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)
+    ]
     for w in windows(work.computed - n, rows):
         assert order is not None
         found.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
@@ -238,7 +271,9 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     """
     t = batch.tokens
     per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
-    starts, lengths, live = torch.stack([_starts(t.sequences, t.mask.device), t.counts, per_sequence]).tolist()
+    starts, lengths, live = torch.stack(
+        [_starts(t.sequences, t.mask.device), t.counts, per_sequence]
+    ).tolist()
     total = t.mask.numel()
     stops = [*starts[1:], total]
     found = []
@@ -247,7 +282,14 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
         if not backward and work.computed == work.with_gradient:
             continue
         for members in _packed(chosen, lengths, rows):
-            found.append(_window_of(batch, [(starts[i], stops[i]) for i in members], sum(lengths[i] for i in members), backward))
+            found.append(
+                _window_of(
+                    batch,
+                    [(starts[i], stops[i]) for i in members],
+                    sum(lengths[i] for i in members),
+                    backward,
+                )
+            )
     return found
 
 
@@ -273,7 +315,9 @@ def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]
 def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:
     mask = batch.rows
     tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
-    cu_seqlens = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).to(mask.device, non_blocking=True)
+    cu_seqlens = (
+        torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).to(mask.device, non_blocking=True)
+    )
     # Where the rows are among the tokens: a stable sort, since their number is known and need not
     # be read back.
     place = torch.argsort(~mask[tokens], stable=True)[:count]

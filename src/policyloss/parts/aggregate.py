@@ -51,7 +51,9 @@ def _horizon(horizon: float | None) -> str:
 
 
 def _horizon_in_words(horizon: float | None) -> str:
-    return "a constant that is not set yet" if horizon is None else f"the constant {spoken(horizon)}"
+    return (
+        "a constant that is not set yet" if horizon is None else f"the constant {spoken(horizon)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class SeqMeanTokenMean:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return per_sequence_mean(t.lengths, t.sequences) * (totals.dp_size * reciprocal(totals.sequences, t.lengths))
+        return per_sequence_mean(t.lengths, t.sequences) * (
+            totals.dp_size * reciprocal(totals.sequences, t.lengths)
+        )
 
     def sentence(self) -> str:
         return "every sequence counts the same, each as the mean of its tokens"
@@ -121,7 +125,9 @@ class SeqMeanTokenSumNorm:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return (totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)
+        return (totals.dp_size / known_horizon(self)) * reciprocal(
+            totals.sequences, t.mask, t.dtype
+        )
 
     def sentence(self) -> str:
         return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
@@ -178,7 +184,9 @@ class PromptMean:
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         if t.group_ids is None:
-            raise InputError("PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence).")
+            raise InputError(
+                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence)."
+            )
         groups = totals.groups
         if groups is None:
             raise InputError(
@@ -207,7 +215,9 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
     """
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
-    place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(max=groups.ids.shape[0] - 1)
+    place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(
+        max=groups.ids.shape[0] - 1
+    )
     return torch.where(groups.ids[place] == group_ids, groups.tokens[place].to(dtype), torch.nan)
 
 
@@ -260,7 +270,9 @@ class LocalSeqMeanTokenMean:
     """
 
     def __call__(self, t: Layout) -> Tensor:
-        return per_sequence_mean(t.lengths, t.sequences) * reciprocal((t.counts > 0).sum(), t.lengths)
+        return per_sequence_mean(t.lengths, t.sequences) * reciprocal(
+            (t.counts > 0).sum(), t.lengths
+        )
 
     def sentence(self) -> str:
         return "every sequence of this call counts the same, each as the mean of its tokens"

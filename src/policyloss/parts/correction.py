@@ -27,7 +27,11 @@ from policyloss.tokens import Tokens
 
 Level = Literal["token", "geomean", "product"]
 # What each level is called in a sentence.
-LEVELS = {"token": "token's", "geomean": "sequence's geometric-mean", "product": "sequence's product"}
+LEVELS = {
+    "token": "token's",
+    "geomean": "sequence's geometric-mean",
+    "product": "sequence's product",
+}
 
 
 class Corrected(NamedTuple):
@@ -45,7 +49,9 @@ def _weighted(level: str) -> str:
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
-    return _reduced(t, t.log_weight(), {"token": "token", "geomean": "mean", "product": "sum"}[level])
+    return _reduced(
+        t, t.log_weight(), {"token": "token", "geomean": "mean", "product": "sum"}[level]
+    )
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
@@ -151,11 +157,19 @@ class SequenceMask:
         keep = correction.within(w, self.low, self.high)
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(w), keep)
-        weight = correction.importance_weight(t.log_weight(), self.log_clamp) if self.weight == "token" else w
+        weight = (
+            correction.importance_weight(t.log_weight(), self.log_clamp)
+            if self.weight == "token"
+            else w
+        )
         return Corrected(weight, keep)
 
     def sentence(self) -> str:
-        weights = {"token": "its tokens keep their own weight", "sequence": "its tokens get that weight", None: "it counts fully"}
+        weights = {
+            "token": "its tokens keep their own weight",
+            "sequence": "its tokens get that weight",
+            None: "it counts fully",
+        }
         test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval_in_words(self.low, self.high)}"
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
@@ -196,11 +210,15 @@ class DivergenceMask:
             validate.choice(self, "weight", ("token",))
         validate.number(self, "floor", above=0)
         if self.floor >= 0.5:
-            raise SpecError(f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}.")
+            raise SpecError(
+                f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}."
+            )
         validate.number(self, "log_clamp", above=0, optional=True)
 
     def __call__(self, t: Tokens) -> Corrected:
-        each = kl.binary_divergence(t.anchor_logp("old"), t.anchor_logp("rollout"), self.divergence, self.floor)
+        each = kl.binary_divergence(
+            t.anchor_logp("old"), t.anchor_logp("rollout"), self.divergence, self.floor
+        )
         stat = _reduced(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
@@ -211,9 +229,15 @@ class DivergenceMask:
         measure = "binary KL" if self.divergence == "kl" else "change"
         measure = f"the {measure} of its probability, rollout to old,"
         of_token = self.level == "token"
-        what, test = ("a token", measure) if of_token else ("a sequence", f"the mean over its tokens of {measure}")
+        what, test = (
+            ("a token", measure)
+            if of_token
+            else ("a sequence", f"the mean over its tokens of {measure}")
+        )
         nats = " nats" if self.divergence == "kl" else ""
-        weight = "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
+        weight = (
+            "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
+        )
         return f"{what} is rejected unless {test} is {' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
 
 
@@ -245,7 +269,9 @@ class Reject:
     def __call__(self, t: Tokens) -> Corrected:
         estimate = kl.estimate(t.log_weight(), self.estimator)
         stat = _reduced(t, estimate, self.reduce)
-        return Corrected(correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high))
+        return Corrected(
+            correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high)
+        )
 
     def sentence(self) -> str:
         over = {
@@ -289,7 +315,12 @@ class Veto:
         """Which sequences it keeps; the code compares logarithms."""
         bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
         bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
-        return [("keep", f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})")]
+        return [
+            (
+                "keep",
+                f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})",
+            )
+        ]
 
     def sentence(self) -> str:
         outside = " or ".join(bounds_in_words(self.low, self.high, ("below", "above")))
@@ -384,10 +415,14 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
     for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
         verdict = part(t)
         if not isinstance(verdict, Corrected):
-            raise InputError(f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}.")
+            raise InputError(
+                f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}."
+            )
         for x in verdict:
             if x is not None:
-                check_alignment("a correction must return one weight and one verdict per token", x, t.mask)
+                check_alignment(
+                    "a correction must return one weight and one verdict per token", x, t.mask
+                )
         if verdict.weight is not None:
             weight = verdict.weight if weight is None else weight * verdict.weight
         if verdict.keep is not None:
@@ -404,17 +439,23 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
 
 def correction_name(part: Any) -> str:
     """What metrics call a correction."""
-    return type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+    return (
+        type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+    )
 
 
-def self_normalised(corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None) -> Combined:
+def self_normalised(
+    corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None
+) -> Combined:
     """Divide the weight by its mean over `t` (the tokens that still count), if a part says so."""
     weight = corrected.weight
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:
             weight = fill(weight, t.mask)
             statistics = part.statistics(t, weight, group) if t.measured is None else t.measured
-            weight = weight / statistics["weight_mean"].to(t.dtype).clamp(min=torch.finfo(t.dtype).tiny)
+            weight = weight / statistics["weight_mean"].to(t.dtype).clamp(
+                min=torch.finfo(t.dtype).tiny
+            )
             corrected = corrected._replace(weight=weight, statistics=statistics)
     return corrected
 

@@ -43,7 +43,9 @@ class KL:
 
     def __post_init__(self) -> None:
         validate.choice(self, "estimator", ESTIMATORS)
-        validate.number(self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+        validate.number(
+            self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None."
+        )
         validate.choice(self, "grad", ("value", "k2", "score"))
         if self.weight is not None:
             validate.choice(self, "weight", ("ratio",))
@@ -78,7 +80,11 @@ class KL:
 
     def sentence(self) -> str:
         """What it adds, in words."""
-        gradient = {"value": "", "k2": ", with the gradient of k2", "score": ", with the score-function term"}[self.grad]
+        gradient = {
+            "value": "",
+            "k2": ", with the gradient of k2",
+            "score": ", with the score-function term",
+        }[self.grad]
         by = self.weight_sentence()
         weight = "" if by is None else f", times {by}"
         return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"

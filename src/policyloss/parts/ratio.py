@@ -52,7 +52,11 @@ class TokenRatio:
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        return ON_POLICY if self.anchor == "current" else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
+        return (
+            ON_POLICY
+            if self.anchor == "current"
+            else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,11 @@ class SequenceRatio:
 
     def sentence(self) -> str:
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
-        return ON_POLICY if self.anchor == "current" else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+        return (
+            ON_POLICY
+            if self.anchor == "current"
+            else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,9 @@ class SequenceProduct:
         validate.number(self, "token_clamp", above=0, optional=True)
 
     def __call__(self, t: Tokens) -> Tensor:
-        return t.sequences.expand(t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp)))
+        return t.sequences.expand(
+            t.sequences.sum(bound(t.log_ratio_to(self.anchor), self.token_clamp))
+        )
 
     def sentence(self) -> str:
         if self.anchor == "current":

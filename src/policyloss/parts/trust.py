@@ -95,12 +95,18 @@ class Unbounded:
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
         if self.form == "current":
-            return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+            return (
+                "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+            )
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE,)
-        return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
+        return (
+            Slopes(through_ratio=conditions)
+            if self.form == "ratio"
+            else Slopes(through_logp=conditions),
+        )
 
 
 @dataclass(frozen=True)
@@ -142,11 +148,16 @@ class CovClip:
         k = _how_many(self.fraction, stats["tokens"])
         least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
         # Fewer candidates than k: all of them are dropped.
-        return {**stats, "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)}
+        return {
+            **stats,
+            "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw),
+        }
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        dropped = self.candidates(t, _covariance(t, stats)) & (self._draws(t) >= stats["draw_threshold"])
+        dropped = self.candidates(t, _covariance(t, stats)) & (
+            self._draws(t) >= stats["draw_threshold"]
+        )
         s = self.surrogate(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
 
@@ -218,12 +229,18 @@ class CovKL:
         stats = _means(t, group)
         cov, draws = self._score(t, stats)
         k = _how_many(self.fraction, stats["tokens"])
-        cov_k, draw_k = least_of_largest(torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group)
+        cov_k, draw_k = least_of_largest(
+            torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group
+        )
         return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        return self.penalised(t, t.mask & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])))
+        return self.penalised(
+            t,
+            t.mask
+            & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])),
+        )
 
     def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
@@ -248,19 +265,25 @@ class CovKL:
 
     def slopes(self) -> tuple[Slopes, ...]:
         idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
-        return (Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),)
+        return (
+            Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),
+        )
 
 
 def _check_fraction(owner: CovClip | CovKL) -> None:
     validate.number(owner, "fraction", above=0)
     if owner.fraction > 1:
-        raise SpecError(f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}.")
+        raise SpecError(
+            f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}."
+        )
 
 
 def _check_seed(owner: CovClip) -> None:
     validate.number(owner, "seed", least=0)
     if not isinstance(owner.seed, int) or owner.seed >= 2**31:
-        raise SpecError(f"{type(owner).__name__}.seed must be an integer below 2**31, got {owner.seed!r}.")
+        raise SpecError(
+            f"{type(owner).__name__}.seed must be an integer below 2**31, got {owner.seed!r}."
+        )
 
 
 def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
@@ -289,15 +312,21 @@ class BySign:
     def __post_init__(self) -> None:
         for field, part in (("positive", self.positive), ("negative", self.negative)):
             if isinstance(part, type):
-                raise SpecError(f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…).")
+                raise SpecError(
+                    f"BySign.{field}: {part.__name__} is a class; make one: {part.__name__}(…)."
+                )
             if not isinstance(part, VARIANTS):
                 raise SpecError(
                     f"BySign.{field} must be a trust region of the library, got {safe_repr(part)}; "
                     "put your own function in the trust slot."
                 )
-        choosing = [type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())]
+        choosing = [
+            type(part).__name__ for part in self._sides if getattr(part, "statistics_names", ())
+        ]
         if len(choosing) > 1:
-            raise SpecError(f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may.")
+            raise SpecError(
+                f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may."
+            )
 
     @property
     def _sides(self) -> tuple[Any, Any]:
@@ -340,7 +369,9 @@ class BySign:
         with torch.no_grad():
             good, never = t.advantages > 0, torch.zeros_like(t.mask)
             flags = [
-                None if a is None and b is None else torch.where(good, never if a is None else a, never if b is None else b)
+                None
+                if a is None and b is None
+                else torch.where(good, never if a is None else a, never if b is None else b)
                 for a, b in zip(positive[1:], negative[1:], strict=True)
             ]
         return Surrogate(loss, *flags)
@@ -351,7 +382,9 @@ class BySign:
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero: on each side, where that part's is."""
         sides = (("positive", self.positive), ("negative", self.negative))
-        return tuple(x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side))
+        return tuple(
+            x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side)
+        )
 
 
 VARIANTS = (

@@ -18,7 +18,14 @@ from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
 from policyloss.parts import validate
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, interval_in_words, number, spoken
+from policyloss.parts.wording import (
+    NO_ADVANTAGE,
+    Condition,
+    Slopes,
+    interval_in_words,
+    number,
+    spoken,
+)
 from policyloss.tokens import Tokens
 
 # The default of eps_high, which stands for "the same as eps_low"; no finished part holds it.
@@ -100,7 +107,11 @@ class Clip:
     def sentence(self) -> str:
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
             return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
-        outer = "" if self.dual is None else f"; where the advantage is negative, also above {spoken(self.dual)}"
+        outer = (
+            ""
+            if self.dual is None
+            else f"; where the advantage is negative, also above {spoken(self.dual)}"
+        )
         return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
 
     def slopes(self) -> tuple[Slopes, ...]:
@@ -118,7 +129,9 @@ class Clip:
         return tuple(word for word, true in holds.items() if true)
 
 
-def clipped_surrogate(t: Tokens, eps_low: float, eps_high: float, dual: float | None = None) -> Surrogate:
+def clipped_surrogate(
+    t: Tokens, eps_low: float, eps_high: float, dual: float | None = None
+) -> Surrogate:
     """PPO's clip, with flags for the tokens that it limits."""
     r, a = t.ratio, t.advantages
     loss = trust.clipped(r, a, eps_low, eps_high, dual)
@@ -147,9 +160,13 @@ def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...
     if not high.endswith("inf"):
         conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
     if eps_low < 1:
-        conditions.append(Condition(f"(advantages < 0) & (ratio < 1 - {number(eps_low)})", "held from below"))
+        conditions.append(
+            Condition(f"(advantages < 0) & (ratio < 1 - {number(eps_low)})", "held from below")
+        )
     if dual != "inf":
-        conditions.append(Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound"))
+        conditions.append(
+            Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound")
+        )
     return tuple(conditions)
 
 
@@ -168,7 +185,9 @@ class TwoSidedClip:
 
     def __post_init__(self) -> None:
         check_eps(self)
-        validate.number(self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high.")
+        validate.number(
+            self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high."
+        )
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a = t.ratio, t.advantages
@@ -189,8 +208,15 @@ class TwoSidedClip:
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another trust region, "" if nothing."""
-        same = other == Clip(self.eps_low, self.eps_high, dual=self.delta) and self.delta >= 1 + self.eps_high
-        return "Dual clip and two-sided clip with these numbers are the same surrogate." if same else ""
+        same = (
+            other == Clip(self.eps_low, self.eps_high, dual=self.delta)
+            and self.delta >= 1 + self.eps_high
+        )
+        return (
+            "Dual clip and two-sided clip with these numbers are the same surrogate."
+            if same
+            else ""
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         first, last = sorted((self.delta, 1 + self.eps_high))
@@ -226,15 +252,23 @@ class DetachedClip:
 
     def __call__(self, t: Tokens) -> Surrogate:
         r = t.ratio
-        loss = trust.detached_clipped(r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside)
+        loss = trust.detached_clipped(
+            r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside
+        )
         with torch.no_grad():
-            return Surrogate(loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min))
+            return Surrogate(
+                loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min)
+            )
 
     def sentence(self) -> str:
         band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
             return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
-        tail = "no token loses its gradient" if self.outside == "clip" else "tokens that PPO would clip get none"
+        tail = (
+            "no token loses its gradient"
+            if self.outside == "clip"
+            else "tokens that PPO would clip get none"
+        )
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
 
     def slopes(self) -> tuple[Slopes, ...]:
@@ -247,7 +281,9 @@ class DetachedClip:
             Condition(up, "dropped above the band"),
             Condition(down, "dropped below the band"),
         )
-        return (Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),)
+        return (
+            Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),
+        )
 
 
 @dataclass(frozen=True)
@@ -299,7 +335,9 @@ class ProbabilityBand:
             self.sides == "both",
         )
         # The weight is zeroed, not the product, so that a NaN advantage still shows.
-        weight = torch.where(outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap))
+        weight = torch.where(
+            outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap)
+        )
         loss = -weight * a if self.form == "ratio" else -weight * a * logp
         capped = t.mask & ~outside & (r.detach() > self.cap) if self.form == "score" else None
         return Surrogate(loss, upper=outside & (a > 0), lower=outside & ~(a > 0), dual=capped)
@@ -307,13 +345,21 @@ class ProbabilityBand:
     def sentence(self) -> str:
         measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
         side = "either way" if self.sides == "both" else "in the direction of its advantage"
-        weight = "the ratio" if self.form == "ratio" else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
+        weight = (
+            "the ratio"
+            if self.form == "ratio"
+            else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
+        )
         far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
         return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
-        return (Slopes(through_ratio=conditions) if self.form == "ratio" else Slopes(through_logp=conditions),)
+        return (
+            Slopes(through_ratio=conditions)
+            if self.form == "ratio"
+            else Slopes(through_logp=conditions),
+        )
 
 
 @dataclass(frozen=True)
@@ -340,7 +386,9 @@ class GeometricClip:
         mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
         loss = -a * t.sequences.expand(mean.exp())
         with torch.no_grad():
-            return Surrogate(loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low))
+            return Surrogate(
+                loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low)
+            )
 
     def check_ratio(self, ratio: Any) -> None:
         """Raise unless `ratio` is one that this fits."""
@@ -355,6 +403,10 @@ class GeometricClip:
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        up = Condition(f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above")
-        down = Condition(f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below")
+        up = Condition(
+            f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above"
+        )
+        down = Condition(
+            f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below"
+        )
         return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)

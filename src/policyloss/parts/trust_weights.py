@@ -26,7 +26,9 @@ class SoftGate:
         validate.number(self, "tau_negative", above=0, finite=True)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative))
+        return Surrogate(
+            trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
+        )
 
     def sentence(self) -> str:
         positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
@@ -62,7 +64,9 @@ class GammaWeight:
             (self.k_positive, self.lambda_positive),
             (self.k_negative, self.lambda_negative),
         )
-        return Surrogate(trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative))
+        return Surrogate(
+            trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
+        )
 
     def sentence(self) -> str:
         positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"
@@ -84,7 +88,9 @@ class Quadratic:
     beta: float
 
     def __post_init__(self) -> None:
-        validate.number(self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+        validate.number(
+            self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy."
+        )
 
     def __call__(self, t: Tokens) -> Surrogate:
         return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))

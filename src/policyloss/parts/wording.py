@@ -16,7 +16,8 @@ ANCHORS = {
 }
 # Names that mean the same in every formula. Any other name in a condition is a line of one part.
 COMMON_NAMES = frozenset(
-    {"advantages", "ratio", "log_ratio", "logp", "old_logp", "rollout_logp", "ref_logp"} | {"keep", "mask", "abs", "inf"}
+    {"advantages", "ratio", "log_ratio", "logp", "old_logp", "rollout_logp", "ref_logp"}
+    | {"keep", "mask", "abs", "inf"}
 )
 
 
@@ -108,7 +109,9 @@ def interval_in_words(low: float, high: float) -> str:
     return f"within [{spoken(low)}, {spoken(high)}]" if both else f"at most {spoken(high)}"
 
 
-def bounds_in_words(low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")) -> list[str]:
+def bounds_in_words(
+    low: float | None, high: float | None, words: tuple[str, str] = ("at least", "at most")
+) -> list[str]:
     """The bounds that exist, in words: ["at least 0.5", "at most 2"]."""
     stated = [] if low is None else [f"{words[0]} {spoken(low)}"]
     return stated if high is None else [*stated, f"{words[1]} {spoken(high)}"]

@@ -10,7 +10,12 @@ from typing import Any
 from policyloss.report.compare import flat
 from policyloss.report.text import duration, escaped, number
 
-_STATES = {"finished": "finished", "running": "still running", "stopped": "stopped early", "unknown": ""}
+_STATES = {
+    "finished": "finished",
+    "running": "still running",
+    "stopped": "stopped early",
+    "unknown": "",
+}
 
 
 def swatch(index: int) -> str:
@@ -22,7 +27,17 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     """One row for each run: what it trained, with what, how far, and how well it ended."""
     head = "".join(
         f"<th scope=col>{name}"
-        for name in ("Run", "Loss", "Model", "Task", "Held-out accuracy", "Reward", "Steps", "Time", "Tokens")
+        for name in (
+            "Run",
+            "Loss",
+            "Model",
+            "Task",
+            "Held-out accuracy",
+            "Reward",
+            "Steps",
+            "Time",
+            "Tokens",
+        )
     )
     rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
     return f'<div class="wide"><table class="runs stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
@@ -30,7 +45,9 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def _overview_row(index: int, run: Mapping[str, Any]) -> str:
     s = run["summary"]
-    steps = number(s["steps"]) + (f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else "")
+    steps = number(s["steps"]) + (
+        f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
+    )
     state = _STATES[s["state"]]
     cells = {
         "Loss": f"<b>{escaped(run['loss']['name'])}</b>",
@@ -43,14 +60,20 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
         "Tokens": number(s["tokens"]),
     }
     name = f'<th scope=row title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
-    return f"<tr>{name}" + "".join(f'<td data-name="{label}">{cell}' for label, cell in cells.items())
+    return f"<tr>{name}" + "".join(
+        f'<td data-name="{label}">{cell}' for label, cell in cells.items()
+    )
 
 
 def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
     if change is None:
         return '<span class="quiet">not measured</span>'
-    first, last = (f"{100 * v:.1f} %" if share else number(v) for v in (change["first"], change["last"]))
-    where = f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
+    first, last = (
+        f"{100 * v:.1f} %" if share else number(v) for v in (change["first"], change["last"])
+    )
+    where = (
+        f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
+    )
     return f'<span class="change" title="{where}"><span class="quiet">{first} →</span> <b>{last}</b></span>'
 
 
@@ -59,7 +82,9 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
     items = [(i, run["label"], note) for i, run in enumerate(runs) for note in run["notes"]]
     if not items:
         return ""
-    lines = "".join(f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: {escaped(note)}" for i, label, note in items)
+    lines = "".join(
+        f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: {escaped(note)}" for i, label, note in items
+    )
     opened = " open" if len(items) < 6 else ""
     return f'<details class="notes"{opened}><summary>Notes on the data ({len(items)})</summary><ul>{lines}</ul></details>'
 
@@ -68,13 +93,19 @@ def losses(data: Mapping[str, Any]) -> str:
     """A card for each different loss, and how the others differ from the first."""
     cards: list[tuple[Any, list[int]]] = []
     for i, run in enumerate(data["runs"]):
-        same = next((users for spec, users in cards if spec == run["loss"]["spec"] and spec is not None), None)
+        same = next(
+            (users for spec, users in cards if spec == run["loss"]["spec"] and spec is not None),
+            None,
+        )
         if same is None:
             cards.append((run["loss"]["spec"], [i]))
         else:
             same.append(i)
     differ = "".join(_difference(d) for d in data["differences"]["loss"])
-    return differ + f'<div class="cards">{"".join(_loss(data["runs"], users) for _, users in cards)}</div>'
+    return (
+        differ
+        + f'<div class="cards">{"".join(_loss(data["runs"], users) for _, users in cards)}</div>'
+    )
 
 
 def _difference(difference: Mapping[str, Any]) -> str:
@@ -83,8 +114,13 @@ def _difference(difference: Mapping[str, Any]) -> str:
     head = "<th scope=col>Slot" + "".join(f"<th scope=col>{title}" for title in columns.values())
     rows = ""
     for change in difference["changes"]:
-        cells = (escaped(change[name]) if name == "meaning" else f"<code>{escaped(change[name])}</code>" for name in columns)
-        rows += f"<tr><th scope=row>{escaped(change['slot'])}" + "".join(f"<td>{cell}" for cell in cells)
+        cells = (
+            escaped(change[name]) if name == "meaning" else f"<code>{escaped(change[name])}</code>"
+            for name in columns
+        )
+        rows += f"<tr><th scope=row>{escaped(change['slot'])}" + "".join(
+            f"<td>{cell}" for cell in cells
+        )
     extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
     table = f'<table class="stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table>'
     key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'
@@ -99,11 +135,21 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
         why = "This loss cannot be explained; see the notes on the data."
         return f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p class="quiet">{why}</p></div>'
     formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
-    words = "".join(f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items())
+    words = "".join(
+        f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items()
+    )
     none = _no_gradient(explanation["zero_gradient"])
     numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
     traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
-    title = " · ".join(filter(None, (f"preset {explanation['preset']}" if explanation["preset"] else "", explanation["paper"])))
+    title = " · ".join(
+        filter(
+            None,
+            (
+                f"preset {explanation['preset']}" if explanation["preset"] else "",
+                explanation["paper"],
+            ),
+        )
+    )
     heading = f"<h3>{escaped(explanation['title'])}</h3>"
     return f"""<div class="card loss">{heading}<p>{used} <span class="quiet">{escaped(title)}</span></p>
 <pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
@@ -119,7 +165,10 @@ def _no_gradient(zero: Mapping[str, Any]) -> str:
     """
     parts = []
     if zero["alone"]:
-        parts += ["<p>Where one of these holds, the policy term gives a token exactly none:</p>", _conditions(zero["alone"])]
+        parts += [
+            "<p>Where one of these holds, the policy term gives a token exactly none:</p>",
+            _conditions(zero["alone"]),
+        ]
     if zero["together"]:
         parts += [
             f"<p>And where every token of its {escaped(zero['group'])} meets one of these:</p>",
@@ -136,7 +185,9 @@ def _conditions(conditions: Iterable[Mapping[str, str]]) -> str:
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:
     return "".join(
-        f"<tr><th scope=row><code>{escaped(row[0])}</code>" + "".join(f"<td>{escaped(v)}" for v in row[1:]) for row in rows
+        f"<tr><th scope=row><code>{escaped(row[0])}</code>"
+        + "".join(f"<td>{escaped(v)}" for v in row[1:])
+        for row in rows
     )
 
 
@@ -156,15 +207,22 @@ def settings(data: Mapping[str, Any], name: str) -> str:
     differing = _table(runs, [(d["key"], d["values"]) for d in data["differences"][name]])
     same = '<p class="quiet">The same in all runs.</p>' if len(runs) > 1 else ""
     complete = _table(runs, [(key, [table.get(key) for table in tables]) for key in keys])
-    return complete if len(runs) == 1 else (differing or same) + _folded(f"All {len(keys)}", complete)
+    return (
+        complete if len(runs) == 1 else (differing or same) + _folded(f"All {len(keys)}", complete)
+    )
 
 
-def _table(runs: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, Sequence[str | None]]]) -> str:
+def _table(
+    runs: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, Sequence[str | None]]]
+) -> str:
     if not rows:
         return ""
-    head = "".join(f"<th scope=col>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>" for i, run in enumerate(runs))
+    head = "".join(
+        f"<th scope=col>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>" for i, run in enumerate(runs)
+    )
     body = "".join(
-        f"<tr><th scope=row>{escaped(key)}" + "".join(f"<td><bdi>{'–' if v is None else escaped(v)}</bdi>" for v in values)
+        f"<tr><th scope=row>{escaped(key)}"
+        + "".join(f"<td><bdi>{'–' if v is None else escaped(v)}</bdi>" for v in values)
         for key, values in rows
     )
     return f'<div class="wide"><table class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'

@@ -32,7 +32,11 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     folders = [_run_folder(Path(p)) for p in paths]
     runs = [_run(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
-    return {"schema": SCHEMA, "runs": runs, "differences": {**between, "loss": loss_differences(runs)}}
+    return {
+        "schema": SCHEMA,
+        "runs": runs,
+        "differences": {**between, "loss": loss_differences(runs)},
+    }
 
 
 def _run_folder(path: Path) -> Path:
@@ -41,8 +45,14 @@ def _run_folder(path: Path) -> Path:
         raise InputError(f"{path} {problem}; give the folder that `policyloss train` wrote.")
     if not any(is_regular(path / name) for name in ("config.json", "metrics.jsonl")):
         inside = sorted(p.parent.name for p in islice(path.glob("*/config.json"), 100))
-        hint = f" It holds runs: {', '.join(inside[:5])}." if inside else " A link to such a file does not count."
-        raise InputError(f"{path} is no run directory: it has neither config.json nor metrics.jsonl.{hint}")
+        hint = (
+            f" It holds runs: {', '.join(inside[:5])}."
+            if inside
+            else " A link to such a file does not count."
+        )
+        raise InputError(
+            f"{path} is no run directory: it has neither config.json nor metrics.jsonl.{hint}"
+        )
     return path
 
 
@@ -52,8 +62,13 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     """
     names = [folder.resolve().name for folder in folders]
     longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
-    names = [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
-    return [name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)]
+    names = [
+        long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
 
 
 def _run(folder: Path, label: str) -> dict[str, Any]:

@@ -16,15 +16,28 @@ _SHOWN = 20  # notes on the command line; the page has them all
 def report_command(arguments: Sequence[str]) -> int:
     """Write the report that `arguments` ask for; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="policyloss report", description="Draw one or more runs as one HTML page that opens offline."
+        prog="policyloss report",
+        description="Draw one or more runs as one HTML page that opens offline.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, as `policyloss train` writes it")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same data as JSON, too")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a run directory, as `policyloss train` writes it",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the same data as JSON, too"
+    )
     options = parser.parse_args(arguments)
     data = write_report(options.runs, options.out, options.json)
     count = len(data["runs"])
-    print(f"{options.out}: {count} run{'s' if count > 1 else ''}; open it in a browser.", flush=True)
+    print(
+        f"{options.out}: {count} run{'s' if count > 1 else ''}; open it in a browser.", flush=True
+    )
     notes = [f"{run['label']}: {note}" for run in data["runs"] for note in run["notes"]]
     for note in notes[:_SHOWN]:
         print(visible(note), file=sys.stderr)

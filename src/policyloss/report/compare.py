@@ -13,7 +13,15 @@ from policyloss.report.reading import Notes, strict
 from policyloss.spec import LossSpec
 
 # What a text that is no loss can make of reading, explaining or comparing it.
-_NO_LOSS = (PolicyLossError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_NO_LOSS = (
+    PolicyLossError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -23,7 +31,11 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             out |= flat(value, f"{prefix}{key}.")
         else:
-            out[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            out[f"{prefix}{key}"] = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
     return out
 
 
@@ -48,11 +60,19 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
         return card
     try:
         explanation = explain(LossSpec.from_dict(spec))
-        explained, text = strict(explanation.to_dict(), "The explanation of the loss", notes), str(explanation)
+        explained, text = (
+            strict(explanation.to_dict(), "The explanation of the loss", notes),
+            str(explanation),
+        )
     except _NO_LOSS as error:
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
-    return {"name": _loss_name(asked, explanation), "spec": spec, "explain": explained, "text": text}
+    return {
+        "name": _loss_name(asked, explanation),
+        "spec": spec,
+        "explain": explained,
+        "text": text,
+    }
 
 
 def _loss_name(asked: str, explanation: Explanation) -> str:
@@ -79,10 +99,19 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         try:
             result = diff(LossSpec.from_dict(specs[0]), LossSpec.from_dict(run["loss"]["spec"]))
         except _NO_LOSS as error:
-            run["notes"].append(f"The loss cannot be compared with that of {known[0]['label']}: {error}")
+            run["notes"].append(
+                f"The loss cannot be compared with that of {known[0]['label']}: {error}"
+            )
             continue
         if not result.equal:
-            rows.append({"a": known[0]["label"], "b": run["label"], "text": str(result), **_without_names(result.to_dict())})
+            rows.append(
+                {
+                    "a": known[0]["label"],
+                    "b": run["label"],
+                    "text": str(result),
+                    **_without_names(result.to_dict()),
+                }
+            )
     return rows
 
 

@@ -35,7 +35,11 @@ PANELS = (
         share=True,
     ),
     Panel(
-        "reward", "Learning", "Reward", "mean over a step's samples, and its spread", ("reward/mean", "reward/std", "eval/reward")
+        "reward",
+        "Learning",
+        "Reward",
+        "mean over a step's samples, and its spread",
+        ("reward/mean", "reward/std", "eval/reward"),
     ),
     Panel(
         "kl",
@@ -50,20 +54,74 @@ PANELS = (
         "Policy",
         "Clip fractions",
         "share of tokens the trust region holds",
-        ("policy/clip_fraction", "policy/clip_fraction_upper", "policy/clip_fraction_lower", "policy/clip_fraction*"),
+        (
+            "policy/clip_fraction",
+            "policy/clip_fraction_upper",
+            "policy/clip_fraction_lower",
+            "policy/clip_fraction*",
+        ),
     ),
     Panel("entropy", "Policy", "Entropy", "nats per token", ("policy/entropy",)),
-    Panel("grad", "Policy", "Gradient norm", "before clipping", ("grad_norm", "critic_grad_norm"), log=True),
+    Panel(
+        "grad",
+        "Policy",
+        "Gradient norm",
+        "before clipping",
+        ("grad_norm", "critic_grad_norm"),
+        log=True,
+    ),
     Panel("ratio", "Policy", "Ratio", "mean and extremes", ("policy/ratio_m*",), log=True),
-    Panel("loss", "Policy", "Policy loss", "its value says little: see the traps of the loss", ("policy/loss",)),
-    Panel("length", "Rollouts", "Completion length", "tokens", ("length/mean", "length/max", "eval/length")),
+    Panel(
+        "loss",
+        "Policy",
+        "Policy loss",
+        "its value says little: see the traps of the loss",
+        ("policy/loss",),
+    ),
+    Panel(
+        "length",
+        "Rollouts",
+        "Completion length",
+        "tokens",
+        ("length/mean", "length/max", "eval/length"),
+    ),
     Panel("truncated", "Rollouts", "Truncated", "share cut at the length limit", ("truncated",)),
-    Panel("groups", "Rollouts", "Groups", "kept, and without spread in reward", ("groups/kept", "groups/zero_variance")),
+    Panel(
+        "groups",
+        "Rollouts",
+        "Groups",
+        "kept, and without spread in reward",
+        ("groups/kept", "groups/zero_variance"),
+    ),
     Panel("value", "Critic", "Value loss", "as it is trained", ("value/loss",), log=True),
-    Panel("explained", "Critic", "Explained variance", "of the returns; 1 is all of it", ("value/explained_variance",)),
-    Panel("values", "Critic", "Values and returns", "means over tokens", ("value/value_mean", "value/return_mean")),
-    Panel("speed", "Speed", "Tokens per second", "trained tokens over the whole step", ("timing/*tokens*",)),
-    Panel("seconds", "Speed", "Seconds per step", "in all, and of its parts", ("timing/step_s", "timing/*")),
+    Panel(
+        "explained",
+        "Critic",
+        "Explained variance",
+        "of the returns; 1 is all of it",
+        ("value/explained_variance",),
+    ),
+    Panel(
+        "values",
+        "Critic",
+        "Values and returns",
+        "means over tokens",
+        ("value/value_mean", "value/return_mean"),
+    ),
+    Panel(
+        "speed",
+        "Speed",
+        "Tokens per second",
+        "trained tokens over the whole step",
+        ("timing/*tokens*",),
+    ),
+    Panel(
+        "seconds",
+        "Speed",
+        "Seconds per step",
+        "in all, and of its parts",
+        ("timing/step_s", "timing/*"),
+    ),
 )
 
 
@@ -81,9 +139,13 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
             charts.append({**panel._asdict(), "keys": taken})
     signed = {"hint": "", "section": OTHER, "log": False, "share": False}
     charts += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
-    return [{name: value for name, value in panel.items() if name != "patterns"} for panel in charts]
+    return [
+        {name: value for name, value in panel.items() if name != "patterns"} for panel in charts
+    ]
 
 
 def _matching(patterns: Sequence[str], keys: Sequence[str]) -> list[str]:
     """The keys that match, in the order of the patterns, which is the order of the line styles."""
-    return list(dict.fromkeys(key for pattern in patterns for key in keys if fnmatchcase(key, pattern)))
+    return list(
+        dict.fromkeys(key for pattern in patterns for key in keys if fnmatchcase(key, pattern))
+    )

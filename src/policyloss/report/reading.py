@@ -30,7 +30,12 @@ Notes = list[str]
 _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 # Without O_NONBLOCK, to open a pipe would wait for somebody to write into it. Windows knows neither
 # flag.
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
 
 
 def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
@@ -122,14 +127,20 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
                 first_broken = first_broken or number
             offset += length
         if offset >= FILE_BYTES and file.read(1):
-            notes.append(f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out.")
+            notes.append(
+                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out."
+            )
     except OSError as error:
         notes.append(f"{name} cannot be read: {type(error).__name__}.")
     finally:
         if long:
-            notes.append(f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out.")
+            notes.append(
+                f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out."
+            )
         if broken:
-            notes.append(f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}.")
+            notes.append(
+                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}."
+            )
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
@@ -164,7 +175,9 @@ def is_number(value: Any) -> bool:
     """Whether a JSON value stands for a number, finite or not (`NaN`, or the string "nan" of
     writers that keep to strict JSON).
     """
-    return isinstance(value, (int, float)) or (isinstance(value, str) and len(value) < 10 and value.lower() in _NONFINITE)
+    return isinstance(value, (int, float)) or (
+        isinstance(value, str) and len(value) < 10 and value.lower() in _NONFINITE
+    )
 
 
 def finite(value: Any) -> float | int | None:

@@ -30,10 +30,18 @@ def render(data: Mapping[str, Any]) -> str:
     more = charts.pop(OTHER, "")
     sections = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
-        _section("ratios", "Ratio distribution", _asset("ratios.html")) if any(run["histogram"] for run in shown["runs"]) else "",
+        _section("ratios", "Ratio distribution", _asset("ratios.html"))
+        if any(run["histogram"] for run in shown["runs"])
+        else "",
         *charts.values(),
-        _section("tokens", "Tokens", _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS),
-        _section("losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)),
+        _section(
+            "tokens",
+            "Tokens",
+            _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
+        ),
+        _section(
+            "losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)
+        ),
         _section("settings", "Settings", cards.settings(data, "config")),
         more,
         _section("environment", "Environment", cards.settings(data, "environment")),
@@ -59,8 +67,17 @@ def _policy(style: str, script: str) -> str:
     """A content policy that allows this style, this script and pictures from the page itself, and
     no request.
     """
-    allowed = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "img-src": "data:"}
-    rules = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", *(f"{name} {value}" for name, value in allowed.items())]
+    allowed = {
+        "script-src": f"'{_digest(script)}'",
+        "style-src": f"'{_digest(style)}'",
+        "img-src": "data:",
+    }
+    rules = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(f"{name} {value}" for name, value in allowed.items()),
+    ]
     return "; ".join(rules)
 
 
@@ -76,9 +93,13 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     """The charts by section: a figure for each panel, into which the script draws."""
     figures: dict[str, list[str]] = {}
     for i, panel in enumerate(panels):
-        figures.setdefault(panel["section"], []).append(_figure(i, escaped(panel["title"]), escaped(panel["hint"])))
+        figures.setdefault(panel["section"], []).append(
+            _figure(i, escaped(panel["title"]), escaped(panel["hint"]))
+        )
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
-    sections = {name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER}
+    sections = {
+        name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER
+    }
     if OTHER in grids:
         summary = f"<summary><h2>{OTHER} ({len(figures[OTHER])})</h2></summary>"
         sections[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'

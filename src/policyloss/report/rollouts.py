@@ -9,7 +9,15 @@ from typing import Any
 
 from policyloss.report import limits
 from policyloss.report.limits import cut
-from policyloss.report.reading import Notes, finite, integer, json_lines, open_regular, row_at, step_of
+from policyloss.report.reading import (
+    Notes,
+    finite,
+    integer,
+    json_lines,
+    open_regular,
+    row_at,
+    step_of,
+)
 
 NUMBERS = ("logp", "old_logp", "rollout_logp", "ratio", "token_advantage")
 TEXTS = ("prompt", "completion", "answer")
@@ -17,7 +25,9 @@ TEXTS = ("prompt", "completion", "answer")
 Index = dict[int, list[tuple[int, int]]]
 
 
-def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -> list[dict[str, Any]]:
+def read_rollouts(
+    path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET
+) -> list[dict[str, Any]]:
     """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget`
     tokens of them.
     """
@@ -33,16 +43,24 @@ def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -
                 without += 1
                 continue
             if total == limits.INDEXED:
-                notes.append(f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was left out.")
+                notes.append(
+                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was left out."
+                )
                 break
             total += 1
             index.setdefault(step, []).append((offset, _size(row)))
         chosen = _choose(index, budget)
         shorter = Shortened()
-        rows = [_clean(row_at(file, offset), step, shorter) for step in sorted(chosen) for offset, _ in chosen[step]]
+        rows = [
+            _clean(row_at(file, offset), step, shorter)
+            for step in sorted(chosen)
+            for offset, _ in chosen[step]
+        ]
     if len(rows) < total:
         steps = f"{len(chosen)} of {len(index)} steps"
-        notes.append(f"{len(rows)} of {total} rollouts are shown, from {steps}, to keep the page small.")
+        notes.append(
+            f"{len(rows)} of {total} rollouts are shown, from {steps}, to keep the page small."
+        )
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
     notes += shorter.notes()
@@ -52,7 +70,10 @@ def read_rollouts(path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET) -
 def _size(row: dict[str, Any]) -> int:
     """How much of the budget a row takes, in tokens; its texts count, too."""
     characters = sum(min(len(_text(row.get(name))), limits.TEXT_LENGTH) for name in TEXTS)
-    return min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET) + characters // limits.CHARACTERS_PER_TOKEN
+    return (
+        min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
+        + characters // limits.CHARACTERS_PER_TOKEN
+    )
 
 
 def _choose(index: Index, budget: int) -> Index:
@@ -63,7 +84,8 @@ def _choose(index: Index, budget: int) -> Index:
     sizes = {step: sum(size for _, size in rows) for step, rows in index.items()}
     stride = 1
     while stride < len(steps) and (
-        sum(sizes[s] for s in steps[::-stride]) > budget or sum(len(index[s]) for s in steps[::-stride]) > limits.ROWS
+        sum(sizes[s] for s in steps[::-stride]) > budget
+        or sum(len(index[s]) for s in steps[::-stride]) > limits.ROWS
     ):
         stride += 1
     chosen: Index = {}
@@ -90,7 +112,11 @@ class Shortened:
             f"token(s) longer than {limits.TOKEN_LENGTH} characters": self.tokens,
             f"rollout(s) with more than {limits.TOKEN_BUDGET:,} tokens": self.rows,
         }
-        return [f"{count:,} {what} are shown up to there; the rest is left out." for what, count in counts.items() if count]
+        return [
+            f"{count:,} {what} are shown up to there; the rest is left out."
+            for what, count in counts.items()
+            if count
+        ]
 
 
 def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]:
@@ -103,13 +129,25 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
     shorter.rows += len(every) > len(tokens)
     shorter.tokens += sum(len(token) > limits.TOKEN_LENGTH for token in tokens)
     shorter.texts += sum(len(text) > limits.TEXT_LENGTH for text in texts.values())
-    out: dict[str, Any] = {"step": step, "example": _label(row.get("example")), "group": _label(row.get("group"))}
+    out: dict[str, Any] = {
+        "step": step,
+        "example": _label(row.get("example")),
+        "group": _label(row.get("group")),
+    }
     out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
     out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}
-    out |= {"finished": bool(row.get("finished")), "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens]}
+    out |= {
+        "finished": bool(row.get("finished")),
+        "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
+    }
     out["ids"] = _fitted([integer(v) for v in _list(row.get("ids"))], len(tokens))
-    out |= {name: _fitted([finite(v) for v in _list(row.get(name))], len(tokens)) for name in NUMBERS}
-    out["clipped"] = [None if flag is None else bool(flag) for flag in _fitted(_list(row.get("clipped")), len(tokens))]
+    out |= {
+        name: _fitted([finite(v) for v in _list(row.get(name))], len(tokens)) for name in NUMBERS
+    }
+    out["clipped"] = [
+        None if flag is None else bool(flag)
+        for flag in _fitted(_list(row.get("clipped")), len(tokens))
+    ]
     return out
 
 

@@ -10,12 +10,22 @@ from typing import Any
 
 from policyloss.report import limits
 from policyloss.report.panels import PANELS
-from policyloss.report.reading import Notes, finite, is_number, json_lines, open_regular, row_at, step_of
+from policyloss.report.reading import (
+    Notes,
+    finite,
+    is_number,
+    json_lines,
+    open_regular,
+    row_at,
+    step_of,
+)
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
 # The metrics that the charts of the page name are kept, however many others there are.
-_EXPECTED = {name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name} | {"tokens"}
+_EXPECTED = {
+    name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name
+} | {"tokens"}
 
 
 class Line:
@@ -54,7 +64,9 @@ class Line:
 
     def points(self, limit: int) -> list[tuple[int, float | int | None]]:
         """At most about `limit` of the points, evenly spaced, the last among them."""
-        points = self._points if self._points[-1:] == [self._newest] else [*self._points, self._newest]
+        points = (
+            self._points if self._points[-1:] == [self._newest] else [*self._points, self._newest]
+        )
         return points[:: -math.ceil(len(points) / limit)][::-1]
 
     def change(self) -> dict[str, Any] | None:
@@ -64,7 +76,13 @@ class Line:
         if self.first is None or self.last is None:
             return None
         (first_step, first), (last_step, last) = self.first, self.last
-        return {"first": first, "first_step": first_step, "last": last, "last_step": last_step, "best": self.best}
+        return {
+            "first": first,
+            "first_step": first_step,
+            "last": last,
+            "last_step": last_step,
+            "best": self.best,
+        }
 
 
 class Table:
@@ -87,7 +105,11 @@ class Table:
         for key, value in row.items():
             if key == HISTOGRAM:
                 self.histograms.add(step, value)
-            elif key != "step" and (is_number(value) or (value is None and key in nonfinite)) and self._is_kept(key):
+            elif (
+                key != "step"
+                and (is_number(value) or (value is None and key in nonfinite))
+                and self._is_kept(key)
+            ):
                 self.lines.setdefault(key, Line()).add(step, finite(value))
 
     def _is_kept(self, name: str) -> bool:
@@ -104,7 +126,9 @@ class Table:
         infinite.
         """
         if self._left_out:
-            count = f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
+            count = (
+                f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
+            )
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
             notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
         limit = min(limits.POINTS, limits.POINT_BUDGET // max(1, len(self.lines)))
@@ -115,7 +139,10 @@ class Table:
         out: Series = {}
         for key, line in sorted(self.lines.items()):
             points = line.points(limit)
-            out[key] = {"step": [step for step, _ in points], "value": [value for _, value in points]}
+            out[key] = {
+                "step": [step for step, _ in points],
+                "value": [value for _, value in points],
+            }
         return out
 
     def nonfinite_notes(self) -> Notes:
@@ -153,14 +180,18 @@ def read_table(path: Path, notes: Notes) -> Table:
                 without += 1
                 continue
             if len(places) >= limits.INDEXED and step not in places:
-                notes.append(f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out.")
+                notes.append(
+                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out."
+                )
                 break
             repeated += step in places
             places[step] = offset
         for step in sorted(places):
             table.add(step, row_at(file, places[step]))
     if repeated:
-        notes.append(f"{path.name} has {repeated} step(s) more than once; the last line of each is used.")
+        notes.append(
+            f"{path.name} has {repeated} step(s) more than once; the last line of each is used."
+        )
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
     return table
@@ -194,13 +225,21 @@ class Histograms:
         has one.
         """
         if self._odd:
-            what = f"{self._odd} ratio histogram(s) have other edges than the first, or no usable ones"
+            what = (
+                f"{self._odd} ratio histogram(s) have other edges than the first, or no usable ones"
+            )
             notes.append(f"{what}, and were left out.")
         if self._stride > 1:
-            notes.append(f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others are left out.")
+            notes.append(
+                f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others are left out."
+            )
         if not self._rows:
             return None
-        return {"edges": self._edges, "step": [s for s, _ in self._rows], "counts": [c for _, c in self._rows]}
+        return {
+            "edges": self._edges,
+            "step": [s for s, _ in self._rows],
+            "counts": [c for _, c in self._rows],
+        }
 
 
 def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
@@ -210,7 +249,11 @@ def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
     if not isinstance(value, dict):
         return None
     edges, counts = value.get("edges"), value.get("counts")
-    if not isinstance(edges, list) or not isinstance(counts, list) or not 0 < len(counts) <= limits.BINS:
+    if (
+        not isinstance(edges, list)
+        or not isinstance(counts, list)
+        or not 0 < len(counts) <= limits.BINS
+    ):
         return None
     edges = [edge if edge == math.inf else finite(edge) for edge in edges[: limits.BINS + 2]]
     counts = [finite(count) for count in counts]
@@ -224,5 +267,9 @@ def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
         edges[0] = edges[1] ** 2 / edges[2]
     if edges[-1] == math.inf and len(edges) > 3:
         edges[-1] = edges[-2] ** 2 / edges[-3]
-    usable = all(finite(e) is not None for e in edges) and edges[0] > 0 and all(a < b for a, b in pairwise(edges))
+    usable = (
+        all(finite(e) is not None for e in edges)
+        and edges[0] > 0
+        and all(a < b for a, b in pairwise(edges))
+    )
     return (edges, counts) if usable else None

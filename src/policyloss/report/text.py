@@ -11,7 +11,9 @@ from typing import Any
 
 # Characters that show nothing or deceive: controls except tab and newline, direction overrides and
 # isolates, zero-width characters, lone surrogates.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]")
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]"
+)
 
 
 def escaped(value: Any) -> str:

@@ -37,7 +37,9 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),
         "band": _band(run["loss"]["spec"]),
-        "rollouts": [{**row, **{name: _short(row[name]) for name in NUMBERS}} for row in run["rollouts"]],
+        "rollouts": [
+            {**row, **{name: _short(row[name]) for name in NUMBERS}} for row in run["rollouts"]
+        ],
     }
 
 
@@ -45,17 +47,26 @@ def _short(values: Iterable[Any]) -> list[Any]:
     """The values with six significant digits, which is more than a screen can show; tiny values
     become 0.
     """
-    return [v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0 for v in values]
+    return [
+        v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0
+        for v in values
+    ]
 
 
 def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The histogram without the outer bins that are empty at every step."""
     if histogram is None:
         return None
-    used = [i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])]
+    used = [
+        i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])
+    ]
     low, high = (used[0], used[-1] + 1) if used else (0, 1)
     counts = [row[low:high] for row in histogram["counts"]]
-    return {"edges": _short(histogram["edges"][low : high + 1]), "step": histogram["step"], "counts": counts}
+    return {
+        "edges": _short(histogram["edges"][low : high + 1]),
+        "step": histogram["step"],
+        "counts": counts,
+    }
 
 
 def _band(spec: Any) -> list[float] | None:
@@ -64,7 +75,11 @@ def _band(spec: Any) -> list[float] | None:
     """
     parts = spec if isinstance(spec, dict) else {}
     ratio, trust = parts.get("ratio"), parts.get("trust")
-    if not isinstance(ratio, dict) or ratio.get("type") != "TokenRatio" or not isinstance(trust, dict):
+    if (
+        not isinstance(ratio, dict)
+        or ratio.get("type") != "TokenRatio"
+        or not isinstance(trust, dict)
+    ):
         return None
     low, high = finite(trust.get("eps_low")), finite(trust.get("eps_high"))
     if low is not None and high is not None:
@@ -83,7 +98,9 @@ def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         values["advantage"] += [abs(a) for a in row["token_advantage"] if a is not None]
         pairs = zip(row["logp"], row["rollout_logp"], strict=True)
         values["rollout"] += [abs(a - b) for a, b in pairs if a is not None and b is not None]
-    return {mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0 for mode, sizes in values.items()}
+    return {
+        mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0 for mode, sizes in values.items()
+    }
 
 
 def _percentile(values: list[float], share: float) -> float:

@@ -12,10 +12,19 @@ from policyloss.output import check_output, write_output
 from policyloss.report.collect import collect
 from policyloss.report.render import render
 
-_READ = {"config.json", "environment.json", "lock", "metrics.jsonl", "rollouts.jsonl", "timing.jsonl"}
+_READ = {
+    "config.json",
+    "environment.json",
+    "lock",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "timing.jsonl",
+}
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None) -> dict[str, Any]:
+def write_report(
+    paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None
+) -> dict[str, Any]:
     """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each
     atomically; returns the data.
 
@@ -31,6 +40,8 @@ def write_report(paths: Sequence[str | Path], out: str | Path, json_out: str | P
         raise InputError(f"out and json_out name the same file, {str(out)!r}; give two.")
     page = render(data)
     if json_out is not None:
-        write_output(json_out, (json.dumps(data, allow_nan=False, indent=1) + "\n").encode(), "json_out")
+        write_output(
+            json_out, (json.dumps(data, allow_nan=False, indent=1) + "\n").encode(), "json_out"
+        )
     write_output(out, page.encode(), "out")
     return data

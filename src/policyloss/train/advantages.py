@@ -20,13 +20,20 @@ class Judged(NamedTuple):
     returns: Tensor | None = None
 
 
-def judge(config: TrainConfig, pack: Pack, *, values: Tensor | None, greedy: Tensor | None, group: Any) -> Judged:
+def judge(
+    config: TrainConfig, pack: Pack, *, values: Tensor | None, greedy: Tensor | None, group: Any
+) -> Judged:
     """The advantages of a pack.
 
     values: `[N]` of the critic, for "gae". greedy: `[S]`, the reward of the greedy answer to each prompt, for "remax". group: the
     data-parallel ranks (or "local"), which share what is taken over the batch; the samples of a prompt lie on one of them.
     """
-    name, rewards, mask, cu_seqlens = config.estimator, pack.sequences["rewards"], pack.tokens["mask"], pack.cu_seqlens
+    name, rewards, mask, cu_seqlens = (
+        config.estimator,
+        pack.sequences["rewards"],
+        pack.tokens["mask"],
+        pack.cu_seqlens,
+    )
     if name == "gae":
         assert values is not None
         found = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
@@ -39,7 +46,11 @@ def judge(config: TrainConfig, pack: Pack, *, values: Tensor | None, greedy: Ten
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk
-    return Judged(_over_tokens(estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group), pack))
+    return Judged(
+        _over_tokens(
+            estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group), pack
+        )
+    )
 
 
 def _over_tokens(x: Tensor, pack: Pack) -> Tensor:

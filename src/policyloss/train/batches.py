@@ -28,7 +28,8 @@ class Pack:
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
         """All samples. train_on_cut: False takes completions that did not end out of the mask."""
         parts: dict[str, list[Tensor]] = {
-            name: [] for name in ("ids", "targets", "completion", "mask", "position_ids", "rollout_logp")
+            name: []
+            for name in ("ids", "targets", "completion", "mask", "position_ids", "rollout_logp")
         }
         lengths = []
         for sample in samples:
@@ -40,7 +41,9 @@ class Pack:
             parts["completion"].append(completion)
             parts["mask"].append(completion & (sample.finished or train_on_cut))
             parts["position_ids"].append(torch.arange(n))
-            parts["rollout_logp"].append(torch.zeros(n).masked_scatter(completion, sample.rollout_logp))
+            parts["rollout_logp"].append(
+                torch.zeros(n).masked_scatter(completion, sample.rollout_logp)
+            )
             lengths.append(n)
         numbers = {
             "group_ids": torch.tensor([sample.group for sample in samples], dtype=torch.int64),
@@ -53,7 +56,13 @@ class Pack:
         """One sequence without a token to train on, for a rank that has none: it takes part in every forward all the same."""
         token = torch.zeros(1, dtype=torch.int64)
         nowhere = {"completion": token.bool(), "mask": token.bool()}
-        tokens = {"ids": token, "targets": token, **nowhere, "position_ids": token, "rollout_logp": torch.zeros(1)}
+        tokens = {
+            "ids": token,
+            "targets": token,
+            **nowhere,
+            "position_ids": token,
+            "rollout_logp": torch.zeros(1),
+        }
         return cls(tokens, {"group_ids": token - 1, "rewards": torch.zeros(1)}, [1])
 
     @property
@@ -72,7 +81,10 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same on a device."""
-        tokens, sequences = ({name: x.to(device) for name, x in group.items()} for group in (self.tokens, self.sequences))
+        tokens, sequences = (
+            {name: x.to(device) for name, x in group.items()}
+            for group in (self.tokens, self.sequences)
+        )
         return Pack(tokens, sequences, self.lengths)
 
     def select(self, chosen: Sequence[int]) -> Pack:
@@ -99,7 +111,11 @@ class Pack:
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""
-        return {**self.tokens, "cu_seqlens": self.cu_seqlens, "group_ids": self.sequences["group_ids"]}
+        return {
+            **self.tokens,
+            "cu_seqlens": self.cu_seqlens,
+            "group_ids": self.sequences["group_ids"],
+        }
 
 
 def minibatches(count: int, number: int, seed: int) -> list[list[int]]:

@@ -46,8 +46,14 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint, of all ranks together."""
-        waiting = [Completions.merged(self.ranks.gather(completions)).state() for completions in self.queue]
-        numbers = {"cursor": self.cursor, "draws": self.draws, "queue": [numbers for _, numbers in waiting]}
+        waiting = [
+            Completions.merged(self.ranks.gather(completions)).state() for completions in self.queue
+        ]
+        numbers = {
+            "cursor": self.cursor,
+            "draws": self.draws,
+            "queue": [numbers for _, numbers in waiting],
+        }
         return {"queue": [tensors for tensors, _ in waiting]}, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
@@ -57,7 +63,9 @@ class Collector:
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
             completions.check(len(self.task.train), parts(self.model)[1].shape[0])
-            self.queue.append(completions.share(self.ranks.rank, self.ranks.world, self.config.prompts))
+            self.queue.append(
+                completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
+            )
 
     def next_step(self) -> Completions:
         """The completions to train on now: those that were sampled `staleness` steps ago."""
@@ -75,23 +83,43 @@ class Collector:
             groups += config.prompts
             everything += drawn
             failed += errors
-            kept += [s for group in _grouped(drawn) for s in group if not config.dynamic_sampling or _differ(group)]
-            if len({g for share in self.ranks.gather([s.group for s in kept]) for g in share}) >= wanted:
+            kept += [
+                s
+                for group in _grouped(drawn)
+                for s in group
+                if not config.dynamic_sampling or _differ(group)
+            ]
+            if (
+                len({g for share in self.ranks.gather([s.group for s in kept]) for g in share})
+                >= wanted
+            ):
                 break
         # The first groups that were kept, of all ranks: as many as were asked for.
-        chosen = set(sorted({g for share in self.ranks.gather([s.group for s in kept]) for g in share})[:wanted])
+        chosen = set(
+            sorted({g for share in self.ranks.gather([s.group for s in kept]) for g in share})[
+                :wanted
+            ]
+        )
         samples = [s for s in kept if s.group in chosen]
         statistics = self._statistics(everything, len(chosen), failed)
-        return Completions(samples, self._greedy(samples) if config.estimator == "remax" else None, statistics)
+        return Completions(
+            samples, self._greedy(samples) if config.estimator == "remax" else None, statistics
+        )
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
         """One draw of `prompts` groups, scored: this rank's share of it, and how many could not be scored."""
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
-        rows = uniforms(config.seed, self.draws, config.prompts * config.group_size, config.max_new_tokens)
+        rows = uniforms(
+            config.seed, self.draws, config.prompts * config.group_size, config.max_new_tokens
+        )
         self.draws += 1
         own = range(self.ranks.rank, config.prompts, self.ranks.world)
-        prompts = [(examples[i].id, first_group + i, examples[i].prompt) for i in own for _ in range(config.group_size)]
+        prompts = [
+            (examples[i].id, first_group + i, examples[i].prompt)
+            for i in own
+            for _ in range(config.group_size)
+        ]
         places = [i * config.group_size + k for i in own for k in range(config.group_size)]
         self.at("sampling")
         found = sample(
@@ -108,7 +136,11 @@ class Collector:
         self.at("scoring")
         rewards = [self._reward(self.task.train[s.example], s) for s in found]
         self.at("gathering the completions of all ranks")
-        good = [dataclasses.replace(s, reward=r) for s, r in zip(found, rewards, strict=True) if not math.isnan(r)]
+        good = [
+            dataclasses.replace(s, reward=r)
+            for s, r in zip(found, rewards, strict=True)
+            if not math.isnan(r)
+        ]
         return good, len(found) - len(good)
 
     def _next(self) -> Example:
@@ -147,7 +179,9 @@ class Collector:
             batch_tokens=self.config.sampling_tokens,
         )
         rewards = {s.example: self._reward(self.task.train[s.example], s) for s in found}
-        return torch.tensor([0.0 if math.isnan(rewards[s.example]) else rewards[s.example] for s in samples])
+        return torch.tensor(
+            [0.0 if math.isnan(rewards[s.example]) else rewards[s.example] for s in samples]
+        )
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Of all completions that were sampled, kept or not, on all ranks."""
@@ -180,7 +214,9 @@ def _order(size: int, seed: int, turn: int) -> list[int]:
     key = (size, seed, turn)
     if key not in _ORDERS:
         _ORDERS.clear()  # one pass over the prompts at a time is enough
-        _ORDERS[key] = torch.randperm(size, generator=torch.Generator().manual_seed(seed * 7919 + turn)).tolist()
+        _ORDERS[key] = torch.randperm(
+            size, generator=torch.Generator().manual_seed(seed * 7919 + turn)
+        ).tolist()
     return _ORDERS[key]
 
 

@@ -22,7 +22,12 @@ from policyloss.train.loop import train
 from policyloss.train.models import load_weights
 from policyloss.train.run.checkpoint import checked_index, latest, load, subtree
 from policyloss.train.run.resume import explained, refuse_nonfinite_weights
-from policyloss.train.run.resumed_options import named_options, read_resumed, refuse_unnamed_code, stored_options
+from policyloss.train.run.resumed_options import (
+    named_options,
+    read_resumed,
+    refuse_unnamed_code,
+    stored_options,
+)
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
 from policyloss.train.tasks.rewards import forgiving
@@ -88,24 +93,39 @@ def eval_command(arguments: Sequence[str]) -> int:
     config, spec = _options(options)
     named = {name for name in ("reward", "trust_remote_code") if getattr(options, name)}
     config = replace(
-        config, reward=options.reward or config.reward, trust_remote_code=config.trust_remote_code or options.trust_remote_code
+        config,
+        reward=options.reward or config.reward,
+        trust_remote_code=config.trust_remote_code or options.trust_remote_code,
     )
     if options.success is not None:
         config = replace(config, success=options.success)
     refuse_unnamed_code(config, frozenset(named))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
-    budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+    budget: dict[str, Any] = {
+        "max_new_tokens": config.max_new_tokens,
+        "batch_tokens": config.sampling_tokens,
+    }
     score = forgiving(task, options.reward_timeout, _warn)
     found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
     results = list(zip(examples, found.results, strict=True))
     if options.as_json:
-        rows = [{"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score} for e, a in results]
-        numbers = {"step": step, "accuracy": found.accuracy, "success": task.success, "mean_length": found.mean_length}
+        rows = [
+            {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
+            for e, a in results
+        ]
+        numbers = {
+            "step": step,
+            "accuracy": found.accuracy,
+            "success": task.success,
+            "mean_length": found.mean_length,
+        }
         print(json.dumps({**numbers, "results": rows}, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
-    print(f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} held-out prompts of {task.name}")
+    print(
+        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} held-out prompts of {task.name}"
+    )
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
     return 0
@@ -133,11 +153,15 @@ def sample_command(arguments: Sequence[str]) -> int:
     config, spec = _options(options)
     # Nothing is scored here, so no reward is looked for; that of a .jsonl task must have a name.
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
-    refuse_unnamed_code(config, frozenset({"trust_remote_code"} if options.trust_remote_code else ()))
+    refuse_unnamed_code(
+        config, frozenset({"trust_remote_code"} if options.trust_remote_code else ())
+    )
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
     prompts = options.prompt or tuple(example.prompt for example in task.held_out[:3])
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
-        raise InputError(f"--number {options.number} completions of {len(prompts)} prompts are too many for one call.")
+        raise InputError(
+            f"--number {options.number} completions of {len(prompts)} prompts are too many for one call."
+        )
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
     found = sample(
         model,
@@ -153,14 +177,21 @@ def sample_command(arguments: Sequence[str]) -> int:
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
         for s in found[i * options.number : (i + 1) * options.number]:
-            print(f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}")
+            print(
+                f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
+            )
     return 0
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
     """The options and the loss of a run, with what the user named in their place."""
     config, spec = stored_options(options.run)
-    return replace(config, task=options.task or config.task, model=options.model or config.model, device=options.device), spec
+    return replace(
+        config,
+        task=options.task or config.task,
+        model=options.model or config.model,
+        device=options.device,
+    ), spec
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
@@ -175,7 +206,9 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
-    setup = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None)
+    setup = build(
+        config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
+    )
     tensors, _ = load(chosen)
     with explained(chosen):
         load_weights(setup.learner.policy, subtree(tensors, "policy"))

@@ -40,10 +40,14 @@ class Completions:
     @classmethod
     def merged(cls, shares: Sequence[Completions]) -> Completions:
         """The completions of all ranks, by group: what one process would have."""
-        rows = [(s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)]
+        rows = [
+            (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
+        ]
         rows.sort(key=lambda row: row[:2])
         greedy = [row[3][row[1]] for row in rows if row[3] is not None]
-        return cls([row[2] for row in rows], torch.stack(greedy) if greedy else None, shares[0].statistics)
+        return cls(
+            [row[2] for row in rows], torch.stack(greedy) if greedy else None, shares[0].statistics
+        )
 
     def share(self, rank: int, world: int, prompts: int) -> Completions:
         """The groups that one of `world` ranks would have sampled, in steps of `prompts` groups."""
@@ -56,7 +60,11 @@ class Completions:
         numbers.
         """
         samples = self.samples
-        tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED} if samples else {}
+        tensors = (
+            {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED}
+            if samples
+            else {}
+        )
         plain = [f.name for f in dataclasses.fields(Sample) if f.name not in _RAGGED]
         numbers = {
             "samples": [{name: getattr(s, name) for name in plain} for s in samples],
@@ -70,7 +78,8 @@ class Completions:
         """Back from what `state` returned."""
         lengths = numbers["lengths"]
         ragged = {
-            name: iter(torch.split(tensors[name], [row[i] for row in lengths]) if lengths else ()) for i, name in enumerate(_RAGGED)
+            name: iter(torch.split(tensors[name], [row[i] for row in lengths]) if lengths else ())
+            for i, name in enumerate(_RAGGED)
         }
         samples = []
         for row in numbers["samples"]:
@@ -86,12 +95,31 @@ class Completions:
             if not isinstance(x, (int, float)) or abs(x) > 1e300:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
         for s in self.samples:
-            if type(s.example) is not int or not 0 <= s.example < examples or type(s.group) is not int or s.group < 0:
+            if (
+                type(s.example) is not int
+                or not 0 <= s.example < examples
+                or type(s.group) is not int
+                or s.group < 0
+            ):
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
-            if not isinstance(s.reward, float) or not isinstance(s.text, str) or not isinstance(s.finished, bool):
-                raise TypeError(f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished {s.finished!r}")
+            if (
+                not isinstance(s.reward, float)
+                or not isinstance(s.text, str)
+                or not isinstance(s.finished, bool)
+            ):
+                raise TypeError(
+                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished {s.finished!r}"
+                )
             ids = torch.cat([s.prompt_ids, s.completion_ids])
-            if ids.dtype != torch.int64 or not ((ids >= 0) & (ids < vocabulary)).all() or not s.rollout_logp.is_floating_point():
+            if (
+                ids.dtype != torch.int64
+                or not ((ids >= 0) & (ids < vocabulary)).all()
+                or not s.rollout_logp.is_floating_point()
+            ):
                 raise TypeError(f"tokens that the model does not have, {ids.dtype}")
-            if not len(s.prompt_ids) or not len(s.completion_ids) or s.completion_ids.shape != s.rollout_logp.shape:
+            if (
+                not len(s.prompt_ids)
+                or not len(s.completion_ids)
+                or s.completion_ids.shape != s.rollout_logp.shape
+            ):
                 raise TypeError("a completion without tokens, or without their log-probabilities")

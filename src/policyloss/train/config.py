@@ -152,20 +152,41 @@ class TrainConfig:
     """Log to this tracker too, if it is installed."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "prompts", "group_size", "max_new_tokens", "sampling_tokens", "dynamic_tries", "epochs", "minibatches")
+        counts = (
+            "steps",
+            "prompts",
+            "group_size",
+            "max_new_tokens",
+            "sampling_tokens",
+            "dynamic_tries",
+            "epochs",
+            "minibatches",
+        )
         for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk", "nonfinite_limit"):
             _at_least(self, name, 1)
         every = ("eval_every", "checkpoint_every", "rollouts_every", "rollouts_rows")
         for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps"):
             _at_least(self, name, 0)
-        for name in ("lr", "critic_lr", "weight_decay", "grad_clip", "value_clip", "reward_timeout", "heartbeat"):
+        for name in (
+            "lr",
+            "critic_lr",
+            "weight_decay",
+            "grad_clip",
+            "value_clip",
+            "reward_timeout",
+            "heartbeat",
+        ):
             _at_least(self, name, 0)
         _check_sizes(self)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{flag(name)} must be between 0 and 1, got {getattr(self, name)}.")
+                raise InputError(
+                    f"{flag(name)} must be between 0 and 1, got {getattr(self, name)}."
+                )
         if not self.temperature > 0:
-            raise InputError(f"--temperature must be above 0 to sample different completions, got {self.temperature}.")
+            raise InputError(
+                f"--temperature must be above 0 to sample different completions, got {self.temperature}."
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"--top-p must be above 0 and at most 1, got {self.top_p}.")
         if self.advantage is not None and self.advantage not in ADVANTAGES:
@@ -175,7 +196,15 @@ class TrainConfig:
                 f"--minibatches {self.minibatches} is more than the {self.prompts * self.group_size} completions of a step "
                 "(--prompts × --group-size)."
             )
-        if self.group_size == 1 and self.estimator in ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg"):
+        if self.group_size == 1 and self.estimator in (
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "grpo_loo",
+            "opo",
+            "maxrl",
+            "gpg",
+        ):
             raise InputError(
                 f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a completion with: all would be 0. "
                 "Use several completions per prompt, --advantage gae (with a critic), remax or reinforce_pp."
@@ -218,7 +247,10 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {name: str(x) if isinstance(x, Path) else x for name, x in dataclasses.asdict(self).items()}
+        return {
+            name: str(x) if isinstance(x, Path) else x
+            for name, x in dataclasses.asdict(self).items()
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
@@ -246,7 +278,9 @@ def _check_sizes(config: TrainConfig) -> None:
         value = getattr(config, field.name)
         for x in value if isinstance(value, tuple) else (value,):
             if isinstance(x, int) and abs(x) > LARGEST:
-                raise InputError(f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} bits.")
+                raise InputError(
+                    f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} bits."
+                )
             if isinstance(x, float) and not math.isfinite(x) and x == x:  # nan has its own errors
                 raise InputError(f"{flag(field.name)} must be finite, got {x}.")
     if not 0 <= config.seed < 2**32:
@@ -258,16 +292,22 @@ def _check_sizes(config: TrainConfig) -> None:
                 "weight by about that much in every update."
             )
     if not all(0 <= beta < 1 for beta in config.betas):
-        raise InputError(f"--betas must be at least 0 and below 1, got {config.betas[0]} {config.betas[1]}.")
+        raise InputError(
+            f"--betas must be at least 0 and below 1, got {config.betas[0]} {config.betas[1]}."
+        )
     if not config.rank_timeout > 0:
         raise InputError(f"--rank-timeout must be above 0, got {config.rank_timeout}.")
     if config.success is not None and config.success != config.success:
         raise InputError("--success must be a number, got nan.")
     if config.extend is not None and not config.resume:
-        raise InputError(f"--extend {config.extend} continues a run, so it needs --resume; a new run takes --steps.")
+        raise InputError(
+            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes --steps."
+        )
     tokens = config.prompts * config.group_size * config.max_new_tokens
     if tokens >= 2**31:
-        raise InputError(f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be below 2**31.")
+        raise InputError(
+            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be below 2**31."
+        )
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
@@ -340,10 +380,14 @@ def _change(data: dict[str, Any], path: str, text: str) -> None:
     for slot in slots:
         if not isinstance(place, dict) or slot not in place:
             valid = sorted(place) if isinstance(place, dict) else []
-            raise InputError(f"--loss.{path}: the loss has no part {slot!r} here; valid are {', '.join(valid) or 'none'}.")
+            raise InputError(
+                f"--loss.{path}: the loss has no part {slot!r} here; valid are {', '.join(valid) or 'none'}."
+            )
         place = place[slot]
     if not isinstance(place, dict):
-        raise InputError(f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be set.")
+        raise InputError(
+            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be set."
+        )
     try:
         place[name] = json.loads(text)
     except ValueError:

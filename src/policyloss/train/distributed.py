@@ -36,11 +36,17 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
-        here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+        here = (
+            torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+            if kind == "cuda"
+            else torch.device(kind)
+        )
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                "nccl" if here.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
+            )
         return cls(dist.get_rank(), world, here, dist.group.WORLD)
 
     @property
@@ -82,7 +88,9 @@ def _check_device(kind: str) -> None:
     if name == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(number or 0) >= there:
-            raise InputError(f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto.")
+            raise InputError(
+                f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto."
+            )
 
 
 def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]) -> nn.Module:
@@ -109,7 +117,11 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over ranks with the last backward of a step, and not before."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-    with module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext():
+    with (
+        module.no_sync()
+        if isinstance(module, DistributedDataParallel) and not last
+        else nullcontext()
+    ):
         yield
 
 

@@ -79,6 +79,14 @@ def evaluate(
         batch_tokens=batch_tokens,
     )
     return [
-        Result(e.id, e.prompt, e.answer, s.text, float(score(e, s.text)), len(s.completion_ids), s.finished)
+        Result(
+            e.id,
+            e.prompt,
+            e.answer,
+            s.text,
+            float(score(e, s.text)),
+            len(s.completion_ids),
+            s.finished,
+        )
         for e, s in zip(examples, samples, strict=True)
     ]

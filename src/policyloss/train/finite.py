@@ -26,7 +26,11 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     is looked at.
     """
     local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
-    return [name for name, x in local.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
+    return [
+        name
+        for name, x in local.items()
+        if x.is_floating_point() and not bool(torch.isfinite(x).all())
+    ]
 
 
 def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tensor]) -> str:
@@ -35,7 +39,11 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tenso
 
     seen: the log-probabilities of the policy, by sequence, where they are known.
     """
-    parts = {name: torch.split(pack.tokens[name], pack.lengths) for name in (*READ, "mask", "completion") if name in pack.tokens}
+    parts = {
+        name: torch.split(pack.tokens[name], pack.lengths)
+        for name in (*READ, "mask", "completion")
+        if name in pack.tokens
+    }
     for name in (*READ, "logp"):
         places = []
         for i in chosen:
@@ -54,6 +62,8 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tenso
 
 def nonfinite_gradient(module: nn.Module) -> str:
     """Whose gradient is not finite; "" if all are."""
-    bad = nonfinite_names({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+    bad = nonfinite_names(
+        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    )
     more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return f"the gradient of {', '.join(bad[:SHOWN])}{more} is not finite" if bad else ""

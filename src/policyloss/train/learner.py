@@ -100,7 +100,10 @@ class Learner:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint. Of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
-        numbers: dict[str, Any] = {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
+        numbers: dict[str, Any] = {
+            "updates": self.updates,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
         for name, module, optimizer in self._trained():
             moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
             tensors |= {name: weights(module), f"{name}_optimizer": moments}
@@ -123,7 +126,11 @@ class Learner:
         """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their
         parameters do.
         """
-        return {f"{name}{kind}": weights(module) for name, module, _ in self._trained() for kind in ("", "_optimizer")}
+        return {
+            f"{name}{kind}": weights(module)
+            for name, module, _ in self._trained()
+            for kind in ("", "_optimizer")
+        }
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of
@@ -134,7 +141,14 @@ class Learner:
             trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
         return trained
 
-    def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int, greedy: Tensor | None = None) -> Learned:
+    def learn(
+        self,
+        pack: Pack,
+        indices: Sequence[int],
+        total: int,
+        step: int,
+        greedy: Tensor | None = None,
+    ) -> Learned:
         """Update the weights with this rank's sequences.
 
         indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
@@ -152,9 +166,13 @@ class Learner:
         logp = list(torch.split(torch.zeros_like(pack.tokens["old_logp"]), pack.lengths))
         updates = skipped = 0
         for epoch in range(self.config.epochs):
-            for chosen in minibatches(total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)):
+            for chosen in minibatches(
+                total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
+            ):
                 own = [place[index] for index in chosen if index in place]
-                found, norm, seen, good = self._update(pack, own, train=step >= self.config.critic_steps)
+                found, norm, seen, good = self._update(
+                    pack, own, train=step >= self.config.critic_steps
+                )
                 skipped += not good
                 metrics, norms = metrics + found, [*norms, norm]
                 for i, x in seen.items():
@@ -183,9 +201,13 @@ class Learner:
         if self.config.old_logp == "rollout":
             pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
         else:
-            pack = pack.with_tokens(old_logp=_of_pack(pack, budget, partial(self.logprobs, self.policy), self.ranks))
+            pack = pack.with_tokens(
+                old_logp=_of_pack(pack, budget, partial(self.logprobs, self.policy), self.ranks)
+            )
         if self.reference is not None:
-            pack = pack.with_tokens(ref_logp=_of_pack(pack, budget, partial(self.logprobs, self.reference), self.ranks))
+            pack = pack.with_tokens(
+                ref_logp=_of_pack(pack, budget, partial(self.logprobs, self.reference), self.ranks)
+            )
         if self.critic is not None:
             pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
         return pack
@@ -195,9 +217,13 @@ class Learner:
         logp: Tensor = policy(micro, partial(self._logprobs_head, micro)).logp
         return logp
 
-    def _logprobs_head(self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def _logprobs_head(
+        self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
         temperature, mask = self.config.temperature, micro["mask"]
-        return pl.linear_logprobs(hidden, weight, micro["targets"], bias, temperature, entropy=True, mask=mask)
+        return pl.linear_logprobs(
+            hidden, weight, micro["targets"], bias, temperature, entropy=True, mask=mask
+        )
 
     def _loss_head(
         self, micro: Any, step: pl.Accumulation, hidden: Tensor, weight: Tensor, bias: Tensor | None
@@ -208,7 +234,9 @@ class Learner:
         targets, temperature = micro["targets"], self.config.temperature
         if self.config.head == "fused":
             arguments = micro.arguments()
-            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature)
+            out = pl.linear_policy_loss(
+                step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature
+            )
             step.add(out.metrics)
             return out.loss, out.logp
         logits = nn.functional.linear(hidden, weight, bias)
@@ -221,7 +249,9 @@ class Learner:
         return found
 
     def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
-        if self.config.estimator == "remax":  # a rank without completions has one that nothing is learned from
+        if (
+            self.config.estimator == "remax"
+        ):  # a rank without completions has one that nothing is learned from
             greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
         greedy = None if greedy is None else greedy.to(self.ranks.device)
         values = pack.tokens.get("old_values")
@@ -238,13 +268,17 @@ class Learner:
         left = iter(own)
         return packs, [[next(left) for _ in part.lengths] for part in packs]
 
-    def _update(self, pack: Pack, own: list[int], train: bool) -> tuple[Metrics, float, dict[int, Tensor], bool]:
+    def _update(
+        self, pack: Pack, own: list[int], train: bool
+    ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each
         sequence. → also whether it was made.
         """
         packs, members = self._micro_batches(pack, own)
         current = partial(self.logprobs, self.policy)
-        step = pl.accumulate(self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current)
+        step = pl.accumulate(
+            self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
+        )
         seen: dict[int, Tensor] = {}
         # A rank with fewer micro-batches than another gets empty ones, of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
@@ -254,7 +288,9 @@ class Learner:
             if chosen:
                 seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
-        norm, good = self._stepped(self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train)
+        norm, good = self._stepped(
+            self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train
+        )
         return metrics, norm, seen, good
 
     def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
@@ -278,7 +314,9 @@ class Learner:
                 out.loss.backward()  # type: ignore[no-untyped-call]
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
-        norm, good = self._stepped(self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {}))
+        norm, good = self._stepped(
+            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {})
+        )
         return metrics, norm, good
 
     def _stepped(
@@ -314,7 +352,11 @@ class Learner:
         self.skipped_in_a_row += 1
         shares = self.ranks.gather(why)
         several = self.ranks.world > 1
-        reasons = "; ".join(f"rank {rank}: {share}" if several else share for rank, share in enumerate(shares) if share)
+        reasons = "; ".join(
+            f"rank {rank}: {share}" if several else share
+            for rank, share in enumerate(shares)
+            if share
+        )
         text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}" + (
             f"; {reasons}" if reasons else ""
         )
@@ -359,10 +401,14 @@ def rate(config: TrainConfig, step: int) -> float:
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+        config.schedule
+    ]
 
 
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over what requires a gradient."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay
+    )

@@ -59,7 +59,11 @@ def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> i
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     """The run directory, made or opened again, with the options of now."""
     options = replace(config, resume=False, extend=None).to_dict()
-    run = RunDir.open(config.out) if config.resume else RunDir.create(config.out, options, spec.to_dict())
+    run = (
+        RunDir.open(config.out)
+        if config.resume
+        else RunDir.create(config.out, options, spec.to_dict())
+    )
     if options != run.config:
         run.rewrite(options)
     if config.track:
@@ -70,7 +74,14 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
 class Training:
     """A run in progress. step: how many are done."""
 
-    def __init__(self, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, run: RunDir | None, offline: bool) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: pl.LossSpec,
+        ranks: Ranks,
+        run: RunDir | None,
+        offline: bool,
+    ) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)
         if config.advantage_notice:
@@ -79,7 +90,9 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
-        self.collector = Collector(config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at)
+        self.collector = Collector(
+            config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
+        )
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
@@ -102,7 +115,9 @@ class Training:
             with self.watch:
                 return self._run()
         except NotFiniteError as error:
-            raise NotFiniteError(f"stopped in step {self.step + 1}: {error} {self._last_good()}") from error
+            raise NotFiniteError(
+                f"stopped in step {self.step + 1}: {error} {self._last_good()}"
+            ) from error
         except RuntimeError as error:
             if not self.watch.lost_a_rank(error):
                 raise
@@ -120,9 +135,13 @@ class Training:
                     self._store()
             if self.step < config.steps:
                 self._store()
-                self.display.say(f"stopped after step {self.step}; go on with: {resume_command(config)}")
+                self.display.say(
+                    f"stopped after step {self.step}; go on with: {resume_command(config)}"
+                )
                 return INTERRUPTED
-        self.display.say(f"done; everything is in {config.out}. To look at it: policyloss report {config.out}")
+        self.display.say(
+            f"done; everything is in {config.out}. To look at it: policyloss report {config.out}"
+        )
         return 0
 
     def _start(self) -> None:
@@ -171,7 +190,11 @@ class Training:
             completions = self.collector.next_step()
         sampled = time.perf_counter()
         learned = self._learn(completions)
-        timing = {"sample_s": sampled - began, "learn_s": time.perf_counter() - sampled, "step_s": time.perf_counter() - began}
+        timing = {
+            "sample_s": sampled - began,
+            "learn_s": time.perf_counter() - sampled,
+            "step_s": time.perf_counter() - began,
+        }
         if timing["step_s"] > 0:  # a clock may stand still
             timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
         self.step += 1
@@ -182,32 +205,50 @@ class Training:
         every = config.rollouts_every
         if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
             shown = completions.samples[: config.rollouts_rows]
-            self.run_dir.rollouts(rollout_rows(self.step, shown, learned, self.task, self.tokenizer, self.spec))
+            self.run_dir.rollouts(
+                rollout_rows(self.step, shown, learned, self.task, self.tokenizer, self.spec)
+            )
 
     def _learn(self, completions: Completions) -> Learned:
         """One step of learning, with the learning rate of now."""
         self.at("learning")
         learner, config = self.learner, self.config
         share = rate(config, self.step)
-        for optimizer, lr in ((learner.optimizer, config.lr), (learner.critic_optimizer, config.critic_lr)):
+        for optimizer, lr in (
+            (learner.optimizer, config.lr),
+            (learner.critic_optimizer, config.critic_lr),
+        ):
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
         own = [index[key] for key in completions.keys]
-        pack = Pack.of(completions.samples, train_on_cut=config.overlong != "mask") if own else Pack.nothing()
+        pack = (
+            Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
+            if own
+            else Pack.nothing()
+        )
         return learner.learn(pack, own, len(keys), self.step, completions.greedy)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""
         mask = learned.pack.tokens["mask"]
         chosen = learned.pack.tokens["advantages"][mask].double()
-        n, total, squares = self.ranks.sum(torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])).tolist()
+        n, total, squares = self.ranks.sum(
+            torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
+        ).tolist()
         mean = total / max(n, 1)
         found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
         found |= {f"value/{name}": x for name, x in learned.values.items()}
-        found |= {"advantage/mean": mean, "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5}
-        found |= {"grad_norm": learned.grad_norm, "updates": float(learned.updates), "skipped": float(learned.skipped)}
+        found |= {
+            "advantage/mean": mean,
+            "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
+        }
+        found |= {
+            "grad_norm": learned.grad_norm,
+            "updates": float(learned.updates),
+            "skipped": float(learned.skipped),
+        }
         found["lr"] = self.config.lr * rate(self.config, self.step - 1)
         if self.learner.critic is not None:
             found["critic_grad_norm"] = learned.critic_grad_norm
@@ -218,12 +259,21 @@ class Training:
         self.watch.at(f"step {self.step}, evaluating")
         config, task = self.config, self.task
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
-        budget: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+        budget: dict[str, Any] = {
+            "max_new_tokens": config.max_new_tokens,
+            "batch_tokens": config.sampling_tokens,
+        }
         with gathered(self.learner.policy):
             results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        found = Evaluation.of([result for share in self.ranks.gather(results) for result in share], task.success)
-        return {"eval/accuracy": found.accuracy, "eval/reward": found.score, "eval/length": found.mean_length}
+        found = Evaluation.of(
+            [result for share in self.ranks.gather(results) for result in share], task.success
+        )
+        return {
+            "eval/accuracy": found.accuracy,
+            "eval/reward": found.score,
+            "eval/length": found.mean_length,
+        }
 
     def _last_good(self) -> str:
         """The sentence that says where to go on from."""
@@ -246,9 +296,15 @@ class Training:
             if pressed:
                 raise KeyboardInterrupt
             pressed.append(number)
-            self.display.say("finishing this step, then writing a checkpoint; Ctrl-C again stops at once")
+            self.display.say(
+                "finishing this step, then writing a checkpoint; Ctrl-C again stops at once"
+            )
 
-        before = {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)} if _in_main_thread() else {}
+        before = (
+            {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
+            if _in_main_thread()
+            else {}
+        )
         try:
             yield lambda: any(self.ranks.gather(bool(pressed)))
         finally:

@@ -56,7 +56,9 @@ def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
     head = model.get_output_embeddings()
     body = model.base_model
     if head is None or body is model:
-        raise InputError(f"{type(model).__name__} has no head of its own over a body; use a causal language model.")
+        raise InputError(
+            f"{type(model).__name__} has no head of its own over a body; use a causal language model."
+        )
     return body, head.weight, getattr(head, "bias", None)
 
 
@@ -73,7 +75,9 @@ class Critic(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 `[B, N]`, `[B, N]` → values `[B, N]`. One row may hold several sequences, whose positions begin at 0 again."""
-        hidden = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = self.body(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         values: Tensor = self.head(hidden).squeeze(-1)
         return values
 
@@ -85,7 +89,9 @@ class Critic(nn.Module):
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module as a checkpoint holds them: one that has two names (tied weights) once."""
     kept = module.state_dict().keys()
-    return {name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept}
+    return {
+        name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept
+    }
 
 
 @torch.no_grad()
@@ -93,21 +99,33 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a module what `weights` returned."""
     for name, x in weights(module).items():
         if name not in tensors or tensors[name].shape != x.shape:
-            seen = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
-            raise InputError(f"the checkpoint has {seen} for {name}, which is {tuple(x.shape)} here; the model must be the same.")
+            seen = (
+                f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
+            )
+            raise InputError(
+                f"the checkpoint has {seen} for {name}, which is {tuple(x.shape)} here; the model must be the same."
+            )
         x.copy_(tensors[name])
 
 
 def _stored(
-    model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Callable[[str], None]
+    model: str,
+    dtype: torch.dtype,
+    offline: bool,
+    trust_remote_code: bool,
+    warn: Callable[[str], None],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
-    if not model or (looks_local and not os.path.isdir(path)):  # `Path.is_dir` raises where a name is too long
-        raise InputError(f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, or 'tiny'.")
+    if not model or (
+        looks_local and not os.path.isdir(path)
+    ):  # `Path.is_dir` raises where a name is too long
+        raise InputError(
+            f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, or 'tiny'."
+        )
     where = str(path) if os.path.isdir(path) else model
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
@@ -134,11 +152,18 @@ def _check_weights(model: str, found: Mapping[str, Any], warn: Callable[[str], N
     """Refuse a model of which weights are missing: they would be drawn at random and trained as if they were the model's."""
     missing, extra = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     other = sorted(str(row[0]) for row in found["mismatched_keys"])
-    for names, what in ((missing, "are missing"), (other, "have another shape than its config.json says")):
+    for names, what in (
+        (missing, "are missing"),
+        (other, "have another shape than its config.json says"),
+    ):
         if names:
-            raise InputError(f"{len(names)} weights of the model {model!r} {what}: {_listed(names)}. Use files that are complete.")
+            raise InputError(
+                f"{len(names)} weights of the model {model!r} {what}: {_listed(names)}. Use files that are complete."
+            )
     if extra:
-        warn(f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: {_listed(extra)}.")
+        warn(
+            f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: {_listed(extra)}."
+        )
 
 
 def _listed(names: list[str]) -> str:
@@ -148,7 +173,9 @@ def _listed(names: list[str]) -> str:
 def _complete(tokenizer: Any, model: str) -> None:
     """See that it can end, and pad; many have no token for the latter, and padding is masked, so any will do."""
     if tokenizer.eos_token is None:
-        raise InputError(f"the tokenizer of {model!r} has no end token (eos_token), so no completion could end; set one.")
+        raise InputError(
+            f"the tokenizer of {model!r} has no end token (eos_token), so no completion could end; set one."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -161,13 +188,17 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     own = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     gap = (nn.functional.linear(hidden, weight, bias).float() - own).abs().max()
-    rounding = 8 * torch.finfo(weight.dtype).eps  # of the largest number: the same products in the same order
+    rounding = (
+        8 * torch.finfo(weight.dtype).eps
+    )  # of the largest number: the same products in the same order
     if not gap <= rounding * own.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times its head: {gap:.3g} apart. "
             "Models that scale or cap their logits are not supported here."
         )
-    packed = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state.float()  # the same two tokens, twice
+    packed = body(
+        input_ids=ids, position_ids=ids, use_cache=False
+    ).last_hidden_state.float()  # the same two tokens, twice
     if not (packed[:, :2] - packed[:, 2:]).abs().max() <= rounding * packed.abs().max():
         raise InputError(
             f"{name!r} ({type(model).__name__}) does not keep the sequences of a pack apart: where positions begin at 0 again, it "

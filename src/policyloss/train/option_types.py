@@ -38,13 +38,26 @@ def _as(kind: Any, value: Any, name: str) -> Any:
         return tuple(_as(one, x, name) for one, x in zip(kinds, value, strict=True))
     if kind is Path and isinstance(value, (str, Path)) and "\0" not in str(value):
         return Path(value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and _fits(value):
+    if (
+        kind is float
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and _fits(value)
+    ):
         return value
     if kind is int and type(value) is int and abs(value) <= LARGEST:
         return value
-    if (kind is bool and isinstance(value, bool)) or (kind is str and isinstance(value, str) and "\0" not in value):
+    if (kind is bool and isinstance(value, bool)) or (
+        kind is str and isinstance(value, str) and "\0" not in value
+    ):
         return value
-    words = {Path: "a path", float: "a number", int: "a whole number below 2⁶³", bool: "true or false", str: "a string"}
+    words = {
+        Path: "a path",
+        float: "a number",
+        int: "a whole number below 2⁶³",
+        bool: "true or false",
+        str: "a string",
+    }
     raise _wrong(name, value, words[kind])
 
 
@@ -58,6 +71,8 @@ def _fits(value: float) -> bool:
 
 def _wrong(name: str, value: Any, wanted: str) -> InputError:
     shown = (
-        f"{type(value).__name__} of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > LARGEST else repr(value)
+        f"{type(value).__name__} of {value.bit_length()} bits"
+        if isinstance(value, int) and abs(value) > LARGEST
+        else repr(value)
     )
     return InputError(f"the option {name!r} is {shown[:80]}; it must be {wanted}.")

@@ -30,7 +30,10 @@ def preflight(training: Training) -> None:
     """
     config, task, ranks = training.config, training.task, training.ranks
     problems: list[str] = []
-    for split, examples in (("train", task.train), ("held_out", task.held_out[: config.eval_prompts])):
+    for split, examples in (
+        ("train", task.train),
+        ("held_out", task.held_out[: config.eval_prompts]),
+    ):
         bad = unusable(training.model, training.tokenizer, examples, config.max_new_tokens)
         if not bad:
             continue
@@ -38,7 +41,9 @@ def preflight(training: Training) -> None:
         if len(bad) == len(examples):
             problems.append(f"{text}; none is left.")
         elif config.unusable == "refuse":
-            problems.append(f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable skip.")
+            problems.append(
+                f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable skip."
+            )
         else:
             training.display.warn(f"{text}; they are left out.")
             training.leave_out(split, frozenset(bad))
@@ -50,16 +55,24 @@ def preflight(training: Training) -> None:
         raise InputError(" ".join(found))
 
 
-def unusable(model: Any, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int) -> dict[int, str]:
+def unusable(
+    model: Any, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int
+) -> dict[int, str]:
     """The places of the examples whose prompt the model cannot continue, and why."""
-    reasons = {i: "is no text: a character is half of a pair" for i, e in enumerate(examples) if not _is_text(e.prompt)}
+    reasons = {
+        i: "is no text: a character is half of a pair"
+        for i, e in enumerate(examples)
+        if not _is_text(e.prompt)
+    }
     rest = [i for i in range(len(examples)) if i not in reasons]
     most = longest(model)
     for i, ids in zip(rest, encode(tokenizer, [examples[i].prompt for i in rest]), strict=True):
         if not ids:
             reasons[i] = "has no token"
         elif most is not None and len(ids) + max_new_tokens > most:
-            reasons[i] = f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more than {most} positions"
+            reasons[i] = (
+                f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more than {most} positions"
+            )
     return dict(sorted(reasons.items()))
 
 
@@ -68,7 +81,9 @@ def checkpoint_bytes(learner: Learner) -> int:
     the reference.
     """
     trained = [learner.policy, *([learner.critic] if learner.critic is not None else [])]
-    return sum(3 * _bytes(module) for module in trained) + (_bytes(learner.reference) if learner.reference is not None else 0)
+    return sum(3 * _bytes(module) for module in trained) + (
+        _bytes(learner.reference) if learner.reference is not None else 0
+    )
 
 
 def _bytes(module: nn.Module) -> int:
@@ -84,7 +99,10 @@ def _is_text(text: str) -> bool:
 
 
 def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str:
-    rows = [f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}" for i, why in list(bad.items())[:SHOWN]]
+    rows = [
+        f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}"
+        for i, why in list(bad.items())[:SHOWN]
+    ]
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: {'; '.join(rows)}{more}"
 
@@ -101,7 +119,9 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
             failures.append(error)
         else:
             return []
-    return [f"the reward fails on each of the first {len(failures)} training prompts, with their own answers: {failures[0]}"]
+    return [
+        f"the reward fails on each of the first {len(failures)} training prompts, with their own answers: {failures[0]}"
+    ]
 
 
 def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
@@ -109,7 +129,10 @@ def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
     already do.
     """
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
-    needed, free = max((keep + 1) * size - there, size) + SPARE, shutil.disk_usage(_existing(out)).free
+    needed, free = (
+        max((keep + 1) * size - there, size) + SPARE,
+        shutil.disk_usage(_existing(out)).free,
+    )
     if free >= needed:
         return []
     return [

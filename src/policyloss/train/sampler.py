@@ -46,9 +46,13 @@ class Sample:
 def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
     """`[rows, width]` float64 numbers in [0, 1) that depend on `seed`, `step` and their place only: each rank takes its rows."""
     if min(seed, step, rows, width) < 0:
-        raise InputError(f"uniforms needs numbers >= 0: seed={seed}, step={step}, rows={rows}, width={width}.")
+        raise InputError(
+            f"uniforms needs numbers >= 0: seed={seed}, step={step}, rows={rows}, width={width}."
+        )
     # torch's CPU generator keeps 32 bits of its seed; this one mixes all of seed and step.
-    return torch.from_numpy(np.random.Generator(np.random.PCG64([seed, step])).random((rows, width)))
+    return torch.from_numpy(
+        np.random.Generator(np.random.PCG64([seed, step])).random((rows, width))
+    )
 
 
 def sample(
@@ -82,7 +86,9 @@ def sample(
         for rows in _batches(ids, max_new_tokens, batch_tokens):
             tokens, logp = _complete(model, [ids[r] for r in rows], drawn[rows], ends, rule)
             completions.update(zip(rows, _ragged(tokens, logp), strict=True))
-    return _samples(tokenizer, prompts, ids, [completions[r] for r in range(len(prompts))], set(ends))
+    return _samples(
+        tokenizer, prompts, ids, [completions[r] for r in range(len(prompts))], set(ends)
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -93,8 +99,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     try:
         ids = tokenizer(distinct, return_attention_mask=False)["input_ids"]
     except (TypeError, UnicodeEncodeError) as error:  # tokenizers take no half of a surrogate pair
-        bad = next((text for text in distinct if text != text.encode(errors="replace").decode()), distinct[0])
-        raise InputError(f"the prompt {bad!r} is no text that the tokenizer can read ({type(error).__name__}).") from error
+        bad = next(
+            (text for text in distinct if text != text.encode(errors="replace").decode()),
+            distinct[0],
+        )
+        raise InputError(
+            f"the prompt {bad!r} is no text that the tokenizer can read ({type(error).__name__})."
+        ) from error
     encoded = dict(zip(distinct, ids, strict=True))
     return [encoded[text] for text in texts]
 
@@ -134,12 +145,18 @@ class Rule:
 
     def check(self) -> None:
         """Raise for numbers that mean nothing."""
-        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:  # below, float32 would divide by 0
-            raise InputError(f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the likeliest token.")
+        if (
+            self.temperature != 0 and not 1e-30 <= self.temperature < math.inf
+        ):  # below, float32 would divide by 0
+            raise InputError(
+                f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the likeliest token."
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]; 1 turns it off.")
         if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; give a whole number >= 1, or 0 to turn it off.")
+            raise InputError(
+                f"top_k is {self.top_k}; give a whole number >= 1, or 0 to turn it off."
+            )
 
 
 def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -160,7 +177,9 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         # In order of token ids, not of probability: a rounding that swaps two near-equal tokens then changes no sample.
         cdf = p.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        token.clamp_(max=logits.shape[-1] - 1)  # NaN logits end past the last token; _ragged reports them
+        token.clamp_(
+            max=logits.shape[-1] - 1
+        )  # NaN logits end past the last token; _ragged reports them
     return token.squeeze(-1), logp.gather(-1, token).squeeze(-1)
 
 
@@ -180,7 +199,9 @@ def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
     return likelier | (equal & (equal.cumsum(-1) <= count - likelier.sum(-1, keepdim=True)))
 
 
-def _batches(ids: Sequence[list[int]], max_new_tokens: int, batch_tokens: int) -> Iterator[list[int]]:
+def _batches(
+    ids: Sequence[list[int]], max_new_tokens: int, batch_tokens: int
+) -> Iterator[list[int]]:
     """Row numbers, cut by the token budget: the longest prompts first, rows of one prompt side by side."""
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
@@ -208,7 +229,9 @@ def _complete(
         tokens[alive, t], logps[alive, t] = token, logp.float()
         if t + 1 == limit:
             break
-        going = (~torch.isin(token, stops)).nonzero().squeeze(-1)  # its size is the one thing the host waits for
+        going = (
+            (~torch.isin(token, stops)).nonzero().squeeze(-1)
+        )  # its size is the one thing the host waits for
         if len(going) < len(alive):
             if not len(going):
                 return tokens, logps
@@ -232,8 +255,12 @@ def _prefill(
     distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     width = max(map(len, distinct))
     # The padding is masked out, so any valid id does.
-    padded = torch.tensor([[*repeat(0, width - len(prompt)), *prompt] for prompt in distinct], device=model.device)
-    padding = torch.tensor([width - len(prompt) for prompt in distinct], device=model.device)[:, None]
+    padded = torch.tensor(
+        [[*repeat(0, width - len(prompt)), *prompt] for prompt in distinct], device=model.device
+    )
+    padding = torch.tensor([width - len(prompt) for prompt in distinct], device=model.device)[
+        :, None
+    ]
     columns = torch.arange(width + limit, device=model.device)
     mask = (columns >= padding).long() if any(len(prompt) < width for prompt in distinct) else None
     position = (columns[:width] - padding).clamp_(min=0)
@@ -244,11 +271,24 @@ def _prefill(
     return logits[owner], None if mask is None else mask[owner], position[owner, -1]
 
 
-def _next_logits(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None, position: Tensor) -> Tensor:
+def _next_logits(
+    model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None, position: Tensor
+) -> Tensor:
     """Feed `ids` `[B, n]` after what the cache holds (`mask` covers both); the logits `[B, V]` after the last of them."""
-    out = model(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    if getattr(out, "past_key_values", None) is None:  # without it each token would be read as if it were the first
-        raise InputError(f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a key-value cache.")
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    if (
+        getattr(out, "past_key_values", None) is None
+    ):  # without it each token would be read as if it were the first
+        raise InputError(
+            f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a key-value cache."
+        )
     logits: Tensor = out.logits[:, -1]
     return logits
 
@@ -257,9 +297,14 @@ def _ragged(tokens: Tensor, logp: Tensor) -> list[tuple[list[int], Tensor]]:
     """Each row up to its end, on the CPU."""
     tokens, logp = tokens.cpu(), logp.cpu()
     if not torch.isfinite(logp).all():
-        raise InputError("the model gave NaN or infinite logits while sampling; check that its weights are finite.")
+        raise InputError(
+            "the model gave NaN or infinite logits while sampling; check that its weights are finite."
+        )
     lengths = (tokens >= 0).sum(-1).tolist()
-    return [(row[:n], logp[r, :n].clone()) for r, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))]
+    return [
+        (row[:n], logp[r, :n].clone())
+        for r, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))
+    ]
 
 
 def _samples(
@@ -271,11 +316,20 @@ def _samples(
 ) -> list[Sample]:
     finished = [tokens[-1] in ends for tokens, _ in completions]
     # An end token need not be marked special in the tokenizer: it is cut here.
-    bodies = [tokens[:-1] if done else tokens for (tokens, _), done in zip(completions, finished, strict=True)]
-    texts = tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False) if bodies else []
+    bodies = [
+        tokens[:-1] if done else tokens
+        for (tokens, _), done in zip(completions, finished, strict=True)
+    ]
+    texts = (
+        tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if bodies
+        else []
+    )
     return [
         Sample(example, group, torch.tensor(prompt), torch.tensor(tokens), logp, done, text)
-        for (example, group, _), prompt, (tokens, logp), done, text in zip(prompts, ids, completions, finished, texts, strict=True)
+        for (example, group, _), prompt, (tokens, logp), done, text in zip(
+            prompts, ids, completions, finished, texts, strict=True
+        )
     ]
 
 
@@ -288,24 +342,33 @@ def _check_counts(**counts: int) -> None:
 def _checked_uniforms(uniforms: Tensor | None, rows: int, width: int, rule: Rule) -> Tensor:
     if uniforms is None:
         if rule.temperature > 0:
-            raise InputError(f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see sampler.uniforms.")
+            raise InputError(
+                f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see sampler.uniforms."
+            )
         return torch.zeros(rows, width)
     if uniforms.shape != (rows, width) or not uniforms.is_floating_point():
         raise InputError(
             f"uniforms is {uniforms.dtype} {list(uniforms.shape)}; give floats [prompts, max_new_tokens] = [{rows}, {width}]."
         )
     if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise InputError(f"uniforms must be in [0, 1); seen {uniforms.min().item()} to {uniforms.max().item()}.")
+        raise InputError(
+            f"uniforms must be in [0, 1); seen {uniforms.min().item()} to {uniforms.max().item()}."
+        )
     return uniforms
 
 
 def _check_lengths(
-    model: PreTrainedModel, prompts: Sequence[tuple[int, int, str]], ids: list[list[int]], max_new_tokens: int
+    model: PreTrainedModel,
+    prompts: Sequence[tuple[int, int, str]],
+    ids: list[list[int]],
+    max_new_tokens: int,
 ) -> None:
     most = longest(model)
     for (example, _, text), prompt in zip(prompts, ids, strict=True):
         if not prompt:
-            raise InputError(f"the prompt of example {example} ({text!r}) has no token; give it text or a BOS.")
+            raise InputError(
+                f"the prompt of example {example} ({text!r}) has no token; give it text or a BOS."
+            )
         if most is not None and len(prompt) + max_new_tokens > most:
             raise InputError(
                 f"the prompt of example {example} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than "

@@ -52,7 +52,9 @@ def build(
     )
     model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
     _check_vocabulary(model, tokenizer)
-    say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters")
+    say(
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters"
+    )
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads:
         reference = Policy(copy.deepcopy(model)).requires_grad_(False)
@@ -60,12 +62,23 @@ def build(
         critic = Critic(model).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
     policy = Policy(model)
-    learner = Learner(config, spec, ranks, policy, adamw(policy, config.lr, config), reference, critic, critic_optimizer)
+    learner = Learner(
+        config,
+        spec,
+        ranks,
+        policy,
+        adamw(policy, config.lr, config),
+        reference,
+        critic,
+        critic_optimizer,
+    )
     learner.warn = warn
     return Setup(task, tokenizer, model, learner)
 
 
-def teach(setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]) -> None:
+def teach(
+    setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]
+) -> None:
     """Supervised steps on the task's own answers, then what starts as a copy of the policy.
 
     progress: makes, for a number of steps, the function that is told of each.
@@ -74,7 +87,14 @@ def teach(setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[
     if steps is None:
         steps = WARMUP_STEPS if config.model == "tiny" else 0
     if steps:
-        warm_up(setup.model, setup.tokenizer, setup.task, steps=steps, seed=config.seed, progress=progress(steps))
+        warm_up(
+            setup.model,
+            setup.tokenizer,
+            setup.task,
+            steps=steps,
+            seed=config.seed,
+            progress=progress(steps),
+        )
     setup.learner.start_copies()
 
 
@@ -102,9 +122,13 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))  # ids may have gaps
+    count = max(
+        len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)
+    )  # ids may have gaps
     if count > size:
-        raise InputError(f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together.")
+        raise InputError(
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together."
+        )
 
 
 def _size(model: nn.Module) -> str:

@@ -27,7 +27,9 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     characters.decoder = decoders.Fuse()
     return cast(
         "PreTrainedTokenizerBase",
-        PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN),
+        PreTrainedTokenizerFast(
+            tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+        ),
     )
 
 

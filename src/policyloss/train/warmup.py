@@ -37,14 +37,18 @@ def warm_up(
     rng = Random(f"warm-up {seed}")
     rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
     if not rows:
-        raise InputError(f"the task {task.name} has no answers to warm up on; train without warm-up (--warmup-steps 0).")
+        raise InputError(
+            f"the task {task.name} has no answers to warm up on; train without warm-up (--warmup-steps 0)."
+        )
     device = parts(model)[1].device
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):
         chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 10)  # the first steps of AdamW are large whatever the gradient
+            group["lr"] = LR * min(
+                1.0, (step + 1) / 10
+            )  # the first steps of AdamW are large whatever the gradient
         loss = _loss(model, *_tensors(tokenizer, texts, device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -64,9 +68,14 @@ def _tensors(
     """
     prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
     answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]
-    whole = [[*prompt, *answer, tokenizer.eos_token_id] for prompt, answer in zip(prompts, answers, strict=True)]
+    whole = [
+        [*prompt, *answer, tokenizer.eos_token_id]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     width = max(map(len, whole))
-    ids = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in whole], device=device)
+    ids = torch.tensor(
+        [[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in whole], device=device
+    )
     places = torch.arange(width - 1, device=device)
     starts = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
     ends = torch.tensor([[len(row) - 1] for row in whole], device=device)

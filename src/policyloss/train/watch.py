@@ -14,7 +14,14 @@ import torch.distributed as dist
 from policyloss.train.distributed import Ranks
 
 # How the messages begin or what they hold when a collective ends because another rank did not come, or has gone.
-_LOST = ("timed out", "timeout", "connection closed by peer", "connection reset", "broken pipe", "socket closed")
+_LOST = (
+    "timed out",
+    "timeout",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket closed",
+)
 
 
 class Watch:
@@ -49,7 +56,12 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -57,22 +69,34 @@ class Watch:
     def lost_a_rank(self, error: BaseException) -> bool:
         """Whether `error` is that of a collective which another rank did not come to."""
         text = str(error).lower()
-        return self._ranks.world > 1 and isinstance(error, RuntimeError) and any(words in text for words in _LOST)
+        return (
+            self._ranks.world > 1
+            and isinstance(error, RuntimeError)
+            and any(words in text for words in _LOST)
+        )
 
     def places(self) -> str:
         """Where every rank is, and for how long; those that are behind are named first."""
         now = time.time()
         rows = self._rows()
         least, most = min(row["count"] for row in rows), max(row["count"] for row in rows)
-        behind = [str(i) for i, row in enumerate(rows) if row["count"] == least] if least < most else []
-        each = "; ".join(f"rank {i}: {row['where']}, for {max(now - row['since'], 0):.0f} s" for i, row in enumerate(rows))
+        behind = (
+            [str(i) for i, row in enumerate(rows) if row["count"] == least] if least < most else []
+        )
+        each = "; ".join(
+            f"rank {i}: {row['where']}, for {max(now - row['since'], 0):.0f} s"
+            for i, row in enumerate(rows)
+        )
         return (f"waiting for rank {', '.join(behind)}. " if behind else "") + each
 
     def _rows(self) -> list[dict[str, Any]]:
         own = {"where": self._where, "since": self._since, "count": self._count}
         if self._store is None:
             return [own]
-        return [own if i == self._ranks.rank else json.loads(self._store.get(_key(i))) for i in range(self._ranks.world)]
+        return [
+            own if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
+            for i in range(self._ranks.world)
+        ]
 
     def _publish(self) -> None:
         if self._store is not None:
@@ -87,9 +111,16 @@ class Watch:
                 now = time.time()
                 if self._ranks.is_first and now - max(self._since, told) >= self._every:
                     told = now
-                    place = f"{self._where}, for {now - self._since:.0f} s" if self._store is None else self.places()
+                    place = (
+                        f"{self._where}, for {now - self._since:.0f} s"
+                        if self._store is None
+                        else self.places()
+                    )
                     self._say(f"still running; {place}")
-            except (RuntimeError, OSError):  # the store is gone: another rank has ended, and the collective says so
+            except (
+                RuntimeError,
+                OSError,
+            ):  # the store is gone: another rank has ended, and the collective says so
                 return
 
 

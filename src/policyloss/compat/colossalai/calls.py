@@ -31,10 +31,14 @@ def everything(like: Tensor) -> Tensor:
     return torch.ones_like(like, dtype=torch.bool)
 
 
-def ratio_mean_and_max(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def ratio_mean_and_max(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """The mean and the maximum of the ratio over every position of the batch; a masked one has
     ratio 1.
     """
-    tokens = Inputs(logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs).tokens()
+    tokens = Inputs(
+        logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs
+    ).tokens()
     ratio = tokens.log_ratio_to("old").exp()
     return ratio.mean(), ratio.max()

@@ -7,7 +7,13 @@ from typing import Literal
 from torch import Tensor, nn
 
 from policyloss.compat.arguments import drop_in, drop_in_with
-from policyloss.compat.colossalai.calls import EPSILON, all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.compat.colossalai.calls import (
+    EPSILON,
+    all_rows,
+    everything,
+    ratio_mean_and_max,
+    sample_mean,
+)
 from policyloss.compat.colossalai.parts import GivenKL
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
@@ -42,7 +48,9 @@ class PolicyLoss(nn.Module):
     ) -> None:
         super().__init__()
         if loss_variation not in ("sample_level", "token_level"):
-            raise SpecError(unknown_name("loss_variation", loss_variation, ("sample_level", "token_level")))
+            raise SpecError(
+                unknown_name("loss_variation", loss_variation, ("sample_level", "token_level"))
+            )
         if returns not in ("tuple", "loss"):
             raise SpecError(unknown_name("returns", returns, ("tuple", "loss")))
         self.clip_eps_low = clip_eps_low
@@ -80,7 +88,9 @@ class PolicyLoss(nn.Module):
             kl=self._kl(per_token_kl),
             aggregate=sample_mean(action_mask) if by_sample else TokenMean(),
         )
-        totals = all_rows(log_probs) if by_sample else _tokens_of_step(total_effective_tokens_in_batch)
+        totals = (
+            all_rows(log_probs) if by_sample else _tokens_of_step(total_effective_tokens_in_batch)
+        )
         loss = policy_loss(spec, log_probs, old_log_probs, advantages, learned, totals=totals).loss
         if self.returns == "loss":
             return loss
@@ -98,6 +108,8 @@ class PolicyLoss(nn.Module):
 
 def _tokens_of_step(total: Tensor | float | None) -> Totals:
     if total is None:
-        raise InputError('total_effective_tokens_in_batch was not given; loss_variation="token_level" divides by it.')
+        raise InputError(
+            'total_effective_tokens_in_batch was not given; loss_variation="token_level" divides by it.'
+        )
     tokens = total + EPSILON
     return Totals(tokens, tokens)

@@ -24,9 +24,13 @@ def install() -> list[str]:
     changes nothing; `uninstall` undoes it.
     """
     if not _installed:
-        _installed.extend([pair for name, classes in _OURS.items() for pair in _pairs(name, classes)])
+        _installed.extend(
+            [pair for name, classes in _OURS.items() for pair in _pairs(name, classes)]
+        )
     if not _installed:
-        raise ModuleNotFoundError(f"none of {', '.join(_OURS)} can be imported; put ColossalChat's coati on the path.")
+        raise ModuleNotFoundError(
+            f"none of {', '.join(_OURS)} can be imported; put ColossalChat's coati on the path."
+        )
     swap("coati", _installed)
     return [f"{old.__module__}.{old.__name__}" for old, _ in _installed]
 
@@ -46,13 +50,23 @@ def _pairs(module_name: str, classes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     for ours in classes:
         theirs = getattr(module, ours.__name__)
         for method in ("__init__", "forward"):
-            _check_arguments(f"{module_name}.{ours.__name__}.{method}", getattr(theirs, method), getattr(ours, method))
+            _check_arguments(
+                f"{module_name}.{ours.__name__}.{method}",
+                getattr(theirs, method),
+                getattr(ours, method),
+            )
         pairs.append((theirs, ours))
     return pairs
 
 
 def _check_arguments(called: str, theirs: Any, ours: Any) -> None:
-    expected = [name for name, p in inspect.signature(ours).parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    expected = [
+        name
+        for name, p in inspect.signature(ours).parameters.items()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
     there = list(inspect.signature(theirs).parameters)
     if there != expected:
-        raise SpecError(f"{called} takes ({', '.join(there)}) here; known is ({', '.join(expected)}), of ColossalChat in 0.5.0.")
+        raise SpecError(
+            f"{called} takes ({', '.join(there)}) here; known is ({', '.join(expected)}), of ColossalChat in 0.5.0."
+        )

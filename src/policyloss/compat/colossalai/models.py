@@ -35,14 +35,20 @@ class PolicyLoss(nn.Module):
 
     @drop_in
     def forward(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
     ) -> tuple[Tensor, bool, Tensor]:
         """`(loss, skip, largest ratio)`. skip: whether the mean ratio, where masked tokens count as
         1, is above skip_threshold. All tensors are `[B, T]`.
         """
         mask = everything(log_probs) if action_mask is None else action_mask
         spec = self.spec.replace(aggregate=sample_mean(action_mask))
-        loss = policy_loss(spec, log_probs, old_log_probs, advantages, mask, totals=all_rows(log_probs)).loss
+        loss = policy_loss(
+            spec, log_probs, old_log_probs, advantages, mask, totals=all_rows(log_probs)
+        ).loss
         mean, largest = ratio_mean_and_max(log_probs, old_log_probs, advantages, mask)
         return loss, bool(mean > self.skip_threshold), largest
 
@@ -60,7 +66,13 @@ class ValueLoss(nn.Module):
         self.clip_eps = clip_eps
 
     @drop_in
-    def forward(self, values: Tensor, old_values: Tensor, advantage: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        values: Tensor,
+        old_values: Tensor,
+        advantage: Tensor,
+        action_mask: Tensor | None = None,
+    ) -> Tensor:
         """The loss, 0-dim; the returns are advantage + old_values. All tensors are `[B, T]`. A
         batch without valid tokens gives 0 (ColossalChat: NaN).
         """

@@ -5,6 +5,11 @@ OpenRLHF trains in Ray's worker processes, so it must run there:
 """
 
 from policyloss.compat.openrlhf.hook import install, uninstall
-from policyloss.compat.openrlhf.losses import PolicyLoss, ValueLoss, aggregate_loss, compute_approx_kl
+from policyloss.compat.openrlhf.losses import (
+    PolicyLoss,
+    ValueLoss,
+    aggregate_loss,
+    compute_approx_kl,
+)
 
 __all__ = ["PolicyLoss", "ValueLoss", "aggregate_loss", "compute_approx_kl", "install", "uninstall"]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from policyloss.compat.openrlhf.losses import PolicyLoss, ValueLoss, aggregate_loss, compute_approx_kl
+from policyloss.compat.openrlhf.losses import (
+    PolicyLoss,
+    ValueLoss,
+    aggregate_loss,
+    compute_approx_kl,
+)
 from policyloss.compat.openrlhf.words import check_release
 from policyloss.compat.patching import installed_version, swap
 from policyloss.compat.releases import at_least
@@ -23,13 +28,17 @@ def install(release: str | None = None) -> str:
     version = release or installed_version("openrlhf")
     check_release(version)
     if at_least(version, "0.9.1") and not at_least(version, "0.9.3"):
-        raise SpecError(f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or a later release.")
+        raise SpecError(
+            f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or a later release."
+        )
     if not _installed:
         loss, utils = import_module("openrlhf.models.loss"), import_module("openrlhf.models.utils")
         of_loss = (_serving(PolicyLoss, version), _serving(ValueLoss, version), aggregate_loss)
         ours = [*((loss, new) for new in of_loss), (utils, compute_approx_kl)]
         # aggregate_loss is there from 0.10.3 on.
-        _installed.extend((getattr(m, new.__name__), new) for m, new in ours if hasattr(m, new.__name__))
+        _installed.extend(
+            (getattr(m, new.__name__), new) for m, new in ours if hasattr(m, new.__name__)
+        )
     swap("openrlhf", _installed)
     return version
 
@@ -42,4 +51,8 @@ def uninstall() -> None:
 
 def _serving(cls: type[PolicyLoss] | type[ValueLoss], release: str) -> Any:
     """The class as OpenRLHF `release` has it."""
-    return type(cls.__name__, (cls,), {"default_release": release, "__doc__": cls.__doc__, "__module__": cls.__module__})
+    return type(
+        cls.__name__,
+        (cls,),
+        {"default_release": release, "__doc__": cls.__doc__, "__module__": cls.__module__},
+    )

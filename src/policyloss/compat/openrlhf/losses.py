@@ -82,7 +82,12 @@ class PolicyLoss(nn.Module):
         release: str | None = None,
     ) -> None:
         super().__init__()
-        words = (is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
+        words = (
+            is_correction_level,
+            is_correction_mode,
+            is_correction_gating,
+            is_correction_threshold,
+        )
         vllm = (enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type)
         if isinstance(is_correction_level, bool):
             words, vllm = by_place(words, vllm)
@@ -94,7 +99,12 @@ class PolicyLoss(nn.Module):
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         if self.returns_filter_ratio:
-            self.is_correction_level, self.is_correction_mode, self.is_correction_gating, self.is_correction_threshold = words
+            (
+                self.is_correction_level,
+                self.is_correction_mode,
+                self.is_correction_gating,
+                self.is_correction_threshold,
+            ) = words
         else:
             self.enable_vllm_is_correction = bool(vllm[0])
             self.vllm_is_truncated_threshold = vllm[1]
@@ -118,9 +128,13 @@ class PolicyLoss(nn.Module):
         aggregate = _aggregate(self.token_level_loss, mask_dtype, self.release)
         if self.policy_loss_type == "gspo":
             anchor: Literal["old", "rollout"] = "old" if gate.level == "off" else "rollout"
-            return LossSpec(SequenceRatio(anchor=anchor, log_clamp=None), trust, aggregate=aggregate)
+            return LossSpec(
+                SequenceRatio(anchor=anchor, log_clamp=None), trust, aggregate=aggregate
+            )
         ratio = TokenRatio(log_clamp=20.0 if at_least(self.release, "0.10.3") else None)
-        return LossSpec(ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate)
+        return LossSpec(
+            ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate
+        )
 
     @drop_in
     def forward(
@@ -140,7 +154,14 @@ class PolicyLoss(nn.Module):
         All tensors are `[B, T]`. The counts are those of the valid tokens and the samples of the
         optimizer step, over all ranks.
         """
-        mask = _mask(log_probs, action_mask, self.token_level_loss, batch_num_tokens, self.release, self.policy_loss_type)
+        mask = _mask(
+            log_probs,
+            action_mask,
+            self.token_level_loss,
+            batch_num_tokens,
+            self.release,
+            self.policy_loss_type,
+        )
         gate = self._gate()
         corrected = gate.level != "off"
         if corrected and rollout_log_probs is None:
@@ -150,7 +171,11 @@ class PolicyLoss(nn.Module):
         rollout = rollout_log_probs if corrected else None
         weighted = corrected and self.policy_loss_type == "ppo"
         # Before 0.10.3, GSPO measured ppo_kl from its anchor.
-        old = rollout if corrected and not weighted and not at_least(self.release, "0.10.3") else old_log_probs
+        old = (
+            rollout
+            if corrected and not weighted and not at_least(self.release, "0.10.3")
+            else old_log_probs
+        )
         out = policy_loss(
             self._make_spec(mask.dtype),
             log_probs,
@@ -163,19 +188,29 @@ class PolicyLoss(nn.Module):
         share = torch.promote_types(torch.float32, mask.dtype)
         number = torch.promote_types(share, log_probs.dtype)
         m = out.metrics
-        clip_ratio = _mean(together(_stat(m["clip_fraction_upper"]), _stat(m["clip_fraction_lower"])), share)
+        clip_ratio = _mean(
+            together(_stat(m["clip_fraction_upper"]), _stat(m["clip_fraction_lower"])), share
+        )
         ppo_kl = _mean(m["kl_old_k1"], number)
         vllm_kl = filter_ratio = None
         if weighted:
             vllm_kl = _mean(m["kl_rollout_k1"], number)
-            filter_ratio = self._filter_ratio(gate, log_probs, old_log_probs, rollout, advantages, mask)
+            filter_ratio = self._filter_ratio(
+                gate, log_probs, old_log_probs, rollout, advantages, mask
+            )
             if at_least(self.release, "0.9.3") and not at_least(self.release, "0.10.3"):
                 ppo_kl = vllm_kl
         values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
         return (*values, filter_ratio) if self.returns_filter_ratio else values
 
     def _filter_ratio(
-        self, gate: Gate, log_probs: Tensor, old: Tensor, rollout: Tensor | None, advantages: Tensor, mask: Tensor
+        self,
+        gate: Gate,
+        log_probs: Tensor,
+        old: Tensor,
+        rollout: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
     ) -> Tensor | None:
         """The share outside the threshold: of the tokens, or at sequence level of the rows (a row
         without a token counts as outside).
@@ -183,7 +218,13 @@ class PolicyLoss(nn.Module):
         if not self.returns_filter_ratio:
             return None
         part = correction(gate._replace(mode="mask"))
-        tokens = Inputs(logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old, rollout_logp=rollout).tokens()
+        tokens = Inputs(
+            logp=log_probs.detach(),
+            advantages=advantages,
+            mask=mask,
+            old_logp=old,
+            rollout_logp=rollout,
+        ).tokens()
         if gate.level == "seq":
             return rejected_share(part, tokens, per="sequence").to(torch.float32)
         return rejected_share(part, tokens).to(torch.promote_types(torch.float32, mask.dtype))
@@ -199,14 +240,22 @@ class PolicyLoss(nn.Module):
 
     def _check_words(self) -> None:
         if self.policy_loss_type not in ("ppo", "gspo"):
-            raise SpecError(unknown_name("policy_loss_type", self.policy_loss_type, ("ppo", "gspo")))
+            raise SpecError(
+                unknown_name("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"))
+            )
         if self.dual_clip is not None and not self.dual_clip > 1:
-            raise SpecError(f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}.")
+            raise SpecError(
+                f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
+            )
         if self.returns_filter_ratio:
             check_gate(self._gate())
         elif self.vllm_is_correction_type not in VLLM_TYPES:
             raise SpecError(
-                unknown_name("vllm_is_correction_type", self.vllm_is_correction_type, ("tis", "icepop", "seq-mask-tis"))
+                unknown_name(
+                    "vllm_is_correction_type",
+                    self.vllm_is_correction_type,
+                    ("tis", "icepop", "seq-mask-tis"),
+                )
             )
 
 
@@ -218,12 +267,20 @@ class ValueLoss(nn.Module):
     default_release: str | None = None
 
     @drop_in
-    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True, *, release: str | None = None) -> None:
+    def __init__(
+        self,
+        clip_eps: float | None = None,
+        token_level_loss: bool = True,
+        *,
+        release: str | None = None,
+    ) -> None:
         super().__init__()
         self.release = release or self.default_release or CURRENT
         check_release(self.release)
         if clip_eps is not None and not clip_eps > 0:
-            raise SpecError(f"clip_eps must be greater than 0, or None for no clipping, got {clip_eps!r}.")
+            raise SpecError(
+                f"clip_eps must be greater than 0, or None for no clipping, got {clip_eps!r}."
+            )
         self.clip_eps = clip_eps
         self.token_level_loss = token_level_loss
 
@@ -265,7 +322,9 @@ def aggregate_loss(
     """
     mask = _mask(loss, loss_mask, token_level_loss, batch_num_tokens, CURRENT, called="loss_mask")
     totals = _totals(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
-    return aggregate_tokens(loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals)
+    return aggregate_tokens(
+        loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals
+    )
 
 
 @drop_in
@@ -287,7 +346,9 @@ def compute_approx_kl(
         check_like("log_probs_old", old, ("log_probs", log_probs))
     kl_estimator = log_probs_old if isinstance(log_probs_old, str) else kl_estimator
     if kl_estimator not in ("k1", "k2", "k3"):
-        called = "log_probs_old, or kl_estimator," if isinstance(log_probs_old, str) else "kl_estimator"
+        called = (
+            "log_probs_old, or kl_estimator," if isinstance(log_probs_old, str) else "kl_estimator"
+        )
         raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
@@ -296,7 +357,11 @@ def compute_approx_kl(
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
-    weight = None if old is None else capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
+    weight = (
+        None
+        if old is None
+        else capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
+    )
     return with_gradient(value, d, log_probs, "k2", weight)
 
 
@@ -314,11 +379,15 @@ def _mask(
         return mask
     rows_need_it = not token_level and at_least(release, "0.10.3")
     if loss_type == "gspo" or rows_need_it or (token_level and batch_num_tokens is not None):
-        raise InputError(f"{called} was not given; only a mean over the tokens of this call works without it.")
+        raise InputError(
+            f"{called} was not given; only a mean over the tokens of this call works without it."
+        )
     return torch.ones_like(like, dtype=torch.bool)
 
 
-def _aggregate(token_level: bool, mask_dtype: torch.dtype, release: str) -> TokenMean | SeqMeanTokenMean:
+def _aggregate(
+    token_level: bool, mask_dtype: torch.dtype, release: str
+) -> TokenMean | SeqMeanTokenMean:
     if token_level:
         return TokenMean()
     # OpenRLHF adds it to a count in the mask's precision, and only float64 keeps it.

@@ -20,7 +20,12 @@ Threshold = float | Sequence[float] | None
 _DIVERGENCES: dict[str, Literal["kl", "tv"]] = {"binary_kl": "kl", "tv": "tv"}
 # The corrections of the releases up to 0.11.1, in the words of 0.11.2: level and mode, gated by the
 # ratio.
-VLLM_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask"), "mis": ("seq", "mask")}
+VLLM_TYPES = {
+    "tis": ("token", "clip"),
+    "icepop": ("token", "mask"),
+    "seq-mask-tis": ("seq", "mask"),
+    "mis": ("seq", "mask"),
+}
 
 
 class Gate(NamedTuple):
@@ -32,7 +37,9 @@ class Gate(NamedTuple):
     threshold: Threshold = None
 
 
-def by_place(words: tuple[Any, ...], vllm: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def by_place(
+    words: tuple[Any, ...], vllm: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a
     bool.
     """
@@ -42,7 +49,11 @@ def by_place(words: tuple[Any, ...], vllm: tuple[Any, ...]) -> tuple[tuple[Any, 
             f"is_correction_level={enable!r}: a bool in the sixth place is enable_vllm_is_correction, followed by "
             "vllm_is_truncated_threshold and vllm_is_correction_type; give nothing beside these three."
         )
-    vllm_words = (enable, None if threshold == "mask" else threshold, None if kind == "ratio" else kind)
+    vllm_words = (
+        enable,
+        None if threshold == "mask" else threshold,
+        None if kind == "ratio" else kind,
+    )
     return ("off", "mask", "ratio", (0.5, 5.0)), vllm_words
 
 
@@ -63,19 +74,27 @@ def family(words: tuple[Any, ...], vllm: tuple[Any, ...], release: str | None) -
             f"OpenRLHF {release} has no enable_vllm_is_correction and vllm_is_*; use is_correction_level and the others."
         )
     if has_words and not at_least(release, CURRENT):
-        raise SpecError(f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the others.")
+        raise SpecError(
+            f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the others."
+        )
     return release
 
 
 def check_release(release: str) -> None:
     """Raise unless the numbers and arguments of this release are known."""
     if not at_least(release, OLDEST) or at_least(release, UNKNOWN):
-        raise SpecError(f"OpenRLHF {release} is not known here; releases from {OLDEST} to {CURRENT} are.")
+        raise SpecError(
+            f"OpenRLHF {release} is not known here; releases from {OLDEST} to {CURRENT} are."
+        )
 
 
 def check_gate(gate: Gate) -> None:
     """Check the four words of 0.11.2 as OpenRLHF does."""
-    valid = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
+    valid = {
+        "level": ("off", "token", "seq"),
+        "mode": ("mask", "clip"),
+        "gating": ("ratio", "binary_kl", "tv"),
+    }
     for name, words in valid.items():
         if getattr(gate, name) not in words:
             raise SpecError(unknown_name(f"is_correction_{name}", getattr(gate, name), words))
@@ -84,7 +103,9 @@ def check_gate(gate: Gate) -> None:
             'is_correction_mode="clip" clamps the ratio of a token: it needs is_correction_level="token" and gating="ratio".'
         )
     if gate.gating != "ratio" and gate.level != "off" and bounds(gate.threshold)[0] > 0:
-        raise SpecError(f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; give (0, high).")
+        raise SpecError(
+            f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; give (0, high)."
+        )
 
 
 def bounds(threshold: Threshold) -> tuple[float, float]:
@@ -107,7 +128,13 @@ def correction(gate: Gate) -> Truncate | Band | SequenceMask | DivergenceMask:
     low, high = bounds(gate.threshold)
     if gate.gating != "ratio":
         level: Literal["sequence", "token"] = "sequence" if gate.level == "seq" else "token"
-        return DivergenceMask(_DIVERGENCES[gate.gating], high, low, level, floor=BINARY_FLOOR, log_clamp=None)
+        return DivergenceMask(
+            _DIVERGENCES[gate.gating], high, low, level, floor=BINARY_FLOOR, log_clamp=None
+        )
     if gate.level == "seq":
         return SequenceMask(low, high, log_clamp=None)
-    return Truncate(high, low, log_clamp=None) if gate.mode == "clip" else Band(low, high, log_clamp=None)
+    return (
+        Truncate(high, low, log_clamp=None)
+        if gate.mode == "clip"
+        else Band(low, high, log_clamp=None)
+    )

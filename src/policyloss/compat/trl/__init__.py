@@ -28,4 +28,6 @@ def __getattr__(name: str) -> Any:
         from policyloss.compat.trl.trainer import trainer_class
 
         return trainer_class()
-    raise AttributeError(f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, {', '.join(__all__)}.")
+    raise AttributeError(
+        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, {', '.join(__all__)}."
+    )

@@ -27,7 +27,9 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """
     completion: Tensor = inputs["completion_mask"]
     completion = as_mask(completion, completion, "completion_mask")
-    return torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion
+    return (
+        torch.logical_and(completion, inputs["tool_mask"]) if "tool_mask" in inputs else completion
+    )
 
 
 def batch_loss(
@@ -49,7 +51,13 @@ def batch_loss(
     """
     spec = ready_spec(spec)
     check_tensor("logp", logp, "float")
-    for name in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps", "completion_mask", "tool_mask"):
+    for name in (
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "ref_per_token_logps",
+        "completion_mask",
+        "tool_mask",
+    ):
         if inputs.get(name) is not None or name == "completion_mask":
             check_like(name, inputs.get(name), ("logp", logp))
     old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
@@ -69,7 +77,9 @@ def batch_loss(
         totals=totals,
     )
     # TRL divides by an average over its windows, which one of them may well exceed.
-    return LossOutput(out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"}))
+    return LossOutput(
+        out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"})
+    )
 
 
 def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:

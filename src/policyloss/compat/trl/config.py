@@ -17,7 +17,12 @@ from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
 from policyloss.compat.trl.options import option
 from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL
 from policyloss.errors import SpecError, unknown_name
-from policyloss.parts.aggregate import LengthWeighted, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
+from policyloss.parts.aggregate import (
+    LengthWeighted,
+    SeqMeanTokenMean,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+)
 from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct, SequenceRatio, TokenRatio
@@ -35,7 +40,11 @@ BESIDE = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 
 
 def spec_from_config(
-    config: Any, *, release: str | None = None, handled: Collection[str] = (), engine_logp: bool | None = None
+    config: Any,
+    *,
+    release: str | None = None,
+    handled: Collection[str] = (),
+    engine_logp: bool | None = None,
 ) -> LossSpec:
     """The loss that a GRPOConfig describes. With the totals of `totals_for`, its value and gradient
     are TRL's.
@@ -89,18 +98,30 @@ def totals_for(
     batch's tokens, scaled to one step (before release 1.10 not scaled); "bnpo" divides by those of
     this micro-batch, averaged over the accumulation.
     """
-    calls = gradient_accumulation_steps or option(config, "gradient_accumulation_steps") if training else 1
+    calls = (
+        gradient_accumulation_steps or option(config, "gradient_accumulation_steps")
+        if training
+        else 1
+    )
     generated = option(config, "steps_per_generation") or calls if training else 1
     items = None if option(config, "loss_type") == "bnpo" else num_items_in_batch
     scaled = at_least(release, "1.10")
-    return step_totals(mask, items, calls=calls, generated=generated if scaled else calls, ranks=num_processes)
+    return step_totals(
+        mask, items, calls=calls, generated=generated if scaled else calls, ranks=num_processes
+    )
 
 
-def step_totals(mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int) -> Totals:
+def step_totals(
+    mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int
+) -> Totals:
     """Totals of a step of `calls` micro-batches per rank, out of a generation batch of `generated`
     with `items` valid tokens.
     """
-    tokens = tokens_in(mask, calls, ranks) if items is None else tokens_of_window(items, ranks, calls, generated)
+    tokens = (
+        tokens_in(mask, calls, ranks)
+        if items is None
+        else tokens_of_window(items, ranks, calls, generated)
+    )
     return Totals(tokens=tokens, sequences=rows_in(mask, calls, ranks), dp_size=ranks)
 
 
@@ -138,7 +159,11 @@ def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collect
 
 
 def _refuse_older_luspo(config: Any, level: str, release: str | None) -> None:
-    per_token = level == "token" or option(config, "beta") != 0.0 or _mode(config) in ("token_truncate", "token_mask")
+    per_token = (
+        level == "token"
+        or option(config, "beta") != 0.0
+        or _mode(config) in ("token_truncate", "token_mask")
+    )
     if per_token and not at_least(release, "1.10"):
         raise SpecError(
             f"loss_type='luspo' with importance_sampling_level={level!r}, beta={option(config, 'beta')!r}: before release 1.10 TRL "
@@ -165,7 +190,9 @@ def _ratio(config: Any, loss_type: str, level: str) -> Any:
             "then adds a term for every padded position, which a LossSpec cannot say; choose bounds that contain 1."
         )
     outside: Any = "truncate" if mode == "token_truncate" else "mask"
-    return RolloutProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0, outside=outside, low=low, high=high)
+    return RolloutProduct(
+        log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0, outside=outside, low=low, high=high
+    )
 
 
 def _trust(config: Any, loss_type: str) -> Any:
@@ -182,10 +209,13 @@ def _trust(config: Any, loss_type: str) -> Any:
         names = ("sapo_temperature_pos", "sapo_temperature_neg")
         with naming(config, *names):
             return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in names))
-    k_positive, k_negative = (_as_a_tensor_holds_it(option(config, f"vespo_k_{sign}")) for sign in ("pos", "neg"))
+    k_positive, k_negative = (
+        _as_a_tensor_holds_it(option(config, f"vespo_k_{sign}")) for sign in ("pos", "neg")
+    )
     least = _as_a_tensor_holds_it(1e-4)
     decay_positive, decay_negative = (
-        max(_as_a_tensor_holds_it(option(config, f"vespo_lambda_{sign}")), least) for sign in ("pos", "neg")
+        max(_as_a_tensor_holds_it(option(config, f"vespo_lambda_{sign}")), least)
+        for sign in ("pos", "neg")
     )
     with naming(config, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
         return GammaWeight(k_positive, decay_positive, k_negative, decay_negative)
@@ -209,11 +239,16 @@ def _mode(config: Any) -> str | None:
 
 
 def _weight_bounds(config: Any) -> tuple[float, float]:
-    low, high = option(config, "vllm_importance_sampling_clip_min"), option(config, "vllm_importance_sampling_clip_max")
+    low, high = (
+        option(config, "vllm_importance_sampling_clip_min"),
+        option(config, "vllm_importance_sampling_clip_max"),
+    )
     cap = option(config, "vllm_importance_sampling_cap")  # the bound's older name, which wins
     high = high if cap is None else cap
     if low is not None and high is not None and low >= high:
-        raise SpecError(f"vllm_importance_sampling_clip_min={low!r} must be less than vllm_importance_sampling_clip_max={high!r}.")
+        raise SpecError(
+            f"vllm_importance_sampling_clip_min={low!r} must be less than vllm_importance_sampling_clip_max={high!r}."
+        )
     if low is None and high is None and str(_mode(config)).endswith("truncate"):
         raise SpecError(
             "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max are both None: a '*_truncate' mode needs one."
@@ -231,13 +266,24 @@ def _corrections(config: Any, loss_type: str, engine_logp: bool | None) -> tuple
     mode = _mode(config)
     if mode is not None and loss_type != "vespo":
         low, high = _weight_bounds(config)
-        with naming(config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+        with naming(
+            config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+        ):
             if mode == "sequence_mask":
-                parts.append(SequenceMask(low, high, level="product", weight="sequence", log_clamp=None))
+                parts.append(
+                    SequenceMask(low, high, level="product", weight="sequence", log_clamp=None)
+                )
             elif mode == "token_mask":
                 parts.append(Band(low, high, log_clamp=None))
             else:
-                parts.append(Truncate(high, low, level="token" if mode == "token_truncate" else "product", log_clamp=None))
+                parts.append(
+                    Truncate(
+                        high,
+                        low,
+                        level="token" if mode == "token_truncate" else "product",
+                        log_clamp=None,
+                    )
+                )
     return tuple(parts)
 
 
@@ -261,5 +307,9 @@ def _aggregate(config: Any, loss_type: str) -> Any:
         return LengthWeighted()
     if loss_type == "dr_grpo":
         with naming(config, "loss_type", "max_completion_length"):
-            return LossSpec(aggregate=SeqMeanTokenSumNorm()).with_horizon(option(config, "max_completion_length")).aggregate
+            return (
+                LossSpec(aggregate=SeqMeanTokenSumNorm())
+                .with_horizon(option(config, "max_completion_length"))
+                .aggregate
+            )
     return SeqMeanTokenMean()

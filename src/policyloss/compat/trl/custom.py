@@ -21,8 +21,13 @@ _SLOTS = {
     "loss_type": ("trust", "aggregate"),
     "importance_sampling_level": ("ratio",),
     "use_bias_correction_kl": ("kl",),
-    **dict.fromkeys(("epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"), ("trust",)),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("trust",)),
+    **dict.fromkeys(
+        ("epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
+        ("trust",),
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("trust",)
+    ),
     "off_policy_mask_threshold": ("correction",),
     "vllm_importance_sampling_mode": ("correction", "ratio"),
     "vllm_importance_sampling_clip_max": ("correction", "ratio"),
@@ -30,7 +35,9 @@ _SLOTS = {
 }
 
 
-def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str | None = None) -> LossSpec | None:
+def checked_loss(
+    policy_loss: LossSpec | str | None, config: Any, release: str | None = None
+) -> LossSpec | None:
     """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
     the config describes, which is checked too.
     """
@@ -39,7 +46,9 @@ def checked_loss(policy_loss: LossSpec | str | None, config: Any, release: str |
         return None
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
     if not isinstance(spec, LossSpec):
-        raise SpecError(f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}.")
+        raise SpecError(
+            f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}."
+        )
     if spec.needs_horizon:
         with naming(config, "max_completion_length"):
             spec = spec.with_horizon(option(config, "max_completion_length"))
@@ -63,7 +72,8 @@ def _check_options(spec: LossSpec, config_spec: LossSpec, config: Any) -> None:
     silent = [
         f"{name}={option(config, name)!r}"
         for name, slots in _SLOTS.items()
-        if is_set(config, name) and all(getattr(spec, slot) != getattr(config_spec, slot) for slot in slots)
+        if is_set(config, name)
+        and all(getattr(spec, slot) != getattr(config_spec, slot) for slot in slots)
     ]
     if silent:
         raise SpecError(
@@ -85,9 +95,13 @@ def _check_reference(spec: LossSpec, config: Any) -> None:
             f"policy_loss reads ref_logp, and TRL keeps a reference model only if beta is not 0; set beta={coef or 'coef'}."
         )
     if reads and coef is not None and coef != beta:
-        raise SpecError(f"policy_loss.kl.coef={coef!r} but GRPOConfig.beta={beta!r}; give both the same value.")
+        raise SpecError(
+            f"policy_loss.kl.coef={coef!r} but GRPOConfig.beta={beta!r}; give both the same value."
+        )
     if not reads and beta != 0.0:
-        raise SpecError(f"beta={beta!r} would have no effect: policy_loss reads no ref_logp; set beta=0.0, or give it a kl part.")
+        raise SpecError(
+            f"beta={beta!r} would have no effect: policy_loss reads no ref_logp; set beta=0.0, or give it a kl part."
+        )
 
 
 def _check_engine(spec: LossSpec, config: Any) -> None:
@@ -97,7 +111,11 @@ def _check_engine(spec: LossSpec, config: Any) -> None:
             "policy_loss reads rollout_logp, the inference engine's log-probabilities, and TRL has none without vLLM: set "
             "use_vllm=True, or take a loss without a rollout correction."
         )
-    if vllm and option(config, "vllm_importance_sampling_correction") and "rollout_logp" not in spec.reads:
+    if (
+        vllm
+        and option(config, "vllm_importance_sampling_correction")
+        and "rollout_logp" not in spec.reads
+    ):
         raise SpecError(
             "vllm_importance_sampling_correction=True would have no effect: policy_loss has no part that reads rollout_logp. Add "
             "correction=spec_from_config(args).correction, or set vllm_importance_sampling_correction=False."
@@ -108,7 +126,9 @@ def _check_batching(spec: LossSpec, config: Any) -> None:
     calls = option(config, "gradient_accumulation_steps")
     several = calls > 1 or getattr(config, "world_size", 1) > 1
     if "group_ids" in spec.reads:
-        raise SpecError(f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use another average.")
+        raise SpecError(
+            f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use another average."
+        )
     if spec.needs_statistics and several:
         raise SpecError(
             "policy_loss needs numbers of the whole step (rejected= other than 'keep', SelfNormalise, CovClip, CovKL), and the "

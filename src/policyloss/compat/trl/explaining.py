@@ -39,37 +39,73 @@ def explain_config(config: Any, *, release: str | None = None) -> str:
     """
     spec = spec_from_config(config, release=release, handled=BESIDE)
     sections = [
-        ("Options that decide it", [f"{_shown(config, *names)}: {text}" for names, text in _deciding(config)]),
-        ("Options beside the policy loss", [f"{_shown(config, *names)}: {text}" for names, text in _beside(config)]),
-        ("Options without effect", [f"{_shown(config, name)}: {why}" for name, why in _silent(config)]),
+        (
+            "Options that decide it",
+            [f"{_shown(config, *names)}: {text}" for names, text in _deciding(config)],
+        ),
+        (
+            "Options beside the policy loss",
+            [f"{_shown(config, *names)}: {text}" for names, text in _beside(config)],
+        ),
+        (
+            "Options without effect",
+            [f"{_shown(config, name)}: {why}" for name, why in _silent(config)],
+        ),
         ("Traps of this config", list(_traps(config))),
     ]
-    lists = ["\n".join([title, *(_item(line) for line in lines)]) for title, lines in sections if lines]
+    lists = [
+        "\n".join([title, *(_item(line) for line in lines)]) for title, lines in sections if lines
+    ]
     return "\n\n".join(["The loss of a TRL GRPOConfig", *lists, str(explain(spec))])
 
 
 def _item(line: str) -> str:
-    return textwrap.fill(line, 100, initial_indent="  - ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line,
+        100,
+        initial_indent="  - ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _shown(config: Any, *names: str) -> str:
     """`epsilon=0.2 (default)`."""
-    return ", ".join(f"{name}={option(config, name)!r}{'' if is_set(config, name) else ' (default)'}" for name in names)
+    return ", ".join(
+        f"{name}={option(config, name)!r}{'' if is_set(config, name) else ' (default)'}"
+        for name in names
+    )
 
 
 def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
-    yield ("loss_type",), f"the surrogate, {_SURROGATES[loss_type]}; and the average: {_AVERAGES[loss_type]}"
+    yield (
+        ("loss_type",),
+        f"the surrogate, {_SURROGATES[loss_type]}; and the average: {_AVERAGES[loss_type]}",
+    )
     if loss_type in CLIPPED:
-        yield ("epsilon", "epsilon_high"), "the band of the ratio, as distances from 1; epsilon_high=None means epsilon"
+        yield (
+            ("epsilon", "epsilon_high"),
+            "the band of the ratio, as distances from 1; epsilon_high=None means epsilon",
+        )
         if option(config, "delta") is not None:
             yield ("delta",), "the largest ratio, also where the advantage is negative"
     elif loss_type == "cispo":
-        yield ("epsilon_high",), "the largest ratio itself, not a distance from 1; None means epsilon"
+        yield (
+            ("epsilon_high",),
+            "the largest ratio itself, not a distance from 1; None means epsilon",
+        )
     elif loss_type == "sapo":
-        yield ("sapo_temperature_pos", "sapo_temperature_neg"), "the temperatures of the gate, by the sign of the advantage"
+        yield (
+            ("sapo_temperature_pos", "sapo_temperature_neg"),
+            "the temperatures of the gate, by the sign of the advantage",
+        )
     else:
-        yield ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "the shape of the weight"
+        yield (
+            ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+            "the shape of the weight",
+        )
     if loss_type != "vespo" or _weighted_kl(config):
         what = "the weight of the KL" if loss_type == "vespo" else "the ratio"
         whose = "each token's own" if level == "token" else "one per sequence, the geometric mean"
@@ -81,14 +117,21 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
             f"drops sequences with negative advantage that drifted further than this from {against}",
         )
     if option(config, "beta") != 0.0:
-        yield ("beta", "use_bias_correction_kl"), "the KL to the reference model, and whether it is multiplied by the ratio"
+        yield (
+            ("beta", "use_bias_correction_kl"),
+            "the KL to the reference model, and whether it is multiplied by the ratio",
+        )
     if _corrects(config):
-        names = tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_") and hasattr(config, n))
+        names = tuple(
+            n for n in DEFAULTS if n.startswith("vllm_importance_sampling_") and hasattr(config, n)
+        )
         yield names, "the weight for vLLM's mismatch with the trainer, and its bounds"
 
 
 def _corrects(config: Any) -> bool:
-    return bool(option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction"))
+    return bool(
+        option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction")
+    )
 
 
 def _weighted_kl(config: Any) -> bool:
@@ -97,23 +140,50 @@ def _weighted_kl(config: Any) -> bool:
 
 def _beside(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     if option(config, "top_entropy_quantile") < 1.0:
-        yield ("top_entropy_quantile",), "only this share of the tokens, those of highest entropy, keeps a policy term"
+        yield (
+            ("top_entropy_quantile",),
+            "only this share of the tokens, those of highest entropy, keeps a policy term",
+        )
     if option(config, "use_adaptive_entropy"):
-        yield ("entropy_coef", "use_adaptive_entropy"), "an entropy bonus whose coefficient follows a target"
+        yield (
+            ("entropy_coef", "use_adaptive_entropy"),
+            "an entropy bonus whose coefficient follows a target",
+        )
     elif option(config, "entropy_coef") != 0.0:
-        yield ("entropy_coef",), "an entropy bonus: the mean over the tokens of each micro-batch, whatever loss_type averages"
+        yield (
+            ("entropy_coef",),
+            "an entropy bonus: the mean over the tokens of each micro-batch, whatever loss_type averages",
+        )
 
 
 def _silent(config: Any) -> Iterator[tuple[str, str]]:
-    loss_type, capped_by_epsilon = option(config, "loss_type"), option(config, "epsilon_high") is None
+    loss_type, capped_by_epsilon = (
+        option(config, "loss_type"),
+        option(config, "epsilon_high") is None,
+    )
     groups = {
         "loss_type clips nothing with it": (loss_type in CLIPPED, ("delta",)),
-        "loss_type has no band of the ratio": (loss_type in (*CLIPPED, "cispo"), ("epsilon", "epsilon_high")),
-        "loss_type has no lower bound, and epsilon_high is set": (loss_type != "cispo" or capped_by_epsilon, ("epsilon",)),
-        "only loss_type='sapo' reads it": (loss_type == "sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
-        "only loss_type='vespo' reads it": (loss_type == "vespo", tuple(n for n in DEFAULTS if n.startswith("vespo_"))),
+        "loss_type has no band of the ratio": (
+            loss_type in (*CLIPPED, "cispo"),
+            ("epsilon", "epsilon_high"),
+        ),
+        "loss_type has no lower bound, and epsilon_high is set": (
+            loss_type != "cispo" or capped_by_epsilon,
+            ("epsilon",),
+        ),
+        "only loss_type='sapo' reads it": (
+            loss_type == "sapo",
+            ("sapo_temperature_pos", "sapo_temperature_neg"),
+        ),
+        "only loss_type='vespo' reads it": (
+            loss_type == "vespo",
+            tuple(n for n in DEFAULTS if n.startswith("vespo_")),
+        ),
         "beta is 0": (option(config, "beta") != 0.0, ("use_bias_correction_kl",)),
-        "vLLM's weights are not used": (_corrects(config), tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_"))),
+        "vLLM's weights are not used": (
+            _corrects(config),
+            tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_")),
+        ),
     }
     for why, (acts, names) in groups.items():
         yield from ((name, why) for name in names if not acts and is_set(config, name))
@@ -141,7 +211,9 @@ def _traps(config: Any) -> Iterator[str]:
         yield "LUSPO is a sequence-level loss: set importance_sampling_level='sequence'."
     if level == "sequence" and loss_type == "vespo":
         yield "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight only."
-    if _corrects(config) and not any(is_set(config, n) for n in DEFAULTS if n.startswith("vllm_importance_sampling_")):
+    if _corrects(config) and not any(
+        is_set(config, n) for n in DEFAULTS if n.startswith("vllm_importance_sampling_")
+    ):
         yield (
             "with use_vllm=True a correction is on by default: a sequence whose product of weights exceeds 3 is dropped whole "
             "(sequence_mask), and the others are weighted by that product, which wanders far from 1 in long completions."

@@ -64,7 +64,9 @@ def option(config: Any, name: str) -> Any:
         return getattr(config, name)
     if name in ABSENT:
         return ABSENT[name]
-    raise SpecError(f"the config has no {name!r}; give TRL's GRPOConfig, or an object with its attributes.")
+    raise SpecError(
+        f"the config has no {name!r}; give TRL's GRPOConfig, or an object with its attributes."
+    )
 
 
 def advantages_of(config: Any) -> str | None:

@@ -43,7 +43,9 @@ class WrittenKL(KL):
         if self.ratio_level is not None:
             validate.choice(self, "ratio_level", ("token", "sequence"))
             if self.weight is not None:
-                raise SpecError("WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one.")
+                raise SpecError(
+                    "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one."
+                )
 
     @property
     # `KL` has one reach for all its values; here it depends on a field.
@@ -71,7 +73,10 @@ class WrittenKL(KL):
 
     def weight_sentence(self) -> str | None:
         """What the penalty is multiplied by, in words; None for what `KL` says."""
-        words = {"token": "the token's own ratio", "sequence": "the geometric mean of the sequence's ratios"}
+        words = {
+            "token": "the token's own ratio",
+            "sequence": "the geometric mean of the sequence's ratios",
+        }
         return super().weight_sentence() if self.ratio_level is None else words[self.ratio_level]
 
 
@@ -95,7 +100,9 @@ class RolloutProduct(SequenceProduct):
         validate.number(self, "high", above=0)
         validate.interval(self, "low", "high")
         if self.anchor != "old":
-            raise SpecError(f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}.")
+            raise SpecError(
+                f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}."
+            )
 
     def __call__(self, t: Tokens) -> Tensor:
         of_tokens = bound(t.log_ratio_to(self.anchor), self.token_clamp)

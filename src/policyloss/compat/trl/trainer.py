@@ -45,7 +45,9 @@ def trainer_class() -> type[Any]:
     try:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
-        raise ImportError("policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install trl.") from error
+        raise ImportError(
+            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install trl."
+        ) from error
     parent: Any = trl.GRPOTrainer
     release: str = trl.__version__
     signature = inspect.signature(parent.__init__)
@@ -61,12 +63,16 @@ def trainer_class() -> type[Any]:
         `policy_loss`.
         """
 
-        def __init__(self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any) -> None:
+        def __init__(
+            self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any
+        ) -> None:
             config = signature.bind(self, *args, **kwargs).arguments.get("args")
             if config is not None:  # before TRL loads models and starts engines
                 checked_loss(policy_loss, config, release)
             if getattr(config, "use_liger_kernel", False) and hasattr(parent, "compute_liger_loss"):
-                raise SpecError("use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set it to False.")
+                raise SpecError(
+                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set it to False."
+                )
             self._watched: _Watched | None = None
             self._window: list[Metrics] = []
             self._evaluated: list[Metrics] = []
@@ -102,13 +108,27 @@ def trainer_class() -> type[Any]:
                 total: Tensor = super()._compute_loss(model, inputs)
             spec = self.policy_loss or self._config_spec(inputs)
             totals = self._totals(spec, inputs)
-            out = batch_loss(spec, watched.logp, inputs, totals=totals, entropy=watched.entropy, keep=watched.keep)
+            out = batch_loss(
+                spec,
+                watched.logp,
+                inputs,
+                totals=totals,
+                entropy=watched.entropy,
+                keep=watched.keep,
+            )
             self._record(out.metrics)
             if self.policy_loss is not None:
                 self._drop_metrics_of_the_config()
-            if not (getattr(self, "_entropy_bonus_enabled", False) or getattr(self, "aux_loss_enabled", False)):
+            if not (
+                getattr(self, "_entropy_bonus_enabled", False)
+                or getattr(self, "aux_loss_enabled", False)
+            ):
                 return out.loss
-            return exchanged(total, out.loss if self.policy_loss is None else self._config_term(watched, inputs), out.loss)
+            return exchanged(
+                total,
+                out.loss if self.policy_loss is None else self._config_term(watched, inputs),
+                out.loss,
+            )
 
         def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
             engine = "sampling_per_token_logps" in inputs
@@ -118,18 +138,33 @@ def trainer_class() -> type[Any]:
             """The policy term that TRL's total contains."""
             totals = self._config_totals(inputs)
             with torch.no_grad():
-                return batch_loss(self._config_spec(inputs), watched.logp, inputs, totals=totals, keep=watched.keep).loss
+                return batch_loss(
+                    self._config_spec(inputs),
+                    watched.logp,
+                    inputs,
+                    totals=totals,
+                    keep=watched.keep,
+                ).loss
 
         def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
             if self.policy_loss is None:
                 return self._config_totals(inputs)
             if spec.needs_statistics:
                 return "local"  # checked_loss made sure that a step is one call
-            calls, generated = self.current_gradient_accumulation_steps, self.args.steps_per_generation
+            calls, generated = (
+                self.current_gradient_accumulation_steps,
+                self.args.steps_per_generation,
+            )
             if not self.model.training:
                 calls = generated = 1
             ranks = self.accelerator.num_processes
-            return step_totals(loss_mask(inputs), inputs["num_items_in_batch"], calls=calls, generated=generated, ranks=ranks)
+            return step_totals(
+                loss_mask(inputs),
+                inputs["num_items_in_batch"],
+                calls=calls,
+                generated=generated,
+                ranks=ranks,
+            )
 
         def _config_totals(self, inputs: Mapping[str, Any]) -> Any:
             return totals_for(

@@ -46,7 +46,9 @@ class PlainGroups:
 
     @classmethod
     @torch.no_grad()
-    def stacked(cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None) -> PlainGroups:
+    def stacked(
+        cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None
+    ) -> PlainGroups:
         """Statistics that reduce the members of a group as `torch.mean` and `torch.std` reduce a
         vector, in its dtype.
 
@@ -56,11 +58,21 @@ class PlainGroups:
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
         order, size, by_size = rows_by_size(group_ids)
-        total, mean, std = torch.zeros_like(rewards), torch.zeros_like(rewards), torch.ones_like(rewards)
-        weight = None if weights is None else per_sequence("weights", weights, rewards).to(rewards.dtype)
+        total, mean, std = (
+            torch.zeros_like(rewards),
+            torch.zeros_like(rewards),
+            torch.ones_like(rewards),
+        )
+        weight = (
+            None if weights is None else per_sequence("weights", weights, rewards).to(rewards.dtype)
+        )
         for rows in by_size:
             members = rewards[rows]
-            center = members.mean(1, keepdim=True) if weight is None else _weighted_mean(members, weight[rows])
+            center = (
+                members.mean(1, keepdim=True)
+                if weight is None
+                else _weighted_mean(members, weight[rows])
+            )
             # As torch.std does it: squares in float64 of the distances from the rounded mean, added
             # up one after the other.
             wide = accumulator_dtype(rewards.device)
@@ -121,11 +133,17 @@ class PlainGroups:
         group of one.
         """
         others = (self.size - 1).clamp(min=1)
-        return torch.where(self.size > 1, self.rewards * self.size / others - self.mean * self.size / others, self.rewards)
+        return torch.where(
+            self.size > 1,
+            self.rewards * self.size / others - self.mean * self.size / others,
+            self.rewards,
+        )
 
     def left_out_of_total(self) -> Tensor:
         """`(n·r − Σr)/(n−1)`: the same, from the group's total; 0 for a group of one."""
-        return torch.where(self.size > 1, (self.size * self.rewards - self.total) / (self.size - 1).clamp(min=1), 0)
+        return torch.where(
+            self.size > 1, (self.size * self.rewards - self.total) / (self.size - 1).clamp(min=1), 0
+        )
 
     def per_nonzero(self, f_norm: float = 1.0) -> Tensor:
         """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one),
@@ -151,7 +169,9 @@ def _root(x: Tensor) -> Tensor:
     """√x to the last bit, as `torch.std` takes it; `torch.sqrt` may be one off in float64, where
     MKL computes it.
     """
-    return torch.tensor([math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device).view_as(x)
+    return torch.tensor(
+        [math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device
+    ).view_as(x)
 
 
 @torch.no_grad()
@@ -178,7 +198,9 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     float64.
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
-        raise InputError(f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}.")
+        raise InputError(
+            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}."
+        )
     spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
     return fill(spread, as_mask(mask, spread))
 
@@ -195,7 +217,9 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
     valid = as_mask(mask, x)
     n = mask.sum()
     if n < 2:
-        raise InputError(f"whitening needs at least two valid tokens, got {int(n)}: one token has no variance.")
+        raise InputError(
+            f"whitening needs at least two valid tokens, got {int(n)}: one token has no variance."
+        )
     mean = fill(x, valid).sum() / (n + count_eps)
     centered = x - mean
     variance = fill(centered.square(), valid).sum() / (n + count_eps) * (n / (n - 1))
@@ -203,7 +227,9 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 
 
 @torch.no_grad()
-def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True) -> GAE:
+def plain_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True
+) -> GAE:
     """GAE, one token after the other from the end; not whitened. All token-shaped.
 
     A masked token gets the advantage of the next valid one (0 if there is none), and that plus its
@@ -217,7 +243,9 @@ def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 
 @torch.no_grad()
-def plain_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: Literal["bridge", "cut"] = "bridge") -> Tensor:
+def plain_returns(
+    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, holes: Literal["bridge", "cut"] = "bridge"
+) -> Tensor:
     """Discounted returns, one token after the other from the end. All token-shaped.
 
     holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has the
@@ -246,8 +274,12 @@ def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
     """`Σ_k w_k·x_k`, added up in their order; the weights (1 by default) are float32 numbers."""
     if weights is not None and len(weights) != len(parts):
-        raise InputError(f"weights must hold one number per reward ({len(parts)}), got {len(weights)}.")
-    weight = torch.ones(len(parts)) if weights is None else torch.tensor(weights, dtype=torch.float32)
+        raise InputError(
+            f"weights must hold one number per reward ({len(parts)}), got {len(weights)}."
+        )
+    weight = (
+        torch.ones(len(parts)) if weights is None else torch.tensor(weights, dtype=torch.float32)
+    )
     total = torch.zeros_like(parts[0])
     for w, x in zip(weight.to(parts[0].device), parts, strict=True):
         total = total + w * x
@@ -258,7 +290,12 @@ def _next_valid(x: Tensor, valid: Tensor) -> Tensor:
     """For each token, `x` at the next valid one after it; 0 if there is none. `[B, T]`."""
     length = x.shape[1]
     here = torch.where(valid, torch.arange(length, device=x.device), length)
-    nearest = torch.nn.functional.pad(here, (0, 1), value=length).flip(-1).cummin(-1).values.flip(-1)[:, 1:]
+    nearest = (
+        torch.nn.functional.pad(here, (0, 1), value=length)
+        .flip(-1)
+        .cummin(-1)
+        .values.flip(-1)[:, 1:]
+    )
     return torch.nn.functional.pad(x, (0, 1)).gather(1, nearest)
 
 

@@ -41,7 +41,9 @@ from policyloss.tokens import as_mask
 AdvantageResult = tuple[Tensor, Tensor]
 
 
-def _by_group(body: Callable[[Tensor, Tensor, Any], AdvantageResult]) -> Callable[..., AdvantageResult]:
+def _by_group(
+    body: Callable[[Tensor, Tensor, Any], AdvantageResult],
+) -> Callable[..., AdvantageResult]:
     """An estimator from each row's score, mask and group, with the signature that verl's group
     estimators share.
     """
@@ -114,7 +116,9 @@ def compute_grpo_vectorized_outcome_advantage(
     if at_least(release, "0.8.0"):
         groups = PlainGroups.indexed(scores, ids, dtype=torch.float32)
     else:
-        groups = PlainGroups.indexed(scores, ids, dtype=torch.float32, variance="moments", floor=epsilon)
+        groups = PlainGroups.indexed(
+            scores, ids, dtype=torch.float32, variance="moments", floor=epsilon
+        )
     return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
@@ -141,7 +145,10 @@ def compute_gdpo_outcome_advantage(
     if config is not None and non_tensor_batch is not None and batch is not None:
         rewards, weights = _reward_components(config, non_tensor_batch, token_level_rewards.device)
     parts = [
-        over_tokens(_normalised(_groups(reward, index), epsilon, norm_adv_by_std_in_grpo), response_mask) for reward in rewards
+        over_tokens(
+            _normalised(_groups(reward, index), epsilon, norm_adv_by_std_in_grpo), response_mask
+        )
+        for reward in rewards
     ]
     return _whitened(weighted_sum(parts, weights), response_mask)
 
@@ -164,25 +171,33 @@ def compute_grpo_passk_outcome_advantage(
     groups = _groups(scores, index)
     ids = group_numbers(index, scores)
     if 1 in Counter(ids.tolist()).values():
-        raise InputError("index has a group with one row; pass@k needs at least 2 samples per group to have a second best.")
+        raise InputError(
+            "index has a group with one row; pass@k needs at least 2 samples per group to have a second best."
+        )
     margin = passk_max_gap(scores, ids, scale=None, group="local")
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
 
 
 @_by_group
-def compute_reinforce_plus_plus_baseline_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    scores: Tensor, response_mask: Tensor, index: Any
+) -> AdvantageResult:
     """REINFORCE++-baseline: the reward less its group's mean, whitened over the valid tokens."""
     return _whitened(over_tokens(_groups(scores, index).centered, response_mask), response_mask)
 
 
 @_by_group
-def compute_rloo_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
+def compute_rloo_outcome_advantage(
+    scores: Tensor, response_mask: Tensor, index: Any
+) -> AdvantageResult:
     """RLOO: the reward less the mean of the group's other rows; a row alone keeps its reward."""
     return _outcome(_groups(scores, index).left_out(), response_mask)
 
 
 @_by_group
-def compute_opo_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
+def compute_opo_outcome_advantage(
+    scores: Tensor, response_mask: Tensor, index: Any
+) -> AdvantageResult:
     """OPO: the reward less its group's mean weighted by length."""
     return _outcome(_groups(scores, index, sequence_lengths(response_mask)).centered, response_mask)
 
@@ -243,16 +258,24 @@ def compute_gpg_outcome_advantage(
     """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0.
     `alpha` is ignored, as in verl.
     """
-    return _outcome(_groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask)
+    return _outcome(
+        _groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask
+    )
 
 
 @_by_group
-def compute_rloo_vectorized_outcome_advantage(scores: Tensor, response_mask: Tensor, index: Any) -> AdvantageResult:
+def compute_rloo_vectorized_outcome_advantage(
+    scores: Tensor, response_mask: Tensor, index: Any
+) -> AdvantageResult:
     """RLOO from the totals of the groups; a row alone gets 0."""
-    return _outcome(PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask)
+    return _outcome(
+        PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask
+    )
 
 
-def _by_token(body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult]) -> Callable[..., AdvantageResult]:
+def _by_token(
+    body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult],
+) -> Callable[..., AdvantageResult]:
     """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns
     are the reward-to-go.
     """
@@ -291,13 +314,17 @@ def _by_token(body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResul
 
 
 @_by_token
-def compute_optimal_token_baseline_advantage(estimate: Callable[[bool], AdvantageResult]) -> AdvantageResult:
+def compute_optimal_token_baseline_advantage(
+    estimate: Callable[[bool], AdvantageResult],
+) -> AdvantageResult:
     """The optimal token baseline, column by column; returns are the reward-to-go."""
     return estimate(False)
 
 
 @_by_token
-def compute_multi_turn_optimal_token_baseline_advantage(estimate: Callable[[bool], AdvantageResult]) -> AdvantageResult:
+def compute_multi_turn_optimal_token_baseline_advantage(
+    estimate: Callable[[bool], AdvantageResult],
+) -> AdvantageResult:
     """The optimal token baseline by valid tokens, for rows of several turns; returns are the
     reward-to-go.
     """
@@ -313,15 +340,21 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
         number_of: dict[Any, int] = {}
         numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
     except TypeError:
-        raise InputError(f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}.") from None
+        raise InputError(
+            f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}."
+        ) from None
     if len(numbers) != rows.shape[0]:
-        raise InputError(f"index has {len(numbers)} labels for {rows.shape[0]} rows; give one each.")
+        raise InputError(
+            f"index has {len(numbers)} labels for {rows.shape[0]} rows; give one each."
+        )
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 
 
 def _required(config: Any) -> Any:
     if config is None:
-        raise InputError("config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes.")
+        raise InputError(
+            "config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes."
+        )
     return config
 
 
@@ -344,18 +377,26 @@ def _whitened(x: Tensor, mask: Tensor) -> AdvantageResult:
     return tokens, tokens
 
 
-def _reward_components(config: Any, non_tensor_batch: Any, device: torch.device) -> tuple[list[Tensor], list[float] | None]:
+def _reward_components(
+    config: Any, non_tensor_batch: Any, device: torch.device
+) -> tuple[list[Tensor], list[float] | None]:
     """The rewards named by `config.gdpo_reward_keys`, `[B]` each in float32, and their weights."""
     keys = read(config, "gdpo_reward_keys")
     if not keys:
-        raise InputError("config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in non_tensor_batch.")
+        raise InputError(
+            "config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in non_tensor_batch."
+        )
     missing = [key for key in keys if key not in non_tensor_batch]
     if missing:
-        raise InputError(f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has {sorted(non_tensor_batch)}.")
+        raise InputError(
+            f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has {sorted(non_tensor_batch)}."
+        )
     weights = read(config, "gdpo_reward_weights")
     columns = (non_tensor_batch[key] for key in keys)
     numbers = [column.tolist() if hasattr(column, "tolist") else list(column) for column in columns]
-    return [torch.tensor(n, dtype=torch.float32, device=device) for n in numbers], None if weights is None else list(weights)
+    return [
+        torch.tensor(n, dtype=torch.float32, device=device) for n in numbers
+    ], None if weights is None else list(weights)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {

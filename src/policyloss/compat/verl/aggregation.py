@@ -18,14 +18,26 @@ from policyloss.compat.releases import at_least
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
-from policyloss.parts.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum, TokenSumNorm
+from policyloss.parts.aggregate import (
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+    TokenSumNorm,
+)
 from policyloss.parts.kl import KL
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
 # What verl adds to a count before it divides by it (see `guard` for when that acts).
 EPSILON = 1e-8
-AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 OLDEST = "0.4.1"
 
 
@@ -61,15 +73,22 @@ def aggregation(
     """
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
-        raise SpecError(f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here.")
+        raise SpecError(
+            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here."
+        )
     dp_size = int(dp_size)
     part = _part(loss_agg_mode, mask, loss_scale_factor, release)
     if isinstance(part, TokenSumNorm):
         return Aggregation(part, Totals.of_call(mask))
-    needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
+    needed = {
+        "token-mean": ("batch_num_tokens", batch_num_tokens),
+        "token-sum": ("dp_size", dp_size),
+    }
     name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and count is None and at_least(release, "0.7.1"):
-        raise InputError(f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step.")
+        raise InputError(
+            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step."
+        )
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):
         counts = replace(counts, tokens=counts.tokens + guard(mask))
@@ -85,7 +104,11 @@ def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str
         return SeqMeanTokenSumNorm(scale) if at_least(release, "0.7.1") else TokenSumNorm(scale)
     if loss_agg_mode == "seq-mean-token-mean":
         return seq_mean_token_mean(guard(mask) if at_least(release, "0.6.0") else 0.0)
-    return {"token-mean": TokenMean(), "token-sum": TokenSum(), "seq-mean-token-sum": SeqMeanTokenSum()}[loss_agg_mode]
+    return {
+        "token-mean": TokenMean(),
+        "token-sum": TokenSum(),
+        "seq-mean-token-sum": SeqMeanTokenSum(),
+    }[loss_agg_mode]
 
 
 @drop_in
@@ -104,7 +127,13 @@ def agg_loss(
     See `aggregation`.
     """
     part, totals = aggregation(
-        loss_agg_mode, loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
+        loss_agg_mode,
+        loss_mask,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
+        release=release,
     )
     return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
 
@@ -128,10 +157,18 @@ def compute_value_loss(
     one half.
     """
     part, totals = aggregation(
-        loss_agg_mode, response_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, release=release
+        loss_agg_mode,
+        response_mask,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
+        release=release,
     )
     clip = float(cliprange_value)
-    out = value_loss(vpreds, returns, values, response_mask, clip, boundary="half", aggregate=part, totals=totals)
+    out = value_loss(
+        vpreds, returns, values, response_mask, clip, boundary="half", aggregate=part, totals=totals
+    )
     return out.loss, mean(out.metrics["clip_fraction"], response_mask)
 
 
@@ -155,19 +192,29 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
         raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
     name = kl_penalty.removesuffix("+")
     if name == "full":
-        raise NotOfferedError('kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.')
+        raise NotOfferedError(
+            'kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.'
+        )
     if name not in KL_ESTIMATORS:
         raise NotOfferedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
     estimator = KL_ESTIMATORS[name]
     clamp, value_clamp = (20.0, 10.0) if estimator == "k3" else (None, None)
-    return KL(estimator, coef, grad="k2" if kl_penalty.endswith("+") else "value", clamp=clamp, value_clamp=value_clamp)
+    return KL(
+        estimator,
+        coef,
+        grad="k2" if kl_penalty.endswith("+") else "value",
+        clamp=clamp,
+        value_clamp=value_clamp,
+    )
 
 
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
     # verl takes tensors of any shape.
     x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))
     every = torch.ones_like(x, dtype=torch.bool)
-    tokens = Inputs(logp=x, advantages=torch.zeros_like(x, requires_grad=False), mask=every, ref_logp=ref).tokens()
+    tokens = Inputs(
+        logp=x, advantages=torch.zeros_like(x, requires_grad=False), mask=every, ref_logp=ref
+    ).tokens()
     return part(tokens).reshape(logprob.shape)
 
 
@@ -183,7 +230,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
     if isinstance(kl_penalty, str) and kl_penalty.endswith("+"):
-        raise NotOfferedError(f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward.")
+        raise NotOfferedError(
+            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward."
+        )
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 

@@ -32,7 +32,9 @@ def read(config: Any, name: str, default: Any = None) -> Any:
     it is missing.
     """
     if config is None:
-        raise InputError("config was not given; pass verl's ActorConfig, or an object with its attributes.")
+        raise InputError(
+            "config was not given; pass verl's ActorConfig, or an object with its attributes."
+        )
     value = getattr(config, name, _MISSING)
     if value is _MISSING and hasattr(config, "get"):
         value = config.get(name, _MISSING)
@@ -64,9 +66,14 @@ def policy_options(config: Any) -> Any:
 def clip_range(config: Any) -> tuple[float, float]:
     """`clip_ratio_low` and `clip_ratio_high`, each falling back to `clip_ratio`."""
     both = read(config, "clip_ratio")
-    low, high = either(read(config, "clip_ratio_low"), both), either(read(config, "clip_ratio_high"), both)
+    low, high = (
+        either(read(config, "clip_ratio_low"), both),
+        either(read(config, "clip_ratio_high"), both),
+    )
     if low is None or high is None:
-        raise InputError("config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high.")
+        raise InputError(
+            "config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high."
+        )
     check_scalar("config.clip_ratio_low", low)
     check_scalar("config.clip_ratio_high", high)
     return float(low), float(high)
@@ -77,11 +84,15 @@ def check_dual(clip_ratio_c: float) -> float:
     check_scalar("clip_ratio_c", clip_ratio_c)
     dual = float(clip_ratio_c)
     if not dual > 1:
-        raise SpecError(f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}.")
+        raise SpecError(
+            f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}."
+        )
     return dual
 
 
-def drift(old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estimator: str = "k1") -> Tensor:
+def drift(
+    old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estimator: str = "k1"
+) -> Tensor:
     """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
     0-dim.
     """
@@ -93,7 +104,9 @@ def drift(old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estim
 
 def clipped(out: LossOutput, mask: Tensor) -> Tensor:
     """verl's `pg_clipfrac`: the share of tokens that the clip limits, without the dual clip."""
-    return mean(together(out.metrics["clip_fraction_upper"], out.metrics["clip_fraction_lower"]), mask)
+    return mean(
+        together(out.metrics["clip_fraction_upper"], out.metrics["clip_fraction_lower"]), mask
+    )
 
 
 @dataclass(frozen=True)
@@ -114,11 +127,20 @@ class Call:
         this call.
         """
         info = either(read(self.config, "global_batch_info"), {})
-        part, totals = aggregation(self.loss_agg_mode, self.response_mask, **info, release=self.release)
+        part, totals = aggregation(
+            self.loss_agg_mode, self.response_mask, **info, release=self.release
+        )
         spec = spec.replace(aggregate=part)
         if self.rollout_is_weights is not None:
             spec = spec.replace(correction=GivenWeight(self.rollout_is_weights))
-        return policy_loss(spec, self.log_prob, self.old_log_prob, self.advantages, self.response_mask, totals=totals)
+        return policy_loss(
+            spec,
+            self.log_prob,
+            self.old_log_prob,
+            self.advantages,
+            self.response_mask,
+            totals=totals,
+        )
 
     @property
     def valid(self) -> Tensor:
@@ -135,11 +157,17 @@ class Call:
         """`ppo_kl` of this call (see `drift`)."""
         return drift(self.old_log_prob, self.log_prob, self.response_mask, log_clamp, estimator)
 
-    def report(self, clip_fraction: Tensor | float | None, kl: Tensor, lower: Tensor | float | None = None) -> dict[str, float]:
+    def report(
+        self, clip_fraction: Tensor | float | None, kl: Tensor, lower: Tensor | float | None = None
+    ) -> dict[str, float]:
         """verl's metrics under its names, as Python floats; None means that this loss does not
         report the metric.
         """
-        metrics = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
+        metrics = {
+            "actor/pg_clipfrac": clip_fraction,
+            "actor/ppo_kl": kl,
+            "actor/pg_clipfrac_lower": lower,
+        }
         return {name: float(value) for name, value in metrics.items() if value is not None}
 
 

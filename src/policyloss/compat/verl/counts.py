@@ -18,10 +18,17 @@ def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def outside_by_sign(
-    log_ratio: Tensor, eps_low: float, eps_high: float, advantages: Tensor, mask: Tensor, epsilon: float = 0.0
+    log_ratio: Tensor,
+    eps_low: float,
+    eps_high: float,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0. epsilon:
     as in `masked_mean`.
     """
     outside = beyond(log_ratio, (-eps_low, eps_high))
-    return masked_mean(outside & (advantages > 0), mask, epsilon), masked_mean(outside & (advantages < 0), mask, epsilon)
+    return masked_mean(outside & (advantages > 0), mask, epsilon), masked_mean(
+        outside & (advantages < 0), mask, epsilon
+    )

@@ -31,9 +31,14 @@ def install(release: str | None = None) -> tuple[str, ...]:
     """
     version = release or installed_version("verl")
     if not at_least(version, OLDEST):
-        raise SpecError(f"verl {version} is older than {OLDEST}, the oldest whose meanings are kept here.")
+        raise SpecError(
+            f"verl {version} is older than {OLDEST}, the oldest whose meanings are kept here."
+        )
     if not _replaced:
-        for name, our_modules in ((CORE, (losses, aggregation, advantages)), (ROLLOUT, (rollout_correction,))):
+        for name, our_modules in (
+            (CORE, (losses, aggregation, advantages)),
+            (ROLLOUT, (rollout_correction,)),
+        ):
             try:
                 module = import_module(name)
             except ModuleNotFoundError as missing:

@@ -34,7 +34,12 @@ from policyloss.compat.verl.calls import (
     read,
 )
 from policyloss.compat.verl.counts import outside_by_sign
-from policyloss.compat.verl.parts import GeometricMeanWeight, LocalCovClip, LocalCovKL, MeanAdvantageGeometricClip
+from policyloss.compat.verl.parts import (
+    GeometricMeanWeight,
+    LocalCovClip,
+    LocalCovKL,
+    MeanAdvantageGeometricClip,
+)
 from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.loss import policy_loss
@@ -80,13 +85,27 @@ def compute_policy_loss(
     """
     low, high = either(cliprange_low, cliprange), either(cliprange_high, cliprange)
     if low is None or high is None:
-        raise InputError("cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=.")
+        raise InputError(
+            "cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=."
+        )
     trust = Clip(float(low), float(high), check_dual(clip_ratio_c))
     spec = LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=trust)
     part, totals = aggregation(loss_agg_mode, response_mask, release=release)
-    out = policy_loss(spec.replace(aggregate=part), log_prob, old_log_prob, advantages, response_mask, totals=totals)
+    out = policy_loss(
+        spec.replace(aggregate=part),
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        totals=totals,
+    )
     kl = drift(old_log_prob, log_prob, response_mask, log_clamp)
-    return out.loss, clipped(out, response_mask), kl, mean(out.metrics["clip_fraction_dual"], response_mask)
+    return (
+        out.loss,
+        clipped(out, response_mask),
+        kl,
+        mean(out.metrics["clip_fraction_dual"], response_mask),
+    )
 
 
 class PolicyLossFunction(Protocol):
@@ -127,7 +146,18 @@ def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], Pol
             *,
             release: str | None = None,
         ) -> LossResult:
-            return body(Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release))
+            return body(
+                Call(
+                    old_log_prob,
+                    log_prob,
+                    advantages,
+                    response_mask,
+                    loss_agg_mode,
+                    config,
+                    rollout_is_weights,
+                    release,
+                )
+            )
 
         return named_like(body, drop_in(loss))
 
@@ -153,7 +183,13 @@ def compute_policy_loss_vanilla(call: Call) -> LossResult:
 
 def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult:
     low, high = clip_range(call.config)
-    out = call.loss(LossSpec(trust=ProbabilityBand(divergence, low, high, cap=read(call.config, "clip_ratio_c", 20.0))))
+    out = call.loss(
+        LossSpec(
+            trust=ProbabilityBand(
+                divergence, low, high, cap=read(call.config, "clip_ratio_c", 20.0)
+            )
+        )
+    )
     capped = mean(out.metrics["clip_fraction_dual"], call.response_mask)
     return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
 
@@ -193,7 +229,10 @@ def compute_policy_loss_sapo(call: Call) -> LossResult:
     """
     call = replace(call, loss_agg_mode="seq-mean-token-mean")
     # verl holds them in the dtype of the advantages.
-    taus = (float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype)) for name in ("tau_pos", "tau_neg"))
+    taus = (
+        float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype))
+        for name in ("tau_pos", "tau_neg")
+    )
     out = call.loss(LossSpec(trust=SoftGate(*taus)))
     return out.loss, call.report(0.0, call.drift(20.0), 0.0)
 
@@ -215,14 +254,18 @@ def compute_policy_loss_clip_cov(call: Call) -> LossResult:
     window = either(read(options, "clip_cov_lb"), 1.0), either(read(options, "clip_cov_ub"), 5.0)
     trust = LocalCovClip(CovClip(low, high, fraction, *window), guard(call.response_mask))
     out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust))
-    return out.loss, call.report(mean(out.metrics["clip_fraction_dropped"], call.response_mask), call.drift(None))
+    return out.loss, call.report(
+        mean(out.metrics["clip_fraction_dropped"], call.response_mask), call.drift(None)
+    )
 
 
 @_drop_in
 def compute_policy_loss_kl_cov(call: Call) -> LossResult:
     """KL-Cov over this micro-batch: `LocalCovKL`. `ppo_kl` is the mean of |log-ratio| here."""
     options = policy_options(call.config)
-    part = CovKL(either(read(options, "kl_cov_ratio"), 0.0002), either(read(options, "ppo_kl_coef"), 1.0))
+    part = CovKL(
+        either(read(options, "kl_cov_ratio"), 0.0002), either(read(options, "ppo_kl_coef"), 1.0)
+    )
     out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=LocalCovKL(part)))
     return out.loss, call.report(None, call.drift(None, "abs"))
 
@@ -239,13 +282,19 @@ def compute_policy_loss_geo_mean(call: Call) -> LossResult:
     trust = MeanAdvantageGeometricClip(GeometricClip(low, high), epsilon)
     spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=SeqMeanTokenMean())
     if call.rollout_is_weights is not None:
-        spec = spec.replace(correction=GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon))
+        spec = spec.replace(
+            correction=GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
+        )
     rows = Totals(0, call.response_mask.shape[0])
-    out = policy_loss(spec, call.log_prob, call.old_log_prob, call.advantages, call.response_mask, totals=rows)
+    out = policy_loss(
+        spec, call.log_prob, call.old_log_prob, call.advantages, call.response_mask, totals=rows
+    )
     mask, log_ratio = call.valid, call.log_ratio
     with torch.no_grad():
         positive, negative = outside_by_sign(log_ratio, low, high, call.advantages, mask, epsilon)
-    return out.loss, call.report(share(positive, call.response_mask), call.drift(None), share(negative, call.response_mask))
+    return out.loss, call.report(
+        share(positive, call.response_mask), call.drift(None), share(negative, call.response_mask)
+    )
 
 
 @_drop_in
@@ -283,7 +332,16 @@ def compute_policy_loss_reinforce(
     rollout policy.
     """
     return _reinforce(
-        Call(rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, release)
+        Call(
+            rollout_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            loss_agg_mode,
+            config,
+            rollout_is_weights,
+            release,
+        )
     )
 
 
@@ -300,12 +358,18 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     """
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:
-        raise SpecError('policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.')
+        raise SpecError(
+            'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.'
+        )
     loss_type = read(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}
     if loss_type not in losses:
         raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
-    older = () if at_least(call.release, "0.7.1") else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    older = (
+        ()
+        if at_least(call.release, "0.7.1")
+        else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    )
     weights_proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         call.log_prob.detach(),
         call.old_log_prob,
@@ -318,8 +382,14 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
         **{name: read(options, name) for name in older},
         release=call.release,
     )
-    weights = weights_proto.batch["rollout_is_weights"] if weights_proto and loss_type == "reinforce" else None
-    loss, reported = losses[loss_type](replace(call, response_mask=mask, rollout_is_weights=weights))
+    weights = (
+        weights_proto.batch["rollout_is_weights"]
+        if weights_proto and loss_type == "reinforce"
+        else None
+    )
+    loss, reported = losses[loss_type](
+        replace(call, response_mask=mask, rollout_is_weights=weights)
+    )
     return loss, {**reported, **metrics}
 
 

@@ -85,7 +85,9 @@ class GeometricMeanWeight(GivenWeight):
 
     def __call__(self, t: Tokens) -> Corrected:
         logs = torch.where(t.mask, (self.weight.detach().to(t.dtype) + self.floor).log(), 0)
-        return Corrected(t.sequences.expand((t.sequences.sum(logs) / (t.lengths + self.epsilon)).exp()))
+        return Corrected(
+            t.sequences.expand((t.sequences.sum(logs) / (t.lengths + self.epsilon)).exp())
+        )
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,16 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
         # verl averages what a loss reports over micro-batches: right for means, wrong for counts,
         # sums and extremes.
-        means = Metrics({key: record for key, record in out.metrics.items() if isinstance(record, Stat)})
+        means = Metrics(
+            {key: record for key, record in out.metrics.items() if isinstance(record, Stat)}
+        )
         reported = {f"{PREFIX}{key}": value for key, value in means.compute().items()}
         if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
             reported["actor/pg_clipfrac"] = float(clipped(out, response_mask))
-        return out.loss, {**reported, "actor/ppo_kl": float(drift(old_log_prob, log_prob, response_mask, None))}
+        return out.loss, {
+            **reported,
+            "actor/ppo_kl": float(drift(old_log_prob, log_prob, response_mask, None)),
+        }
 
     loss.__name__ = f"policyloss_{name}"
     loss.__doc__ = f"policyloss: {name}."
@@ -92,7 +97,9 @@ def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
         if info.get(theirs) is not None:
             totals = replace(totals, **{ours: info[theirs]})
         elif totals.dp_size > 1:
-            raise SpecError(f"global_batch_info has dp_size={totals.dp_size} but no {theirs}; verl must count the whole step.")
+            raise SpecError(
+                f"global_batch_info has dp_size={totals.dp_size} but no {theirs}; verl must count the whole step."
+            )
     return totals
 
 
@@ -105,7 +112,9 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
         # verl calls a loss one micro-batch at a time and cannot measure the step first; verl's
         # losses have the same limit.
         spec = spec.replace(trust=OfThisCall(spec.trust))
-    kept = tuple(part for part in spec.correction if isinstance(part, OPSM) and part.source == "old")
+    kept = tuple(
+        part for part in spec.correction if isinstance(part, OPSM) and part.source == "old"
+    )
     if kept != spec.correction:
         if weights is None:
             parts = ", ".join(type(part).__name__ for part in spec.correction)
@@ -128,10 +137,16 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
     if kl is None:
         return
     if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
-        raise SpecError(f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another.")
+        raise SpecError(
+            f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another."
+        )
     plus = "+" if kl.grad == "k2" else ""
     wanted = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    used, kind, coef = read(config, "use_kl_loss", False), read(config, "kl_loss_type", ""), read(config, "kl_loss_coef", None)
+    used, kind, coef = (
+        read(config, "use_kl_loss", False),
+        read(config, "kl_loss_type", ""),
+        read(config, "kl_loss_coef", None),
+    )
     if not used or kind not in wanted or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
@@ -143,7 +158,9 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
 def _check_entropy(name: str, coef: float, config: Any) -> None:
     """verl adds the entropy bonus itself: check that it does."""
     if coef and read(config, "entropy_coeff", 0.0) != coef:
-        raise SpecError(f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}.")
+        raise SpecError(
+            f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}."
+        )
 
 
 def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
@@ -152,7 +169,9 @@ def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
     """
     mode = MODES.get(type(spec.aggregate))
     if (spec.kl is not None or spec.entropy_coef) and loss_agg_mode != mode:
-        fix = f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
+        fix = (
+            f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
+        )
         raise SpecError(
             f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL and entropy it adds by "
             f"actor.loss_agg_mode={loss_agg_mode!r}; {fix}."

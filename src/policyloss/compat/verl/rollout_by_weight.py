@@ -44,7 +44,9 @@ def rejection_by_weight(
         **weight_spread(weight, means, low, high),
         **weights_by_sequence(weight, weight, means, low, high),
         "masked_fraction": rejected_tokens(keep, means),
-        "seq_masked_fraction": rejected_sequences(keep, means if rollout_rs == "token" else means.everywhere),
+        "seq_masked_fraction": rejected_sequences(
+            keep, means if rollout_rs == "token" else means.everywhere
+        ),
     }
     mask = fill(means.mask, keep, torch.promote_types(means.mask.dtype, torch.float32))
     return mask, {f"rollout_rs_{name}": float(value) for name, value in metrics.items()}

@@ -148,7 +148,9 @@ def compute_rollout_correction_weights(
         # The first release averaged empty rows too, and on each rank alone.
         is_first = not at_least(release, "0.7.0")
         group = None if is_first else _world()
-        weights, factor = normalised(weights, means, over, empty_sequences=is_first, least=EPSILON, group=group)
+        weights, factor = normalised(
+            weights, means, over, empty_sequences=is_first, least=EPSILON, group=group
+        )
         metrics["rollout_is_batch_norm_factor"] = float(factor)
     return weights, metrics
 
@@ -156,7 +158,11 @@ def compute_rollout_correction_weights(
 def _world() -> Any:
     """The group of all ranks where there are any."""
     distributed = torch.distributed
-    return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
+    return (
+        distributed.group.WORLD
+        if distributed.is_available() and distributed.is_initialized()
+        else None
+    )
 
 
 @drop_in
@@ -213,7 +219,9 @@ def compute_rollout_rejection_mask(
         if rollout_rs_threshold is None:
             raise SpecError(f"rollout_rs_threshold must be given with rollout_rs={rollout_rs!r}.")
         low, high = reciprocal_band(float(rollout_rs_threshold), rollout_rs_threshold_lower)
-        return rejection_by_weight(log_ratio, _means(response_mask), rollout_rs, low, high, SAFETY_BOUND)
+        return rejection_by_weight(
+            log_ratio, _means(response_mask), rollout_rs, low, high, SAFETY_BOUND
+        )
     _refuse_from_071("rollout_rs_threshold_lower", rollout_rs_threshold_lower, release)
     if log_ratio.shape[0] == 0 and isinstance(rollout_rs, str) and rollout_rs_threshold is not None:
         return response_mask, {}
@@ -231,9 +239,13 @@ def compute_rollout_rejection_mask(
     return fill(response_mask, kept).to(response_mask.dtype), metrics
 
 
-def _apply(rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor) -> tuple[Tensor, Metrics]:
+def _apply(
+    rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor
+) -> tuple[Tensor, Metrics]:
     """Which tokens one rule keeps, and its metrics."""
-    stat = means.reduced(estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d"), rule.reduce)
+    stat = means.reduced(
+        estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d"), rule.reduce
+    )
     keep = within(stat, rule.low, rule.high)
     by_token = rule.option in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
     metrics = compute_rs_metrics(
@@ -248,8 +260,12 @@ def _apply(rule: Rule, log_weight: Tensor, means: Means, response_mask: Tensor) 
         apply_lower_threshold=rule.low is not None,
     )
     dtype = log_weight.dtype
-    metrics[f"rollout_rs_{rule.option}_masked_fraction"] = float(rejected_tokens(keep, means, dtype))
-    metrics[f"rollout_rs_{rule.option}_seq_masked_fraction"] = float(rejected_sequences(keep, means, "nonempty", dtype))
+    metrics[f"rollout_rs_{rule.option}_masked_fraction"] = float(
+        rejected_tokens(keep, means, dtype)
+    )
+    metrics[f"rollout_rs_{rule.option}_seq_masked_fraction"] = float(
+        rejected_sequences(keep, means, "nonempty", dtype)
+    )
     return keep, metrics
 
 
@@ -307,13 +323,20 @@ def compute_rollout_correction_and_rejection_mask(
     means = _means(response_mask)
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
         if x.shape != old_log_prob.shape:
-            raise InputError(f"{name} has shape {tuple(x.shape)} but old_log_prob has {tuple(old_log_prob.shape)}.")
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)} but old_log_prob has {tuple(old_log_prob.shape)}."
+            )
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
     weights, metrics, mask = None, Metrics(), response_mask.clone()
     if rollout_is is not None and rollout_is_threshold is not None:
         weights, new_metrics = compute_rollout_correction_weights(
-            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, release=release
+            log_ratio,
+            response_mask,
+            rollout_is,
+            rollout_is_threshold,
+            rollout_is_batch_normalize,
+            release=release,
         )
         metrics |= new_metrics
     if rollout_rs is not None:
@@ -338,17 +361,24 @@ def compute_rollout_correction_and_rejection_mask(
 
 def _refuse_from_071(name: str, value: Any, release: str | None) -> None:
     if value is not None:
-        raise SpecError(f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got release={release!r}).')
+        raise SpecError(
+            f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got release={release!r}).'
+        )
 
 
-def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None) -> tuple[Tensor, Metrics]:
+def _veto(
+    mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
+) -> tuple[Tensor, Metrics]:
     """The mask after the veto of releases up to 0.7.0, and its two metrics."""
     vetoed_shares = dict.fromkeys(("sequences", "tokens"), 0.0)
     if threshold is not None:
         if threshold <= 0:
             raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
         keep, shares = vetoed(log_ratio, means, threshold)
-        mask, vetoed_shares = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)), _report("", shares)
+        mask, vetoed_shares = (
+            fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)),
+            _report("", shares),
+        )
     return mask, {
         "rollout_is_veto_fraction": vetoed_shares["sequences"],
         "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
@@ -357,15 +387,21 @@ def _veto(mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
 
 @drop_in
 @torch.no_grad()
-def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> dict[str, Any]:
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, Any]:
     """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see
     `rollout_metrics.policy_gap`).
     """
-    return _report("", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND))
+    return _report(
+        "", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND)
+    )
 
 
 @drop_in
-def compute_rollout_corr_metrics_from_logprobs(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
@@ -399,12 +435,16 @@ def compute_rollout_correction_and_add_to_batch(
 
 
 @drop_in
-def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+def apply_bypass_mode(
+    batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None
+) -> None:
     """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's
     loss_mode to "bypass_mode".
     """
     if "rollout_log_probs" not in batch.batch:
-        raise InputError("bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true.")
+        raise InputError(
+            "bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true."
+        )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     with _open(policy_loss_config):
         policy_loss_config["rollout_correction"] = rollout_corr_config

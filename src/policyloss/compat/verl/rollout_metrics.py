@@ -107,7 +107,9 @@ def _deviation(x: Tensor) -> Tensor:
     return x.std() if x.numel() > 1 else x.new_zeros(())
 
 
-def policy_gap(logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clamp: float = 20.0) -> Statistics:
+def policy_gap(
+    logp: Tensor, rollout_logp: Tensor | None, means: Means, log_clamp: float = 20.0
+) -> Statistics:
     """Perplexities of both policies and divergences between them.
 
     *_ppl = mean_S exp(−m), *_log_ppl = mean_S −m, with m a sequence's mean log-probability;
@@ -157,11 +159,19 @@ def in_nats(low: float, high: float) -> tuple[float, float]:
 
 def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
     """Without `low`, TIS: `min(w, high)`. With it, IcePop: w where low ≤ w ≤ high, else 0."""
-    return weight.clamp(max=high) if low is None else torch.where(within(weight, low, high), weight, 0)
+    return (
+        weight.clamp(max=high) if low is None else torch.where(within(weight, low, high), weight, 0)
+    )
 
 
 def normalised(
-    weight: Tensor, means: Means, over: str, *, empty_sequences: bool = False, least: float = 1e-8, group: Any = None
+    weight: Tensor,
+    means: Means,
+    over: str,
+    *,
+    empty_sequences: bool = False,
+    least: float = 1e-8,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences"
     (of each one's mean weight).
@@ -181,7 +191,9 @@ def normalised(
     return weight / factor, factor
 
 
-def token_weight_limits(weight: Tensor, raw: Tensor, means: Means, low: float, high: float) -> Statistics:
+def token_weight_limits(
+    weight: Tensor, raw: Tensor, means: Means, low: float, high: float
+) -> Statistics:
     """Largest and smallest applied weight, and the shares of valid tokens whose raw weight is above
     `high` or below `low`.
     """
@@ -194,7 +206,9 @@ def token_weight_limits(weight: Tensor, raw: Tensor, means: Means, low: float, h
     }
 
 
-def sequence_weight_limits(log_weight: Tensor, low: float, high: float, log_clamp: float = 20.0) -> Statistics:
+def sequence_weight_limits(
+    log_weight: Tensor, low: float, high: float, log_clamp: float = 20.0
+) -> Statistics:
     """The same from one log-weight per sequence, `[S]` or `[S, 1]`, compared in logarithms; every
     sequence counts.
 
@@ -234,7 +248,9 @@ def weight_spread(weight: Tensor, means: Means, low: float, high: float) -> Stat
     }
 
 
-def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float, high: float) -> Statistics:
+def weights_by_sequence(
+    weight: Tensor, judged: Tensor, means: Means, low: float, high: float
+) -> Statistics:
     """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
     deviation is from 1.
 
@@ -254,7 +270,13 @@ def weights_by_sequence(weight: Tensor, judged: Tensor, means: Means, low: float
 
 
 def rejection_statistics(
-    stat: Tensor, of_sequence: Tensor | None, nonempty: Tensor, means: Means, low: float | None, high: float, by_sequence: bool
+    stat: Tensor,
+    of_sequence: Tensor | None,
+    nonempty: Tensor,
+    means: Means,
+    low: float | None,
+    high: float,
+    by_sequence: bool,
 ) -> Statistics:
     """Statistics of the number that decides a rejection. Tokens with `low <= stat <= high` are
     kept; a `low` of None does not bind.
@@ -266,7 +288,11 @@ def rejection_statistics(
     values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
     statistics = {"mean": means.of_tokens(stat)}
     if by_sequence and values.numel():
-        statistics |= {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
+        statistics |= {
+            "max": values.max(),
+            "min": values.min(),
+            **_beyond(_share, values, low, high),
+        }
     else:
         largest, smallest = extremes(stat, means.valid)
         statistics |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
@@ -275,7 +301,12 @@ def rejection_statistics(
     if not values.numel():
         names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
         return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
-    by_name = {"mean": values.mean(), "std": _deviation(values), "max": values.max(), "min": values.min()}
+    by_name = {
+        "mean": values.mean(),
+        "std": _deviation(values),
+        "max": values.max(),
+        "min": values.min(),
+    }
     by_name |= {"max_deviation": values.abs().max(), **_beyond(_share, values, low, high)}
     return statistics | {f"seq_{name}": value for name, value in by_name.items()}
 
@@ -295,7 +326,9 @@ def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float
     return means.of_tokens((~keep).to(dtype))
 
 
-def rejected_sequences(keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32) -> Tensor:
+def rejected_sequences(
+    keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in
     `dtype`, at least float32).
     """
@@ -315,4 +348,7 @@ def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statis
     """
     impossible = (log_weight < _log(low, log_weight)) & means.valid
     keep = ~any_in_sequence(impossible, means.sequences)
-    return keep, {"sequences": rejected_sequences(~impossible, means), "tokens": means.of_tokens(impossible)}
+    return keep, {
+        "sequences": rejected_sequences(~impossible, means),
+        "tokens": means.of_tokens(impossible),
+    }

@@ -56,13 +56,17 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
         raise ThresholdTypeError(
             f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with release={release!r}."
         )
-    low, high = _bounds("rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold)
+    low, high = _bounds(
+        "rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold
+    )
     if low is not None and low > high:
         raise SpecError(f"rollout_is_threshold must have lower <= upper, got {threshold!r}.")
     return low, high
 
 
-def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None) -> list[Rule]:
+def rejection_rules(
+    rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None
+) -> list[Rule]:
     """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. There is one threshold
     for all options, or one for each.
 
@@ -70,12 +74,16 @@ def rejection_rules(rollout_rs: Any, rollout_rs_threshold: Any, release: str | N
     and k3 have one, on the estimate.
     """
     if not isinstance(rollout_rs, str):
-        raise SpecError(f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}.")
+        raise SpecError(
+            f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}."
+        )
     if rollout_rs_threshold is None:
         raise SpecError(f"rollout_rs_threshold must be given with rollout_rs={rollout_rs!r}.")
     options = list(dict.fromkeys(_parts(rollout_rs)))
     if not options:
-        raise SpecError(f"rollout_rs={rollout_rs!r} names no option. Valid: {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}.")
+        raise SpecError(
+            f"rollout_rs={rollout_rs!r} names no option. Valid: {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}."
+        )
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
@@ -100,13 +108,19 @@ def _rule(option: str, text: str, release: str | None) -> Rule:
     low, high = _bounds(f"rollout_rs_threshold for {option}", text)
     if estimator != "k1":
         if low is not None:
-            raise SpecError(f"rollout_rs_threshold for {option} must be a single upper bound without '_', got {text!r}.")
+            raise SpecError(
+                f"rollout_rs_threshold for {option} must be a single upper bound without '_', got {text!r}."
+            )
         return Rule(option, estimator, reduce, None, high)
     low, high = reciprocal_band(high, low)
     if low <= 0:
-        raise SpecError(f"rollout_rs_threshold for {option} must be a positive, finite number, got {text!r}.")
+        raise SpecError(
+            f"rollout_rs_threshold for {option} must be a positive, finite number, got {text!r}."
+        )
     if low > high and at_least(release, "0.9.0"):
-        raise SpecError(f"rollout_rs_threshold for {option} must have lower <= upper, got {text!r}.")
+        raise SpecError(
+            f"rollout_rs_threshold for {option} must have lower <= upper, got {text!r}."
+        )
     return Rule(option, estimator, reduce, *in_nats(low, high))
 
 
@@ -122,7 +136,9 @@ def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
     try:
         numbers = [float(word) for word in words]
     except ValueError as error:
-        raise SpecError(f"{called} must be a number or two joined by '_', such as '0.5_2.0', got {threshold!r}.") from error
+        raise SpecError(
+            f"{called} must be a number or two joined by '_', such as '0.5_2.0', got {threshold!r}."
+        ) from error
     if any(number <= 0 for number in numbers):
         raise SpecError(f"{called} must be positive, got {threshold!r}.")
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])

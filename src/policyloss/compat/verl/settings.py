@@ -15,7 +15,13 @@ from policyloss.compat.notices import check_advantages, warn_once
 from policyloss.compat.patching import swap
 from policyloss.compat.verl.calls import read
 from policyloss.errors import SpecError
-from policyloss.parts.aggregate import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
+from policyloss.parts.aggregate import (
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+)
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
 
@@ -80,7 +86,9 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
         )
 
 
-def _overridden_numbers(spec: LossSpec, config: Any, prefix: str, options: dict[str, tuple[Any, tuple[str, ...]]]) -> Iterator[str]:
+def _overridden_numbers(
+    spec: LossSpec, config: Any, prefix: str, options: dict[str, tuple[Any, tuple[str, ...]]]
+) -> Iterator[str]:
     for option, (default, fields) in options.items():
         value = read(config, option, default)
         if value is None or value == _default(config, option, default):
@@ -92,7 +100,9 @@ def _overridden_numbers(spec: LossSpec, config: Any, prefix: str, options: dict[
 def _default(config: Any, option: str, default: Any) -> Any:
     """The default of an option, from the config if that is a dataclass."""
     if dataclasses.is_dataclass(config):
-        return {field.name: field.default for field in dataclasses.fields(config)}.get(option, default)
+        return {field.name: field.default for field in dataclasses.fields(config)}.get(
+            option, default
+        )
     return default
 
 
@@ -127,7 +137,13 @@ def check_config(config: Any) -> None:
         return
     with_horizon_of(actor, name, PRESETS[name].spec)
     algorithm = read(config, "algorithm")
-    chosen = str(getattr(read(algorithm, "adv_estimator", "gae"), "value", read(algorithm, "adv_estimator", "gae")))
+    chosen = str(
+        getattr(
+            read(algorithm, "adv_estimator", "gae"),
+            "value",
+            read(algorithm, "adv_estimator", "gae"),
+        )
+    )
     estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
     if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
         estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"

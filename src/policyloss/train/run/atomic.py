@@ -89,7 +89,9 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise InputError(f"{name} has the key {key!r}, but JSON takes only strings as keys; use str(key).")
+                raise InputError(
+                    f"{name} has the key {key!r}, but JSON takes only strings as keys; use str(key)."
+                )
         return {key: _plain(inner, f"{name}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
@@ -97,8 +99,14 @@ def _plain(value: Any, name: str) -> Any:
         return {"float": repr(float(value))}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise InputError(f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a list or a dict.")
+    raise InputError(
+        f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a list or a dict."
+    )
 
 
 def _float_or_dict(value: dict[str, Any]) -> Any:
-    return float(value["float"]) if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf") else value
+    return (
+        float(value["float"])
+        if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
+        else value
+    )

@@ -25,8 +25,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import StorageError, from_json, sync, to_json, write_error, write_synced
-from policyloss.train.run.checkpoint_folder import begin, newest_first, prune, publish, published_path, undo
+from policyloss.train.run.atomic import (
+    StorageError,
+    from_json,
+    sync,
+    to_json,
+    write_error,
+    write_synced,
+)
+from policyloss.train.run.checkpoint_folder import (
+    begin,
+    newest_first,
+    prune,
+    publish,
+    published_path,
+    undo,
+)
 from policyloss.train.run.collective import on_every_rank, on_first_rank, rank_in
 from policyloss.train.run.plain_files import read_plain, require_plain
 from policyloss.train.run.shards import (
@@ -49,7 +63,15 @@ State = Mapping[str, Any]  # tensors, and mappings or sequences of them
 T = TypeVar("T")
 
 
-def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, keep: int | None, group: Any = None) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    state: State,
+    numbers: Mapping[str, Any],
+    *,
+    keep: int | None,
+    group: Any = None,
+) -> Path:
     """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`, return its path.
 
     state: tensors, in mappings and sequences as deep as you like; they come back flat,
@@ -64,20 +86,28 @@ def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, k
         rank a name of its own.
     """
     if step < 0 or (keep is not None and keep < 1):
-        raise InputError(f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, keep={keep}.")
+        raise InputError(
+            f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, keep={keep}."
+        )
     tensors: dict[str, Tensor] = {}
 
     def plan() -> dict[str, Share]:
         tensors.update(flatten(state))
         return {name: share_of(name, x, group) for name, x in tensors.items()}
 
-    entries = located(on_every_rank(plan, group))  # of the same plans on every rank: all raise, or none
+    entries = located(
+        on_every_rank(plan, group)
+    )  # of the same plans on every rank: all raise, or none
     path, file = published_path(folder, step), file_of(rank_in(group))
-    to_write = {name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)}
+    to_write = {
+        name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)
+    }
     with _undone_on_error(folder, step, group):
         temporary = on_first_rank(lambda: _explained(path, lambda: begin(folder, step)), group)
         target = temporary / file
-        written = on_every_rank(lambda: _explained(path, lambda: write_tensors(target, to_write)), group)
+        written = on_every_rank(
+            lambda: _explained(path, lambda: write_tensors(target, to_write)), group
+        )
         files = {file_of(rank): entry for rank, entry in enumerate(written) if entry}
         contents = {"files": files, "tensors": entries, "numbers": numbers}
         on_first_rank(lambda: _explained(path, lambda: _finish(temporary, step, contents)), group)
@@ -85,7 +115,9 @@ def save(folder: Path, step: int, state: State, numbers: Mapping[str, Any], *, k
     return path
 
 
-def load(path: Path, layout: State | None = None, *, group: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(
+    path: Path, layout: State | None = None, *, group: Any = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
 
     Sizes are checked, not sums: take the path from `latest`, or call `checked_index` before, which
@@ -107,7 +139,9 @@ def load(path: Path, layout: State | None = None, *, group: Any = None) -> tuple
     return contents["tensors"], contents["numbers"]
 
 
-def latest(folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None) -> Path | None:
+def latest(
+    folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None
+) -> Path | None:
     """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is
     none.
 
@@ -133,7 +167,9 @@ def latest(folder: Path, check: Callable[[Path], object] | None = None, *, group
 
 def subtree(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors under `name`, without it: `subtree({"model/w": x}, "model") == {"w": x}`."""
-    return {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}/")}
+    return {
+        key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}/")
+    }
 
 
 def count_from(numbers: Mapping[str, Any], name: str) -> int:
@@ -160,7 +196,9 @@ def flatten(state: State) -> dict[str, Tensor]:
             for i, inner in enumerate(value):
                 add(f"{name}/{i}", inner)
         else:
-            raise InputError(f"state[{name!r}] is a {type(value).__name__}; tensors go into state, everything else into numbers.")
+            raise InputError(
+                f"state[{name!r}] is a {type(value).__name__}; tensors go into state, everything else into numbers."
+            )
 
     add("", state)
     return flat
@@ -198,13 +236,19 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
         for name, file in index["files"].items():
             _check_file(path, name, file, sums)
         if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
-            raise StorageError(f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name.")
+            raise StorageError(
+                f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name."
+            )
     except OSError as error:
-        raise StorageError(f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}.") from None
+        raise StorageError(
+            f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}."
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"checkpoint {path} is damaged: {INDEX} is not readable ({error}).") from None
+        raise StorageError(
+            f"checkpoint {path} is damaged: {INDEX} is not readable ({error})."
+        ) from None
     return index
 
 
@@ -213,7 +257,10 @@ def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
     here on it is a checkpoint.
     """
     body = to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
-    write_synced(temporary / INDEX, b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body))
+    write_synced(
+        temporary / INDEX,
+        b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body),
+    )
     sync(temporary)
     publish(temporary)
 
@@ -223,13 +270,18 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
     try:
         with ExitStack() as stack:
             files = {
-                name: TensorFile(stack.enter_context(safe_open(path / name, framework="pt")), file["same"])
+                name: TensorFile(
+                    stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
+                )
                 for name, file in index["files"].items()
             }
             entries = index["tensors"]
             for name, entry in entries.items():
                 check_pieces(files, name, entry)
-            tensors = {name: read_like(files, name, entry, nearest_template(templates, name)) for name, entry in entries.items()}
+            tensors = {
+                name: read_like(files, name, entry, nearest_template(templates, name))
+                for name, entry in entries.items()
+            }
     except StorageError:
         raise
     except (
@@ -242,7 +294,9 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         IndexError,
         RuntimeError,
     ) as error:
-        raise StorageError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}. Use an older one.") from error
+        raise StorageError(
+            f"checkpoint {path} is damaged: {type(error).__name__}: {error}. Use an older one."
+        ) from error
     return tensors, index["numbers"]
 
 
@@ -262,7 +316,9 @@ def _explained(path: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except (OSError, safetensors.SafetensorError) as error:
-        raise write_error(f"checkpoint {path}", error, "Older checkpoints are untouched.") from error
+        raise write_error(
+            f"checkpoint {path}", error, "Older checkpoints are untouched."
+        ) from error
 
 
 def _in_file(entry: Mapping[str, Any], file: str) -> bool:
@@ -271,11 +327,15 @@ def _in_file(entry: Mapping[str, Any], file: str) -> bool:
 
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
-        raise StorageError(f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its folder.")
+        raise StorageError(
+            f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its folder."
+        )
     require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
-        raise StorageError(f"checkpoint {path} is damaged: {name} has {size} bytes, {file['bytes']} were written.")
+        raise StorageError(
+            f"checkpoint {path} is damaged: {name} has {size} bytes, {file['bytes']} were written."
+        )
     if sums and _sha256(path / name) != file["sha256"]:
         raise StorageError(f"checkpoint {path} is damaged: {name} does not have its checksum.")
 
@@ -305,7 +365,9 @@ def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 def _own_memory(name: str, x: Tensor) -> Tensor:
     """`x` on the CPU, contiguous, and in memory that nothing else uses, which safetensors asks for."""
     if x.is_meta or x.layout != torch.strided:
-        raise InputError(f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor with values.")
+        raise InputError(
+            f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor with values."
+        )
     here = x.cpu().contiguous()
     whole = here.untyped_storage().nbytes() == here.numel() * here.element_size()
     return here if whole else here.clone()

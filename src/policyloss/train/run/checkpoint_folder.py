@@ -76,9 +76,15 @@ def newest_first(folder: Path) -> list[Path]:
     that was to replace it.
     """
     by_step: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # ".step…" sorts before "step…", which replaces it here
+    for path in (
+        sorted(folder.iterdir()) if folder.is_dir() else []
+    ):  # ".step…" sorts before "step…", which replaces it here
         match = _NAME.fullmatch(path.name)
-        if match and path.is_dir() and (not match[1] if match[3] is None else match[1] and match[3] == "old"):
+        if (
+            match
+            and path.is_dir()
+            and (not match[1] if match[3] is None else match[1] and match[3] == "old")
+        ):
             by_step[int(match[2])] = path
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
@@ -105,9 +111,13 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
             kept += 1
             continue
         try:
-            os.replace(path, _hidden(folder, step_of(path), "gone", free=True))  # a crash leaves no half of it under its name
+            os.replace(
+                path, _hidden(folder, step_of(path), "gone", free=True)
+            )  # a crash leaves no half of it under its name
         except OSError as error:  # the new one is complete: not worth ending a run
-            warnings.warn(f"could not delete the old checkpoint {path}: {error}", UserWarning, stacklevel=3)
+            warnings.warn(
+                f"could not delete the old checkpoint {path}: {error}", UserWarning, stacklevel=3
+            )
     _remove_hidden(folder, "gone", "discarded")
 
 

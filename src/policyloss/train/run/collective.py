@@ -34,7 +34,9 @@ def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
     except Exception as raised:  # the other ranks hear of it, and it is raised below
         error = raised
     reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, (result, error and f"{type(error).__name__}: {error}"), group=group)
+    dist.all_gather_object(
+        reports, (result, error and f"{type(error).__name__}: {error}"), group=group
+    )
     failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason]
     if failures:
         raise StorageError(" ".join(failures)) from error

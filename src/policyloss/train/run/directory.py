@@ -30,7 +30,15 @@ from typing import Any
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import StorageError, from_json, make_folder, replace_file, sync, to_json, write_error
+from policyloss.train.run.atomic import (
+    StorageError,
+    from_json,
+    make_folder,
+    replace_file,
+    sync,
+    to_json,
+    write_error,
+)
 from policyloss.train.run.checkpoint_folder import discard_after
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.plain_files import read_plain, refuse_links
@@ -38,7 +46,14 @@ from policyloss.train.run.records import JsonLines
 from policyloss.train.view.track import TensorBoard, Tracker, service
 
 # What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
-_OF_A_RUN = ("config.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "tensorboard", "checkpoints")
+_OF_A_RUN = (
+    "config.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "rollouts.jsonl",
+    "tensorboard",
+    "checkpoints",
+)
 _PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
@@ -52,7 +67,9 @@ class RunDir:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = contents["config"]
         self.spec: dict[str, Any] = contents["loss"]
-        self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")}
+        self._lines = {
+            name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")
+        }
         self._board: TensorBoard | None = None
         self._resumed_after: int | None = None
         self._services: list[Tracker] = []
@@ -76,12 +93,21 @@ class RunDir:
         lock = Lock(path)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
-            if there and (not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))):
-                raise InputError(f"{path} holds a run already ({', '.join(there)}); resume it, or use another directory.")
-            for name in there:  # a start that ended before its first checkpoint: there is nothing to resume
+            if there and (
+                not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
+            ):
+                raise InputError(
+                    f"{path} holds a run already ({', '.join(there)}); resume it, or use another directory."
+                )
+            for name in (
+                there
+            ):  # a start that ended before its first checkpoint: there is nothing to resume
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
-            replace_file(path / "environment.json", to_json({**environment(), "resumed": []}, "environment", indent=2))
+            replace_file(
+                path / "environment.json",
+                to_json({**environment(), "resumed": []}, "environment", indent=2),
+            )
             return cls(path, lock, from_json(data))
         except BaseException:
             lock.release()
@@ -108,11 +134,18 @@ class RunDir:
         try:
             contents: Any = from_json(read_plain(file))
         except FileNotFoundError:
-            raise InputError(f"{path} holds no run: there is no {file}. Give the directory of a run, or start one.") from None
+            raise InputError(
+                f"{path} holds no run: there is no {file}. Give the directory of a run, or start one."
+            ) from None
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot read {file}: {error}.") from None
-        if not isinstance(contents, dict) or not {"policyloss", "config", "loss"} <= contents.keys():
-            raise InputError(f"{file} is not that of a run: it needs the keys policyloss, config and loss.")
+        if (
+            not isinstance(contents, dict)
+            or not {"policyloss", "config", "loss"} <= contents.keys()
+        ):
+            raise InputError(
+                f"{file} is not that of a run: it needs the keys policyloss, config and loss."
+            )
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
@@ -138,13 +171,17 @@ class RunDir:
         """
         last = self._lines["metrics"].last
         if last is not None and step <= last:
-            raise InputError(f"step {step} was logged already (the last one is {last}); truncate({step - 1}) first to redo it.")
+            raise InputError(
+                f"step {step} was logged already (the last one is {last}); truncate({step - 1}) first to redo it."
+            )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
         if self._board is None:
             self._board = TensorBoard(self.path / "tensorboard", resumed_after=self._resumed_after)
         for tracker in self._trackers():
-            tracker.log(step, {**metrics, **{f"timing/{name}": value for name, value in timing.items()}})
+            tracker.log(
+                step, {**metrics, **{f"timing/{name}": value for name, value in timing.items()}}
+            )
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled completions, each a dict with its "step"."""
@@ -155,7 +192,9 @@ class RunDir:
 
         The lines that stay keep their bytes. After a crash in the middle, do it again.
         """
-        discard_after(self.checkpoints, step)  # first: the latest checkpoint must never be of a step whose lines are gone
+        discard_after(
+            self.checkpoints, step
+        )  # first: the latest checkpoint must never be of a step whose lines are gone
         for lines in self._lines.values():
             lines.truncate(step)
         last = self._lines["metrics"].last
@@ -197,7 +236,12 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -213,7 +257,9 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
@@ -234,4 +280,6 @@ def _note_resume(path: Path) -> None:
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
     resumed = resumed if isinstance(resumed, list) else []
-    replace_file(path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2))
+    replace_file(
+        path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2)
+    )

@@ -30,7 +30,11 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
-        self.owner: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "began": _began(os.getpid())}
+        self.owner: dict[str, Any] = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": _began(os.getpid()),
+        }
         try:
             with self._alone() as handle:
                 self._refuse_if_held(os.read(handle, LOCK_BYTES))
@@ -53,9 +57,13 @@ class Lock:
             handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 if sys.platform != "win32":
-                    with suppress(OSError):  # some network disks cannot; then what the file says must do
+                    with suppress(
+                        OSError
+                    ):  # some network disks cannot; then what the file says must do
                         fcntl.flock(handle, fcntl.LOCK_EX)
-                if _same_file(handle, self.path):  # else another process removed the file meanwhile: open the new one
+                if _same_file(
+                    handle, self.path
+                ):  # else another process removed the file meanwhile: open the new one
                     yield handle
                     return
             finally:
@@ -90,7 +98,9 @@ def is_held(folder: Path) -> bool:
         holder = _read(os.read(handle, LOCK_BYTES))
     finally:
         os.close(handle)
-    return holder is not None and (holder["host"] != socket.gethostname() or _runs(holder["pid"], holder.get("began")))
+    return holder is not None and (
+        holder["host"] != socket.gethostname() or _runs(holder["pid"], holder.get("began"))
+    )
 
 
 def _read(data: bytes) -> dict[str, Any] | None:
@@ -102,7 +112,9 @@ def _read(data: bytes) -> dict[str, Any] | None:
     if not isinstance(holder, dict) or "host" not in holder:
         return None
     pid = holder.get("pid")
-    real = isinstance(pid, int) and not isinstance(pid, bool) and pid > 0  # 0 and less are groups of processes to the system
+    real = (
+        isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
+    )  # 0 and less are groups of processes to the system
     return holder if real else None
 
 
@@ -139,4 +151,6 @@ def _began(pid: int) -> str | None:
         return None
     # The second field is the program's name, in parentheses, and may hold anything: count from the last parenthesis on.
     state, *fields = stat.rpartition(")")[2].split()
-    return _ENDED if state in "ZX" else f"{boot} {fields[18]}"  # Z: killed, and nobody has asked for its exit code yet
+    return (
+        _ENDED if state in "ZX" else f"{boot} {fields[18]}"
+    )  # Z: killed, and nobody has asked for its exit code yet

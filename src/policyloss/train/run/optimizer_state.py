@@ -14,7 +14,9 @@ from policyloss.errors import InputError
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON. Nothing is copied.
 
     Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters, and state that is not a tensor.
@@ -35,11 +37,19 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}; a checkpoint holds tensors "
                     "and numbers only. Use an optimizer such as AdamW or SGD."
                 )
-    groups = [{"parameters": [names[p] for p in group["params"]], "options": _options(group)} for group in optimizer.param_groups]
+    groups = [
+        {"parameters": [names[p] for p in group["params"]], "options": _options(group)}
+        for group in optimizer.param_groups
+    ]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": plain}
 
 
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+) -> None:
     """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
 
     The next step is then the one that the saved optimizer would have made. `optimizer.load_state_dict` would not do: it casts a
@@ -48,26 +58,44 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mappin
     names = _names(model, optimizer)
     _refuse_other_optimizer(optimizer, names, numbers)
     parameters = {name: parameter for parameter, name in names.items()}
-    options = {name: group for group in optimizer.param_groups for name in (names[p] for p in group["params"])}
+    options = {
+        name: group
+        for group in optimizer.param_groups
+        for name in (names[p] for p in group["params"])
+    }
     state: dict[Tensor, dict[str, Any]] = {}
     for name, plain in numbers["state"].items():
         state.setdefault(parameters[name], {}).update(plain)
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
         if name not in parameters:
-            raise InputError(f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the optimizer.")
+            raise InputError(
+                f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the optimizer."
+            )
         parameter = parameters[name]
         if value.dim() and value.shape != parameter.shape:
-            raise InputError(f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is {tuple(parameter.shape)}.")
+            raise InputError(
+                f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is {tuple(parameter.shape)}."
+            )
         if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
-            raise InputError(f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded a layout for it.")
+            raise InputError(
+                f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded a layout for it."
+            )
         if value.is_floating_point() != parameter.is_floating_point():
-            raise InputError(f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}.")
+            raise InputError(
+                f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}."
+            )
         # A step count stays on the host, unless a fused or captured step reads it on the device.
-        on_host = key == "step" and not (options[name].get("fused") or options[name].get("capturable"))
-        state.setdefault(parameter, {})[key] = value.detach().to("cpu" if on_host else parameter.device, copy=True)
+        on_host = key == "step" and not (
+            options[name].get("fused") or options[name].get("capturable")
+        )
+        state.setdefault(parameter, {})[key] = value.detach().to(
+            "cpu" if on_host else parameter.device, copy=True
+        )
     if len({frozenset(entries) for entries in state.values()}) > 1:
-        raise InputError("the checkpoint holds the optimizer's state of some parameters in part only.")
+        raise InputError(
+            "the checkpoint holds the optimizer's state of some parameters in part only."
+        )
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
@@ -96,21 +124,31 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in group.items() if key not in ("params", *HOW)}
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
+    return {
+        key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()
+    }
 
 
 def _same_kind(here: Any, saved: Any) -> bool:
     """Whether an option read from a file could be in the place of one that an optimizer has."""
     if isinstance(here, tuple):
-        return isinstance(saved, (list, tuple)) and len(saved) == len(here) and all(map(_same_kind, here, saved))
+        return (
+            isinstance(saved, (list, tuple))
+            and len(saved) == len(here)
+            and all(map(_same_kind, here, saved))
+        )
     if isinstance(here, (float, int, Tensor)) and not isinstance(here, bool):
         return isinstance(saved, (float, int)) and not isinstance(saved, bool) and abs(saved) < 1e30
     return type(here) is type(saved)
 
 
-def _refuse_other_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], numbers: Mapping[str, Any]) -> None:
+def _refuse_other_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], numbers: Mapping[str, Any]
+) -> None:
     if numbers["class"] != type(optimizer).__name__:
-        raise InputError(f"the checkpoint holds the state of {numbers['class']}, but the optimizer is {type(optimizer).__name__}.")
+        raise InputError(
+            f"the checkpoint holds the state of {numbers['class']}, but the optimizer is {type(optimizer).__name__}."
+        )
     if len(numbers["groups"]) != len(optimizer.param_groups):
         raise InputError(
             f"the checkpoint's optimizer had {len(numbers['groups'])} groups of parameters, but this one has "

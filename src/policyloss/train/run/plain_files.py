@@ -12,7 +12,15 @@ from policyloss.errors import InputError
 from policyloss.train.run.atomic import StorageError
 
 # What a run directory holds under names of its own; other files that lie there are nobody's business.
-FILES = ("config.json", "environment.json", "track.json", "metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "lock")
+FILES = (
+    "config.json",
+    "environment.json",
+    "track.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "rollouts.jsonl",
+    "lock",
+)
 FOLDERS = ("checkpoints", "tensorboard")
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
@@ -63,7 +71,9 @@ def refuse_links(run: Path) -> None:
     try:
         str(run).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another name.") from None
+        raise InputError(
+            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another name."
+        ) from None
     for name in FILES:
         require_plain(run / name)
         require_plain(run / f".{name}.tmp")

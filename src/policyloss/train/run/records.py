@@ -39,9 +39,13 @@ class JsonLines:
         for row in rows:
             step = row.get("step")
             if not isinstance(step, int) or step < 0:
-                raise InputError(f"a row of {self.path.name} needs a step, an integer ≥ 0, got {step!r}.")
+                raise InputError(
+                    f"a row of {self.path.name} needs a step, an integer ≥ 0, got {step!r}."
+                )
             if last is not None and step < last:
-                raise InputError(f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to write it again.")
+                raise InputError(
+                    f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to write it again."
+                )
             last = step
         data = b"".join(line_of(row) + b"\n" for row in rows)
         before = os.fstat(self._handle).st_size
@@ -61,7 +65,9 @@ class JsonLines:
     def truncate(self, step: int | None) -> None:
         """Drop every row after `step` (None: no row), and what follows the last readable row; the bytes before stay as they are."""
         end, at, last = 0, 0, None
-        with os.fdopen(os.dup(self._handle), "rb") as file:  # this very file, whatever its name leads to by now
+        with os.fdopen(
+            os.dup(self._handle), "rb"
+        ) as file:  # this very file, whatever its name leads to by now
             file.seek(0)
             for line in file:
                 at += len(line)
@@ -97,7 +103,9 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, allow_nan=False).encode()
     except TypeError as error:
-        raise InputError(f"a row of step {row['step']} holds something that JSON cannot: {error}.") from None
+        raise InputError(
+            f"a row of step {row['step']} holds something that JSON cannot: {error}."
+        ) from None
     except ValueError:
         were: dict[str, str] = {}
         finite = {key: _finite(value, key, were) for key, value in row.items()}
@@ -120,7 +128,9 @@ def _step_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     found = _STEP.match(line)
-    if found and line.endswith(b"}\n"):  # as `line_of` writes it: to parse a long row for its first number would take far longer
+    if found and line.endswith(
+        b"}\n"
+    ):  # as `line_of` writes it: to parse a long row for its first number would take far longer
         return int(found[1])
     try:
         step = from_json(line)["step"]

@@ -32,7 +32,9 @@ class Stateful(Protocol):
         """Be as `state` said. tensors: those of all objects, by their flat names."""
 
 
-def store(folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int) -> None:
+def store(
+    folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int
+) -> None:
     """Write a checkpoint of everything that changes, as it is between two steps."""
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
@@ -43,13 +45,17 @@ def store(folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Rank
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
-def restore(folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]) -> int:
+def restore(
+    folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
+) -> int:
     """Let everything be as the last good checkpoint says. → its step. layout: as in
     `checkpoint.load`.
     """
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
-        raise InputError(f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew in another --out.")
+        raise InputError(
+            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew in another --out."
+        )
     tensors, numbers = load(path, layout, group=ranks.group)
     with explained(path):
         for name, one in changing.items():
@@ -66,7 +72,16 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except PolicyLossError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, StopIteration, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        StopIteration,
+        OverflowError,
+    ) as error:
         raise StorageError(
             f"checkpoint {path} does not hold what a run needs: {type(error).__name__}: {error}. "
             "Remove it to go on from an older one."
@@ -81,7 +96,9 @@ def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> No
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise NotFiniteError(f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is written.")
+        raise NotFiniteError(
+            f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is written."
+        )
 
 
 def refuse_nonfinite_weights(path: Path) -> None:
@@ -89,12 +106,14 @@ def refuse_nonfinite_weights(path: Path) -> None:
     for name in checked_index(path, sums=False)["files"]:
         try:
             with safe_open(path / name, framework="pt") as file:
-                keys = [key for key in file.keys() if key.startswith(_TRAINED)]  # noqa: SIM118  # no dictionary
+                keys = [key for key in file.keys() if key.startswith(_TRAINED)]  # no dictionary
                 bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         except SafetensorError as error:
             raise StorageError(f"checkpoint {path} is damaged: {name}: {error}.") from error
         if bad:
-            raise StorageError(f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} among them.")
+            raise StorageError(
+                f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} among them."
+            )
 
 
 def last_good(folder: Path) -> Path | None:

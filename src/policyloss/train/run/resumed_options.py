@@ -25,7 +25,15 @@ from policyloss.train.run.directory import RunDir
 
 # How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
 CHANGEABLE = (
-    *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout", "nonfinite_limit"),
+    *(
+        "track",
+        "keep",
+        "checkpoint_every",
+        "heartbeat",
+        "rank_timeout",
+        "reward_timeout",
+        "nonfinite_limit",
+    ),
     *("device", "parallel", "unusable"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
@@ -36,7 +44,11 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
     `--resume` are both "resume".
     """
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    names = {argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
+    names = {
+        argument[2:].partition("=")[0].replace("-", "_")
+        for argument in arguments
+        if argument.startswith("--")
+    }
     return frozenset(fields & {*names, *(name.removeprefix("no_") for name in names)})
 
 
@@ -46,12 +58,24 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec]:
     try:
         if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
             raise InputError("'config' and 'loss' must be objects.")
-        config = TrainConfig.from_dict({**contents["config"], "resume": False, "extend": None, "out": str(run)})
+        config = TrainConfig.from_dict(
+            {**contents["config"], "resume": False, "extend": None, "out": str(run)}
+        )
         return config, LossSpec.from_dict(contents["loss"])
     except PolicyLossError as error:
         raise StorageError(f"{run / 'config.json'}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise StorageError(f"{run / 'config.json'} is damaged: {type(error).__name__}: {error}.") from error
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise StorageError(
+            f"{run / 'config.json'} is damaged: {type(error).__name__}: {error}."
+        ) from error
 
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
@@ -59,10 +83,14 @@ def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     command line agree with them.
     """
     rest, changes = split_loss_options(arguments)
-    where, _ = tyro.cli(_Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False)
+    where, _ = tyro.cli(
+        _Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False
+    )
     stored, stored_spec = stored_options(where.out)
     named = named_options(rest)
-    config = tyro.cli(TrainConfig, args=rest, default=replace(stored, resume=True), prog="policyloss train")
+    config = tyro.cli(
+        TrainConfig, args=rest, default=replace(stored, resume=True), prog="policyloss train"
+    )
     spec = read_spec(config.loss, changes) if "loss" in named else change_spec(stored_spec, changes)
     refuse_changes(stored, config, stored_spec, spec)
     refuse_unnamed_code(config, named)
@@ -83,20 +111,31 @@ def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
     return replace(config, steps=max(stored.steps, config.extend or 0))
 
 
-def refuse_changes(stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec, spec: LossSpec) -> None:
+def refuse_changes(
+    stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec, spec: LossSpec
+) -> None:
     """Raise if an option or a number of the loss is another one than the run was started with; all
     of them are listed.
     """
     rows = [
         (flag(field.name), getattr(stored, field.name), getattr(now, field.name))
         for field in dataclasses.fields(TrainConfig)
-        if field.name not in (*CHANGEABLE, *_OF_THE_CALL) and getattr(stored, field.name) != getattr(now, field.name)
+        if field.name not in (*CHANGEABLE, *_OF_THE_CALL)
+        and getattr(stored, field.name) != getattr(now, field.name)
     ]
     before, after = _flat(stored_spec.to_dict()), _flat(spec.to_dict())
-    names = [name for name in {**before, **after} if before.get(name, _NOTHING) != after.get(name, _NOTHING)]
-    rows += [(f"--loss.{name}", before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names]
+    names = [
+        name
+        for name in {**before, **after}
+        if before.get(name, _NOTHING) != after.get(name, _NOTHING)
+    ]
+    rows += [
+        (f"--loss.{name}", before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names
+    ]
     if rows:
-        listed = "; ".join(f"{name} is {_shown(new)}, and the run has {_shown(old)}" for name, old, new in rows)
+        listed = "; ".join(
+            f"{name} is {_shown(new)}, and the run has {_shown(old)}" for name, old, new in rows
+        )
         longer = " To train longer, use --extend." if now.steps != stored.steps else ""
         raise InputError(
             f"--resume goes on with the options that {now.out} was started with, but these differ: "
@@ -143,5 +182,9 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """`{"trust": {"eps_low": 0.2}}` → `{"trust.eps_low": 0.2}`."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+        flat |= (
+            _flat(value, f"{above}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{above}{name}": value}
+        )
     return flat

@@ -75,7 +75,9 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
         mesh: Any = x.device_mesh  # type: ignore[attr-defined]
         ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
         if ranks > 1 and group is None:
-            raise InputError(f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the ranks that write it.")
+            raise InputError(
+                f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the ranks that write it."
+            )
         if isinstance(placement, Replicate):
             writes = writes and rank == 0
         elif type(placement) is Shard and placement.dim == 0:
@@ -83,11 +85,17 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
             begin = min(rank * size, rows)
             first, rows = first + begin, min(size, rows - begin)
         else:
-            raise InputError(f"state[{name!r}] is laid out as {placements}; only shards of the first dimension can be written.")
+            raise InputError(
+                f"state[{name!r}] is laid out as {placements}; only shards of the first dimension can be written."
+            )
     here = local_part(x).shape[:1]
     if placements and x.dim() and here != (rows,):
-        raise InputError(f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are its share.")
-    return Share(list(x.shape), str(x.dtype).removeprefix("torch."), bool(placements), first, rows, writes)
+        raise InputError(
+            f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are its share."
+        )
+    return Share(
+        list(x.shape), str(x.dtype).removeprefix("torch."), bool(placements), first, rows, writes
+    )
 
 
 def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
@@ -99,7 +107,9 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
     for rank, plan in enumerate(plans):
         for name, share in plan.items():
             known = name in entries
-            entry = entries.setdefault(name, {"shape": share.shape, "dtype": share.dtype, "pieces": []})
+            entry = entries.setdefault(
+                name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
+            )
             earlier = named_by.setdefault(name, rank)
             if (entry["shape"], entry["dtype"]) != (share.shape, share.dtype):
                 raise InputError(
@@ -107,7 +117,9 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
                     f"on rank {rank}; give what belongs to one rank a name with that rank in it."
                 )
             if share.rows and (share.writes if share.sharded else not known):
-                entry["pieces"].append({"file": file_of(rank), "first": share.first, "rows": share.rows})
+                entry["pieces"].append(
+                    {"file": file_of(rank), "first": share.first, "rows": share.rows}
+                )
     return entries
 
 
@@ -119,7 +131,10 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
-        stored, wanted = files[piece["file"]].shape(name), [piece["rows"], *shape[1:]] if shape else []
+        stored, wanted = (
+            files[piece["file"]].shape(name),
+            [piece["rows"], *shape[1:]] if shape else [],
+        )
         if stored != wanted:
             raise StorageError(
                 f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. Use an older checkpoint."
@@ -131,7 +146,9 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
         next_row += piece["rows"]
     rows = shape[0] if shape else 1
     if next_row != rows:
-        raise StorageError(f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older one.")
+        raise StorageError(
+            f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older one."
+        )
 
 
 def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | None:
@@ -141,7 +158,9 @@ def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | Non
     return templates.get(name)
 
 
-def read_like(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None) -> Tensor:
+def read_like(
+    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
+) -> Tensor:
     """The rows of this rank, as a DTensor like `like`; all rows, on the CPU, if that is no DTensor
     of this shape.
     """
@@ -150,10 +169,19 @@ def read_like(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, An
         return _read(files, name, entry, 0, shape[0] if shape else 1)
     share = share_of(name, like, like.device_mesh)
     local = _read(files, name, entry, share.first, share.rows).to(like.to_local().device)
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
-def _read(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], first: int, rows: int) -> Tensor:
+def _read(
+    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], first: int, rows: int
+) -> Tensor:
     """Rows first to first + rows of a tensor, from the pieces that hold some of them."""
     shape, end = entry["shape"], first + rows
     out = torch.empty([rows, *shape[1:]] if shape else [], dtype=getattr(torch, entry["dtype"]))
@@ -163,7 +191,9 @@ def _read(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], 
             continue
         file = files[piece["file"]]
         if shape:
-            out[begin - first : stop - first] = file.rows(name, begin - piece["first"], stop - piece["first"])
+            out[begin - first : stop - first] = file.rows(
+                name, begin - piece["first"], stop - piece["first"]
+            )
         else:
             out.copy_(file.number(name))
     return out

@@ -34,7 +34,9 @@ def _made(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
         return gym_task(name, name.removeprefix(GYM), seed, chosen)
     if name.endswith(".jsonl"):
         return file_task(Path(name), chosen or make_reward("exact"))
-    raise InputError(f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in .jsonl.")
+    raise InputError(
+        f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in .jsonl."
+    )
 
 
 __all__ = ["Example", "Task", "make_task"]

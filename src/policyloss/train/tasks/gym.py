@@ -22,10 +22,17 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> ListT
     held_out = list(_different(source, set()))
     seen = {row[0] for row in held_out}
     # Enough items that the loss of repeated prompts is made up for, where the data set has that many different ones.
-    train = list(islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), seen), TRAIN))
+    train = list(
+        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), seen), TRAIN)
+    )
     if not train:
-        raise InputError(f"{name} has no more than {len(held_out)} different prompts: nothing is left to train on.")
-    own = checked(name, lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]))
+        raise InputError(
+            f"{name} has no more than {len(held_out)} different prompts: nothing is left to train on."
+        )
+    own = checked(
+        name,
+        lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
+    )
     return ListTask(name, numbered(train), numbered(held_out), reward or own)
 
 
@@ -35,15 +42,23 @@ def _creator(dataset: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise InputError(f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install reasoning-gym.") from error
+        raise InputError(
+            f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install reasoning-gym."
+        ) from error
     if dataset not in DATASETS:
         raise InputError(unknown_name("task of reasoning_gym", dataset, DATASETS))
 
     def create(seed: int, size: int) -> Any:
         try:
             return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
-        except (AssertionError, TypeError, ValueError) as error:  # "composite", for one, is nothing without settings
-            raise InputError(f"the task reasoning_gym:{dataset} cannot be made with its default settings: {error}.") from error
+        except (
+            AssertionError,
+            TypeError,
+            ValueError,
+        ) as error:  # "composite", for one, is nothing without settings
+            raise InputError(
+                f"the task reasoning_gym:{dataset} cannot be made with its default settings: {error}."
+            ) from error
 
     return create
 

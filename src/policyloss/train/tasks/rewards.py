@@ -20,7 +20,9 @@ class RewardError(PolicyLossError):
     """A reward function failed on one completion. Knows the example and the completion."""
 
     def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
-        super().__init__(f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}.")
+        super().__init__(
+            f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}."
+        )
         self.example = example
         self.completion = completion
 
@@ -34,7 +36,9 @@ def make_reward(name: str) -> Reward:
         return checked(name, _BUILT_IN[name]())
     if ":" in name:
         return checked(name, _imported(name))
-    raise InputError(unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own.")
+    raise InputError(
+        unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
+    )
 
 
 def checked(name: str, function: Any) -> Reward:
@@ -43,11 +47,18 @@ def checked(name: str, function: Any) -> Reward:
     def reward(example: Example, completion: str) -> float:
         try:
             found = function(example, completion)
-        except (Exception, SystemExit) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
-            raise RewardError(name, example, completion, f"raised {type(error).__name__}: {error}") from error
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
+            raise RewardError(
+                name, example, completion, f"raised {type(error).__name__}: {error}"
+            ) from error
         number = _number(found)
         if not math.isfinite(number):
-            raise RewardError(name, example, completion, f"returned {_shown(found)} where a finite number belongs")
+            raise RewardError(
+                name, example, completion, f"returned {_shown(found)} where a finite number belongs"
+            )
         return number
 
     return reward
@@ -58,7 +69,9 @@ def scored(task: Task, example: Example, completion: str, seconds: float) -> flo
     try:
         return float(within(seconds, task.score, example, completion))
     except TimeIsUp:
-        raise RewardError(task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)") from None
+        raise RewardError(
+            task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)"
+        ) from None
 
 
 def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward:
@@ -77,7 +90,9 @@ def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward
 def _shown(x: object) -> str:
     try:
         return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    except Exception:  # an object may fail to show itself; so does a whole number of more than 4300 digits
+    except (
+        Exception
+    ):  # an object may fail to show itself; so does a whole number of more than 4300 digits
         return f"something of type {type(x).__name__}"
 
 
@@ -99,11 +114,17 @@ def _math() -> Reward:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise InputError("the reward 'math' needs the package math-verify: pip install math-verify.") from error
+        raise InputError(
+            "the reward 'math' needs the package math-verify: pip install math-verify."
+        ) from error
 
     def reward(example: Example, completion: str) -> float:
         # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
-        answer = parse(example.answer if "$" in example.answer or "\\boxed" in example.answer else f"${example.answer}$")
+        answer = parse(
+            example.answer
+            if "$" in example.answer or "\\boxed" in example.answer
+            else f"${example.answer}$"
+        )
         if not answer:
             raise InputError(f"the answer {example.answer!r} cannot be read as mathematics")
         return float(verify(answer, parse(completion)))
@@ -121,7 +142,9 @@ def _imported(name: str) -> Any:
         raise InputError(f"the reward {name!r} is not of the form module:function.")
     function = getattr(_module(module_name, name), attribute, None)
     if not callable(function):
-        raise InputError(f"the reward {name!r}: the module {module_name!r} has no function {attribute!r}.")
+        raise InputError(
+            f"the reward {name!r}: the module {module_name!r} has no function {attribute!r}."
+        )
     return function
 
 
@@ -133,10 +156,19 @@ def _module(module: str, reward: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise InputError(f"the reward {reward!r}: the module {module!r} needs another one: {error}.") from error
-        raise InputError(f"the reward {reward!r}: there is no module {module!r} here or among the installed ones.") from error
-    except (Exception, SystemExit) as error:  # it is the user's own code, which may do anything when it is imported
-        raise InputError(f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}.") from error
+            raise InputError(
+                f"the reward {reward!r}: the module {module!r} needs another one: {error}."
+            ) from error
+        raise InputError(
+            f"the reward {reward!r}: there is no module {module!r} here or among the installed ones."
+        ) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # it is the user's own code, which may do anything when it is imported
+        raise InputError(
+            f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}."
+        ) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-AGAIN_S = 1.0  # a function that swallows the interruption is interrupted again after so many seconds
+AGAIN_S = (
+    1.0  # a function that swallows the interruption is interrupted again after so many seconds
+)
 HARD = 3.0  # times the limit, and at least `HARD_S` seconds more: then the process ends
 HARD_S = 20.0
 
@@ -37,7 +39,9 @@ def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
     watched = _end_process_after(max(HARD * seconds, seconds + HARD_S))
     try:
-        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        if threading.current_thread() is not threading.main_thread() or not hasattr(
+            signal, "setitimer"
+        ):
             return function(*arguments)  # only the main thread can be interrupted
         return _interrupted_after(seconds, function, arguments)
     finally:
@@ -63,7 +67,9 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # somebody else's alarm goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
+            )
     return result
 
 

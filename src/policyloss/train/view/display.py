@@ -55,7 +55,12 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.update(self.view(), refresh=True)
             self._live.stop()
@@ -73,7 +78,9 @@ class Display:
         """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the loop. One line, or about four."""
 
         def progress(done: int, loss: float | None = None) -> None:
-            text = f"warm-up {done:>{len(str(total))}}/{total}" + ("" if loss is None else f"  loss {loss:.3f}")
+            text = f"warm-up {done:>{len(str(total))}}/{total}" + (
+                "" if loss is None else f"  loss {loss:.3f}"
+            )
             if self._console.is_terminal:
                 self._print(text.ljust(60), end="\n" if done >= total else "\r")
             elif done >= total or done % math.ceil(total / 4) == 0:
@@ -88,16 +95,26 @@ class Display:
             self._seconds.append(timing.get("step_s", math.nan))
         known = {**metrics, **timing}
         row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
-        row |= {title: format(known[name], form) for title, name, form in COLUMNS if known.get(name) is not None}
+        row |= {
+            title: format(known[name], form)
+            for title, name, form in COLUMNS
+            if known.get(name) is not None
+        }
         row["ETA"] = self._time_left()
-        self._held_out = row.get("held-out", self._held_out)  # measured now and then; the table shows the last one
+        self._held_out = row.get(
+            "held-out", self._held_out
+        )  # measured now and then; the table shows the last one
         self._rows.append({"held-out": self._held_out, **row})
         self._titles |= row.keys()
         if self._live is not None:
             due = time.monotonic() >= self._drawn + REFRESH_S
             self._live.update(self.view(), refresh=due)
             self._drawn = time.monotonic() if due else self._drawn
-        elif self._done in (0, 1, self._total) or self._done % self._every == 0 or "eval/accuracy" in metrics:
+        elif (
+            self._done in (0, 1, self._total)
+            or self._done % self._every == 0
+            or "eval/accuracy" in metrics
+        ):
             self._print("  ".join(f"{title} {text}" for title, text in row.items()))
 
     def view(self) -> Group:
@@ -125,4 +142,6 @@ class Display:
 
     def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
         # Nothing in the text is markup, and a line of a log is not cut where a terminal would end.
-        self._console.print(text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.print(
+            text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )

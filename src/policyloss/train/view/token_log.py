@@ -30,13 +30,22 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
 
 
 def rollout_rows(
-    step: int, samples: Sequence[Sample], learned: Learned, task: Task, tokenizer: Any, spec: pl.LossSpec
+    step: int,
+    samples: Sequence[Sample],
+    learned: Learned,
+    task: Task,
+    tokenizer: Any,
+    spec: pl.LossSpec,
 ) -> list[dict[str, Any]]:
     """Completions token by token, as rows of rollouts.jsonl. samples: the first ones of the pack."""
     if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)
-    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(range(len(samples))).to(torch.device("cpu"))
+    pack = (
+        pack.with_tokens(clipped=clipped(pack, spec))
+        .select(range(len(samples)))
+        .to(torch.device("cpu"))
+    )
     rows = []
     for sample, part in zip(samples, _parts(pack), strict=True):
         example = task.train[sample.example]
@@ -94,4 +103,7 @@ def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
 def _parts(pack: Pack) -> list[dict[str, Tensor]]:
     """The completion tokens of each sequence, also of one that is not trained on."""
     parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
-    return [{name: x[i][parts["completion"][i]] for name, x in parts.items()} for i in range(len(pack.lengths))]
+    return [
+        {name: x[i][parts["completion"][i]] for name, x in parts.items()}
+        for i in range(len(pack.lengths))
+    ]

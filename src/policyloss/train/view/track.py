@@ -38,7 +38,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InputError("TensorBoard events need tensorboard: pip install 'policyloss[train]'.") from None
+            raise InputError(
+                "TensorBoard events need tensorboard: pip install 'policyloss[train]'."
+            ) from None
         purge = None if resumed_after is None else resumed_after + 1
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
 
@@ -48,7 +50,9 @@ class TensorBoard:
             if not isinstance(value, Mapping):
                 self._writer.add_scalar(name, value, step)
             elif sum(value["counts"]):
-                self._writer.add_histogram_raw(name, **_histogram(value["edges"], value["counts"]), global_step=step)
+                self._writer.add_histogram_raw(
+                    name, **_histogram(value["edges"], value["counts"]), global_step=step
+                )
 
     def flush(self) -> None:
         """Write out what is queued."""
@@ -76,7 +80,9 @@ def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
         "max": ends[filled[-1] + 1],
         "num": sum(counts),
         "sum": math.fsum(middle * count for middle, count in zip(middles, counts, strict=True)),
-        "sum_squares": math.fsum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
+        "sum_squares": math.fsum(
+            middle**2 * count for middle, count in zip(middles, counts, strict=True)
+        ),
         "bucket_limits": ends[1:],
         "bucket_counts": counts,
     }
@@ -113,7 +119,10 @@ class Service:
             call()
         except Exception as error:  # a service on the network may fail in any way; a run of days must not end by that
             self._works = False
-            warnings.warn(f"{self._name} failed ({error}); the run goes on without it, and its own files have all.", stacklevel=2)
+            warnings.warn(
+                f"{self._name} failed ({error}); the run goes on without it, and its own files have all.",
+                stacklevel=2,
+            )
 
 
 SERVICES = ("wandb", "trackio")
@@ -131,7 +140,9 @@ def service_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise InputError(f"--track {name} needs the package {name}: pip install {name}, or leave --track out.") from None
+        raise InputError(
+            f"--track {name} needs the package {name}: pip install {name}, or leave --track out."
+        ) from None
 
 
 def _run_id(folder: Path) -> str:
@@ -142,5 +153,7 @@ def _run_id(folder: Path) -> str:
     try:
         run_id = from_json(read_plain(path))["id"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"cannot read {path}: {error}. Delete it: the services then see a new run.") from None
+        raise StorageError(
+            f"cannot read {path}: {error}. Delete it: the services then see a new run."
+        ) from None
     return str(run_id)
