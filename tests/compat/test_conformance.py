@@ -1,4 +1,6 @@
-"""The differential suite's own machinery: it must see every kind of difference, and a defect must be one."""
+"""The differential suite's own machinery: it must see every kind of difference,
+and a defect must be one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ TOY = Function(
 
 
 def twin(**changes):
-    """The toy function whose other side is changed: each change maps an output to what the framework gives instead."""
+    """The toy function whose other side is changed:
+    each change maps an output to what the framework gives instead.
+    """
 
     def theirs(inputs, options):
         outputs = mean_square(inputs, options)
@@ -172,7 +176,8 @@ def test_a_loss_without_gradient_fails_even_where_the_gradient_is_zero():
 
 
 def test_the_gradient_of_a_loss_per_token_is_taken_with_random_weights():
-    # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient; random weights tell y = x from y = flip(x).
+    # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient;
+    # random weights tell y = x from y = flip(x).
     function = Function(
         "rows",
         [{}],

@@ -1,4 +1,6 @@
-"""What a preset brings along, the advantages it is defined with, and what it overrides, options of a framework."""
+"""What a preset brings along, the advantages it is defined with, and what it overrides,
+options of a framework.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_the_trainer_follows_them(name: str) -> None:
 
 
 def test_the_evidence_was_made_with_them() -> None:
-    """Every run of the evidence page says its advantages itself, so that the figures do not move with the defaults."""
+    """Every run of the evidence page says its advantages itself,
+    so that the figures do not move with the defaults.
+    """
     from benchmarks.evidence_plan import PLANS
 
     for name, plan in PLANS.items():
@@ -323,7 +327,8 @@ def test_verl_gives_its_scale_factor_as_the_horizon() -> None:
         match=r"policyloss/dr_grpo.*actor\.loss_scale_factor.*data\.max_response_length",
     ):
         called("dr_grpo", ActorConfig())
-    # Sums of the surrogate, ratios and clips by hand are in test_hand_computed; here only the constant changes.
+    # Sums of the surrogate, ratios and clips by hand are in test_hand_computed;
+    # here only the constant changes.
     sums = called("dr_grpo", ActorConfig(loss_scale_factor=1.0))
     assert called("dr_grpo", ActorConfig(loss_scale_factor=8.0)) == pytest.approx(
         sums / 8, rel=1e-15

@@ -1,4 +1,6 @@
-"""Tensors that do not fit: each error is an InputError that names the argument and says what would fit."""
+"""Tensors that do not fit: each error is an InputError that names the argument
+and says what would fit.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,9 @@ def test_unused_tensors_are_still_checked():
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_batch_wide_losses_refuse_plain_counts(name):
-    """A loss that needs batch-wide numbers says how to measure them, and takes "local" for an answer."""
+    """A loss that needs batch-wide numbers says how to measure them,
+    and takes "local" for an answer.
+    """
     spec = pl.preset(name)
     counted = pl.Totals.count(BATCH.mask)
     with pytest.raises(pl.InputError, match=r"measure\(spec"):

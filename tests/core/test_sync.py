@@ -1,7 +1,9 @@
-"""Nothing in the loss path waits for the device: no number is read back to the host, no shape depends on data.
+"""Nothing in the loss path waits for the device:
+no number is read back to the host, no shape depends on data.
 
-Two proofs. On meta tensors there is no data to read, so a call that completes used none, and a copy between devices would show as
-one. On real tensors a dispatch mode sees every operation, and fails on those that make a GPU wait.
+Two proofs. On meta tensors there is no data to read, so a call that completes used none, and a copy
+between devices would show as one. On real tensors a dispatch mode sees every operation, and fails
+on those that make a GPU wait.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _devices(values: Iterable[Any]) -> set[str]:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations by name, and keeps those that would make the host wait or move data between devices."""
+    """Counts operations by name, and keeps those that would make the host wait
+    or move data between devices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +157,9 @@ def test_value_loss_never_waits(clip: float | None, kind: Any, layout: str) -> N
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "tis", "clip_cov"])
 def test_metrics_are_read_back_once(name: str) -> None:
-    """`compute()` brings every metric to the host in one transfer, however many micro-batches were merged."""
+    """`compute()` brings every metric to the host in one transfer,
+    however many micro-batches were merged.
+    """
     metrics = policy_call(PRESETS[name], PADDED)()
     with Watch() as watch:
         values = metrics.compute()

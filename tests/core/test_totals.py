@@ -161,7 +161,9 @@ GLOBAL = (
 
 @pytest.mark.parametrize("aggregate", GLOBAL, ids=str)
 def test_averaging_ranks_give_the_gradient_of_the_batch(aggregate):
-    """Two ranks with uneven shares, dp_size=2: the mean of their gradients is the gradient of the whole batch."""
+    """Two ranks with uneven shares, dp_size=2: the mean of their gradients is the gradient
+    of the whole batch.
+    """
     batch = make_batch(seed=12)
     spec = pl.preset("grpo").replace(aggregate=aggregate)
     totals = replace(pl.Totals.count(batch.mask, group_ids=batch.group_ids), dp_size=2)

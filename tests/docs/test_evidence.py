@@ -1,4 +1,6 @@
-"""The evidence: every preset is run, a run that was stopped goes on, medians are medians, and the page says what the file holds."""
+"""The evidence: every preset is run, a run that was stopped goes on, medians are medians, and the
+page says what the file holds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ GPU = {"gpu": "a GPU", "torch": "2"}
 
 
 def made(job: Job, accuracies: tuple[float, ...] = (0.4, 0.95), **more: Any) -> dict[str, Any]:
-    """A record as `train_one` gives it, of a run that was never made: evaluated every 5 steps, 2 seconds a step."""
+    """A record as `train_one` gives it, of a run that was never made:
+    evaluated every 5 steps, 2 seconds a step.
+    """
     metrics: list[dict[str, Any]] = [
         {
             "step": 5 * i,
@@ -240,7 +244,7 @@ def test_train_one_trains() -> None:
     assert found["curves"]["grad_norm"][0] == found["final"]["grad_norm"]
 
 
-# The page ------------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def test_median_and_range() -> None:
@@ -300,8 +304,8 @@ def test_page_of_fabricated_results(tmp_path: Path) -> None:
     }
     page = found["docs/evidence.md"]
     assert (
-        "**1 of 2 presets reach a held-out accuracy of 0.9 with every seed that was run.** The others: `gspo` (1 of 2 seeds)."
-        in page
+        "**1 of 2 presets reach a held-out accuracy of 0.9 with every seed that was run.** The "
+        "others: `gspo` (1 of 2 seeds)." in page
     )
     assert "whose accuracy is 0.400, 0.400, 0.400." in page
     assert "`--advantage grpo`: advantages of GRPO" in page
@@ -311,12 +315,12 @@ def test_page_of_fabricated_results(tmp_path: Path) -> None:
     assert "| 0.605 (0.300 to 0.910) | – (5 to –) | – (10 to –) |" in page  # (0.91 + 0.3) / 2
     assert "`dapo`, presets, seed 0: ValueError: no" in page
     assert (
-        "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 with dual clip."
-        in page
+        "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 "
+        "with dual clip." in page
     )
     assert (
-        "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end below"
-        in page
+        "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end "
+        "below" in page
     )
     assert "4 runs at a time" in page
     assert "2 to 3 seeds" in page
@@ -338,8 +342,8 @@ def test_the_claim_is_not_said_to_hold_where_it_does_not(tmp_path: Path) -> None
         "docs/evidence.md"
     ]
     assert (
-        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of plain PPO and in 1 of 1"
-        in both
+        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of "
+        "plain PPO and in 1 of 1" in both
     )
 
 
@@ -368,7 +372,7 @@ def test_large_section(tmp_path: Path) -> None:
     assert "| `--head logits` | 2,000 | 8.00 | 0.5010 |" in said
 
 
-# A larger model ------------------------------------------------------------------------------------------------------------------
+# A larger model -----------------------------------------------------------------------------------
 
 
 def test_reward_is_the_share_of_even_words() -> None:

@@ -1,4 +1,6 @@
-"""The benchmarks of the loss and of GAE: no provider is timed that is wrong, and a target is the ratio it says it is."""
+"""The benchmarks of the loss and of GAE: no provider is timed that is wrong,
+and a target is the ratio it says it is.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_targets_of_gae(device: str, ratio: float, met: bool, stretched: bool) -
 
 
 def test_the_loop_of_the_gae_benchmark_by_hand() -> None:
-    """γ = 0.99, λ = 0.95, two tokens: A₂ = 1 − 0.5; A₁ = (0 + 0.99·0.5 − 0.25) + 0.99·0.95·0.5 = 0.245 + 0.47025."""
+    """γ = 0.99, λ = 0.95, two tokens: A₂ = 1 − 0.5;
+    A₁ = (0 + 0.99·0.5 − 0.25) + 0.99·0.95·0.5 = 0.245 + 0.47025.
+    """
     advantages, returns = gae.loop(
         torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
     )

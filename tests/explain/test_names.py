@@ -1,4 +1,6 @@
-"""The names page: every default is the drop-in's own, no argument is left out, and all of it is on the page."""
+"""The names page: every default is the drop-in's own, no argument is left out,
+and all of it is on the page.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/names.md").read_text(encodin
 ROWS: list[Row] = [row for rows in OPTIONS.values() for row in rows]
 MODULES = {"verl": "verl", "OpenRLHF": "openrlhf", "ColossalChat": "colossalai", "TRL": "trl"}
 
-# Options ------------------------------------------------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------------------
 
 
 def said(kind: type, framework: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -115,7 +117,7 @@ def test_the_tables_are_on_the_page() -> None:
                 assert shown(one) in cell
 
 
-# Parts --------------------------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------
 
 
 def test_every_name_of_every_part_is_on_the_page() -> None:

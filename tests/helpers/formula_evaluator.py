@@ -1,7 +1,9 @@
-"""A tiny evaluator of printed formulas, written from their vocabulary alone: it shares no code with the library but the draw.
+"""A tiny evaluator of printed formulas, written from their vocabulary alone: it shares no code with
+the library but the draw.
 
-Only the valid tokens exist here: every name is a float64 vector with one entry per valid token, and `row` and `column` remember
-where each came from. Counts and sums follow the name `mask`, which a formula may narrow.
+Only the valid tokens exist here: every name is a float64 vector with one entry per valid token, and
+`row` and `column` remember where each came from. Counts and sums follow the name `mask`, which a
+formula may narrow.
 """
 
 from __future__ import annotations

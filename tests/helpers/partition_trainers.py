@@ -1,6 +1,8 @@
-"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and what two ranks say of some.
+"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and
+what two ranks say of some.
 
-The model is a small language model; a trainer is a `step(micro_batches)` that gives it the gradients of one optimizer step.
+The model is a small language model; a trainer is a `step(micro_batches)` that gives it the
+gradients of one optimizer step.
 Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
 """
 
@@ -79,7 +81,9 @@ def token_losses(model: nn.Module, micro: Batch) -> Tensor:
 
 
 def trainer(loss_of: StepLoss, model: nn.Module | None = None) -> Step:
-    """A loop that hands `loss_of` (each token's loss, mask, k, and the valid tokens and sequences of the step)."""
+    """A loop that hands `loss_of` (each token's loss, mask, k, and the valid tokens and sequences
+    of the step).
+    """
     model = model or make_model()
 
     def step(micro_batches: list[Batch]) -> nn.Module:
@@ -127,7 +131,7 @@ def token_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum()
 
 
-# Two ranks ------------------------------------------------------------------------------------------------------------------------
+# Two ranks ----------------------------------------------------------------------------------------
 
 RIGHT = (pl.TokenMean(), pl.TokenSum(), pl.PromptMean())
 

@@ -1,4 +1,6 @@
-"""What a command writes lands in a regular file, whole or not at all; devices, pipes, links and folders stay as they are."""
+"""What a command writes lands in a regular file, whole or not at all; devices, pipes, links and
+folders stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes an
 
 
 def special(folder: Path, kind: str) -> Path:
-    """A path of that kind in `folder`. Who may not make a device gets the system's own, and cannot harm it."""
+    """A path of that kind in `folder`. Who may not make a device gets the system's own,
+    and cannot harm it.
+    """
     path = folder / kind.replace(" ", "_")
     if kind == "folder":
         path.mkdir()

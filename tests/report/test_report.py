@@ -1,4 +1,6 @@
-"""The data of a report: exact numbers from run directories, and from partial ones everything that can be had, with notes."""
+"""The data of a report: exact numbers from run directories,
+and from partial ones everything that can be had, with notes.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ def test_runs_of_one_name_get_labels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> None:
-    """Whichever way a writer says NaN. A plain null says that nothing was measured, and is no gap."""
+    """Whichever way a writer says NaN. A plain null says that nothing was measured,
+    and is no gap.
+    """
     lines = [
         '{"step": 0, "a": 1.0, "b": null}',
         '{"step": 1, "a": NaN}',
@@ -183,13 +187,18 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
     [
         ({"config.json": "{}"}, "There is no metrics.jsonl."),
         ({"metrics.jsonl": '{"step": 0, "a": 1}\n'}, "There is no config.json."),
-        ({"config.json": '{"config": {"st', "metrics.jsonl": ""}, "config.json cannot be read: JSONDecodeError."),
+        ({"config.json": '{"config": {"st', "metrics.jsonl": ""},
+         "config.json cannot be read: JSONDecodeError."),
         ({"config.json": "[1]"}, "config.json holds a list instead of an object."),
-        ({"config.json": '{"config": [], "loss": 5}'}, "The loss in config.json cannot be explained"),
+        ({"config.json": '{"config": [], "loss": 5}'},
+         "The loss in config.json cannot be explained"),
         ({"config.json": "[" * 100_000}, "config.json cannot be read: RecursionError."),
-        ({"config.json": "{}", "metrics.jsonl": '{"step": 0, "a": 1' + "0" * 400 + "}\n"}, "a was NaN or infinite at 1 step(s)"),
-        ({"metrics.jsonl": '{"step": 0, "ratio_histogram": {"edges": [2, 1], "counts": [3]}}\n'}, "1 ratio histogram(s) have"),
-        ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'}, "There is no timing.jsonl."),
+        ({"config.json": "{}", "metrics.jsonl": '{"step": 0, "a": 1' + "0" * 400 + "}\n"},
+         "a was NaN or infinite at 1 step(s)"),
+        ({"metrics.jsonl": '{"step": 0, "ratio_histogram": {"edges": [2, 1], "counts": [3]}}\n'},
+         "1 ratio histogram(s) have"),
+        ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'},
+         "There is no timing.jsonl."),
     ],
 )  # fmt: skip
 def test_partial_runs_give_a_page_with_notes(

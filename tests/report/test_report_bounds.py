@@ -1,4 +1,6 @@
-"""A report of a huge run: what is shown and what is kept in memory is bounded, and what was left out is said."""
+"""A report of a huge run: what is shown and what is kept in memory is bounded,
+and what was left out is said.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> Non
 
 
 def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Path) -> None:
-    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point, and no number is lost."""
+    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point,
+    and no number is lost.
+    """
     steps = 12_001
     rows: list[dict[str, Any]] = [
         {"step": s, "tokens": 2, "reward/mean": 0.25} for s in range(steps)
@@ -258,7 +262,8 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and loads nothing else of the trainer, nor any package that the core does without.
+    """It asks the trainer's lock, and loads nothing else of the trainer,
+    nor any package that the core does without.
 
     To load a module is to run the `__init__` of its packages, so those are asked as well.
     """
@@ -325,7 +330,10 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
 def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
-    counts = "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET ROWS"
+    counts = (
+        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET "
+        "ROWS"
+    )
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
         assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(
             ", ", " , "

@@ -1,4 +1,6 @@
-"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback, never a value that JSON lacks."""
+"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback,
+never a value that JSON lacks.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ FILES = (
 )
 NAN = float("nan")
 WRONG: list[Any] = [
-    None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400, -(10**400), 2**53, 2**63,
-    "", "nan", "text", "\ud800", "\x00\x1b[31m", "</script><script>", "é\u202e", "x" * 30_000, [], {}, [NAN], [[]], {"a": NAN},
-    {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]}, {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
+    None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400,
+    -(10**400), 2**53, 2**63,
+    "", "nan", "text", "\ud800", "\x00\x1b[31m", "</script><script>", "é\u202e", "x" * 30_000, [],
+    {}, [NAN], [[]], {"a": NAN},
+    {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]},
+    {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
     {"nan": {"": [None, True, "x", {"y": 1e308}]}},
 ]  # fmt: skip
 METRICS = {

@@ -1,4 +1,6 @@
-"""Models: hidden states times the head are the logits, packs do not mix, the tiny model repeats, and warm-up learns."""
+"""Models: hidden states times the head are the logits, packs do not mix,
+the tiny model repeats, and warm-up learns.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ KINDS = ("llama tied", "llama", "gpt2", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function from a kind of model to a folder that holds one, with a tokenizer without a padding token."""
+    """A function from a kind of model to a folder that holds one,
+    with a tokenizer without a padding token.
+    """
     folder = tmp_path_factory.mktemp("models")
 
     @cache
@@ -174,7 +178,8 @@ def test_folders_that_hold_no_model(tmp_path: Path, stored: Any) -> None:
         loaded(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"(?s)cannot load the model .*weights as safetensors"):
         loaded(tmp_path)
-    # A pickle could run anything when it is read: with nothing but one, loading fails, and nothing is unpickled.
+    # A pickle could run anything when it is read: with nothing but one, loading fails,
+    # and nothing is unpickled.
     path = stored("llama")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((path / name).read_bytes())
@@ -207,7 +212,8 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
     embedding = [model.get_input_embeddings().weight for model in (first, again, other)]
     assert torch.equal(embedding[0], embedding[1])
     assert not torch.equal(embedding[0], embedding[2])
-    # Embedding 100·64, tied; each of 2 layers: 4 attention squares 64², 3 · 64·256 of the MLP, 2 norms of 64; a last norm.
+    # Embedding 100·64, tied; each of 2 layers: 4 attention squares 64², 3 · 64·256 of the MLP, 2
+    # norms of 64; a last norm.
     assert (
         sum(p.numel() for p in first.parameters())
         == 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
@@ -261,7 +267,9 @@ def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() 
 
 
 def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
-    """One example, so the first loss is −mean log p over its answer and end, by the model's own logits in float64."""
+    """One example, so the first loss is −mean log p over its answer and end,
+    by the model's own logits in float64.
+    """
     task = ListTask("t", numbered([("a b=", "xyz", {})]), (), make_reward("exact"))
     model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])

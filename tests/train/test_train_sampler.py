@@ -1,4 +1,6 @@
-"""Sampling against transformers' own generate, against separate forward passes and against distributions worked out by hand."""
+"""Sampling against transformers' own generate, against separate forward passes and against
+distributions worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def gpt2(**options: Any) -> Any:
 
 
 def _spread(model: Any) -> Any:
-    """Weights wide enough that tokens, positions and padding all matter, and that no two logits are nearly equal."""
+    """Weights wide enough that tokens, positions and padding all matter,
+    and that no two logits are nearly equal.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -121,7 +125,9 @@ def forced(model: Any, ids: Tensor) -> Tensor:
 
 
 def scripted(model: Any, prompt: str, completion: list[int]) -> Tensor:
-    """Uniforms [len(completion)] that make `completion` the sample: the middle of each token's step of the CDF."""
+    """Uniforms [len(completion)] that make `completion` the sample:
+    the middle of each token's step of the CDF.
+    """
     ids = torch.tensor(encode(letters(), [prompt])[0] + completion)
     p = forced(model, ids)[-len(completion) - 1 : -1].double().softmax(-1)
     tokens = torch.tensor(completion)[:, None]
@@ -282,7 +288,8 @@ def test_the_ends_of_the_unit_interval() -> None:
 
 
 def test_rare_tokens_after_a_sure_one_can_be_drawn() -> None:
-    # e^-18 = 1.5e-8: a float32 sum that has reached 1 no longer moves, and tokens 1 and 2 would never come
+    # e^-18 = 1.5e-8: a float32 sum that has reached 1 no longer moves,
+    # and tokens 1 and 2 would never come
     rare = torch.tensor(-18.0, dtype=torch.float64).exp().item()
     steps = torch.tensor([0.5, 1 + 0.5 * rare, 1 + 1.5 * rare], dtype=torch.float64) / (
         1 + 2 * rare
@@ -345,7 +352,8 @@ def test_the_batch_cut_changes_nothing(make: Any, batch_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("batch_tokens", "prefills"),
     [
-        # prompts of 9, 9, 6, 3, 3, 2, 1, 1 tokens, and 8 to come: 60 // (9 + 8) = 3 rows, then 60 // (3 + 8) = 5; each prompt once
+        # prompts of 9, 9, 6, 3, 3, 2, 1, 1 tokens, and 8 to come: 60 // (9 + 8) = 3 rows, then 60
+        # // (3 + 8) = 5; each prompt once
         (60, [(2, 9), (3, 3)]),
         (
             51,
@@ -442,7 +450,8 @@ def test_no_work_for_rows_that_have_ended_or_are_repeated() -> None:
     )
     got = sampled(model, [prompt for prompt, _ in scripts], limit=6, uniforms=drawn)
     assert [s.completion_ids.tolist() for s in got] == [completion for _, completion in scripts]
-    # two distinct prompts of up to three tokens; then the rows that go on: three, one, one; then none
+    # two distinct prompts of up to three tokens; then the rows that go on: three, one, one;
+    # then none
     assert seen == [(2, 3), (3, 1), (1, 1), (1, 1)]
 
 

@@ -1,4 +1,6 @@
-"""Tasks and rewards: what is held out is never trained on, files are refused by line, and a reward cannot fail unnoticed."""
+"""Tasks and rewards: what is held out is never trained on, files are refused by line,
+and a reward cannot fail unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_reasoning_gym_by_name_with_its_own_score() -> None:
 
 
 def test_reasoning_gym_with_neighbouring_seeds_trains_on_other_prompts() -> None:
-    # Item i of seed s is item i + 1 of seed s − 1 in the package itself, so seeds 0 and 1 would share 1023 of 1024.
+    # Item i of seed s is item i + 1 of seed s − 1 in the package itself,
+    # so seeds 0 and 1 would share 1023 of 1024.
     first, second = (
         make_task("reasoning_gym:chain_sum", reward=None, seed=seed) for seed in (0, 1)
     )
@@ -200,10 +203,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     cases = {
         "has no examples": b"\n \n",
-        "line 2: not UTF-8 .*byte 12": json.dumps(pair("p")).encode()
-        + b'\n{"prompt": "\xff", "answer": "a"}',
+        "line 2: not UTF-8 .*byte 12": (
+            json.dumps(pair("p")).encode() + b'\n{"prompt": "\xff", "answer": "a"}'
+        ),
         "leaves no prompt to train on": b'{"prompt": "p", "answer": "a"}',
-        "leaves no prompt to hold out": b'{"prompt": "p", "answer": "a"}\n{"prompt": "p", "answer": "a", "split": "held_out"}',
+        "leaves no prompt to hold out": (
+            b'{"prompt": "p", "answer": "a"}\n{"prompt": "p", "answer": "a", "split": "held_out"}'
+        ),
     }
     for message, data in cases.items():
         (tmp_path / "d.jsonl").write_bytes(data)
