@@ -57,9 +57,10 @@ def train_one(job: Job) -> Record:
     """Train in a folder that is gone afterwards. → its record; of a run that failed, with "error";
     of one interrupted, empty.
     """
+    # With transformers: seconds, and `main` does it once for all processes.
     from policyloss.train.loop import (
         train,
-    )  # with transformers: seconds, and `main` does it once for all processes
+    )
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,9 +74,8 @@ def train_one(job: Job) -> Record:
                 **_named(job),
                 **summary(metrics, timing, with_curves=job.study != PRESET_STUDY),
             }
-        except (
-            Exception
-        ) as error:  # one loss that cannot be trained must not end the others; the page shows it
+        # One loss that cannot be trained must not end the others; the page shows it.
+        except Exception as error:
             return {**_named(job), "error": f"{type(error).__name__}: {error}"}
 
 

@@ -179,9 +179,8 @@ class Job:
         """Of every option and number: a result that bears another one is of another experiment."""
         config = self.config(Path("-"))
         check_together(config, self.spec)
-        options = {
-            name: x for name, x in config.to_dict().items() if name != "extend"
-        }  # of a run that is resumed
+        # Of a run that is resumed.
+        options = {name: x for name, x in config.to_dict().items() if name != "extend"}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
 

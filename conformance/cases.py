@@ -99,9 +99,8 @@ def run_side(
     then the gradient of "loss".
     """
     own = {name: _copy(x, name in function.differentiate) for name, x in inputs.items()}
-    torch.default_generator.manual_seed(
-        seed
-    )  # not torch.manual_seed: it queues calls for every absent accelerator, which is slow
+    # Not torch.manual_seed: it queues calls for every absent accelerator, which is slow.
+    torch.default_generator.manual_seed(seed)
     try:
         outputs = flatten(call(own, copy.deepcopy(options)))
         side = Side(outputs)

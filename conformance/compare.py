@@ -86,9 +86,8 @@ def _tensors(ours: Tensor, theirs: Tensor) -> Difference:
     if theirs.numel() == 0 or torch.equal(ours, theirs):
         return Difference(0.0, None, None)
     a, b = ours.reshape(-1).double(), theirs.reshape(-1).double()
-    apart = torch.where(
-        a == b, 0, (a - b).abs() / b.abs().clamp(min=1)
-    )  # a == b first: the same infinity is no difference
+    # a == b first: the same infinity is no difference.
+    apart = torch.where(a == b, 0, (a - b).abs() / b.abs().clamp(min=1))
     apart = torch.where(apart.isnan(), math.inf, apart)
     worst = int(apart.argmax())
     return Difference(float(apart[worst]), float(a[worst]), float(b[worst]))

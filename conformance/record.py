@@ -30,10 +30,11 @@ RECORDED = ROOT / "tests" / "recorded"
 SIGNATURES = RECORDED / "signatures.json"
 TOKENS = 12  # rows × width of a recorded batch, at most
 CANDIDATES = 300  # cases of one function among which the recorded ones are chosen
+# Cases of one function at the pinned release; of one with thousands of cases.
 MOST, MOST_OF_MANY = (
     8,
     24,
-)  # cases of one function at the pinned release; of one with thousands of cases
+)
 # At another release: only cases whose numbers are not those of the pinned release.
 MOST_ELSEWHERE = 2
 RAISES = "raises"

@@ -14,9 +14,8 @@ GRADIENT = "gradient"  # what a Defect calls the gradients, in all differentiate
 
 Options = dict[str, Any]
 Inputs = dict[str, Any]  # tensors, and whatever else a call needs (JSON values)
-Outputs = dict[
-    str, Any
-]  # named results: tensors, numbers or None; a 0-dim "loss" is differentiated
+# Named results: tensors, numbers or None; a 0-dim "loss" is differentiated.
+Outputs = dict[str, Any]
 
 
 @dataclass(frozen=True)

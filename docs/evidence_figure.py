@@ -150,9 +150,8 @@ def _log_chart(box: Box, lines: list[tuple[str, list[Point]]], ink: dict[str, st
     A value of 0 lies at the bottom.
     """
     positive = [value for _, points in lines for _, value in points if value > 0] or [1.0]
-    low = max(
-        math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5
-    )  # five decades are enough to see
+    # Five decades are enough to see.
+    low = max(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5)
     high = max(math.ceil(math.log10(max(positive))), low + 1)
     last = max((step for _, points in lines for step, _ in points), default=1)
     chart = Chart(box, last, 10.0**low, 10.0**high, logarithmic=True)

@@ -90,9 +90,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] → [B, S, D]"""
         qkv = self.into_attention(self.before_attention(x))
+        # [B, H, S, D/H]
         q, k, v = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2)
-        )  # [B, H, S, D/H]
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_attention(mixed.transpose(1, 2).flatten(2))
         return x + self.layers(self.before_layers(x))  # type: ignore[no-any-return]
@@ -117,9 +118,8 @@ def logp_of(policy: Policy, prompts: Tensor, completions: Tensor) -> Tensor:
     """log p of each token of a completion, given all before it, [B, T].
     The logits at a place are of the token after it.
     """
-    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[
-        :, L - 1 :
-    ]  # [B, T, V]
+    # [B, T, V]
+    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[:, L - 1 :]
     return logits.log_softmax(dim=2).gather(2, completions.unsqueeze(2)).squeeze(2)
 
 
@@ -185,9 +185,8 @@ def collect(policy: Policy, train: Tensor, settings: Settings) -> Batch:
     prompts = chosen.repeat_interleave(settings.samples, dim=0)  # [B, L]
     completions = sample(policy, prompts)
     rewards = reward(prompts, completions)
-    group_ids = torch.arange(settings.prompts).repeat_interleave(
-        settings.samples
-    )  # [B]: which prompt
+    # [B]: which prompt.
+    group_ids = torch.arange(settings.prompts).repeat_interleave(settings.samples)
     advantages = pl.advantage.grpo(rewards, group_ids)
     with torch.no_grad():
         old_logp = logp_of(policy, prompts, completions)

@@ -15,12 +15,13 @@ from policyloss.compat import openrlhf as ours
 from policyloss.compat.releases import at_least
 
 CURRENT = ("0.11.2",)
+# The older correction arguments, the counts of the step in forward().
 WITH_COUNTS = (
     "0.10.3",
     "0.10.4",
     "0.11.0",
     "0.11.1",
-)  # the older correction arguments, the counts of the step in forward()
+)
 WITHOUT_COUNTS = (
     "0.9.3",
     "0.9.4",

@@ -80,9 +80,8 @@ def config_of(options: Options) -> Any:
         kind = core().ActorConfig
     except ModuleNotFoundError:
         kind = Bag
-    config = kind.__new__(
-        kind
-    )  # the fields alone: to build one is to check settings of the trainer that no loss reads
+    # The fields alone: to build one is to check settings of the trainer that no loss reads.
+    config = kind.__new__(kind)
     policy = {**POLICY, **options.get("policy", {})}
     if policy.get("rollout_correction") is not None:
         policy["rollout_correction"] = Bag(**policy["rollout_correction"])

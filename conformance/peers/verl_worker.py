@@ -40,11 +40,12 @@ SPECS = {
     "dro": (_TOKEN, pl.LossSpec(ratio=pl.TokenRatio(log_clamp=None), trust=pl.Quadratic(0.3))),
     "cispo": (_TOKEN, pl.LossSpec(trust=pl.DetachedClip(0.8, 1.28))),
 }
+# Micro-batch statistics, or an average of its own: through install() only.
 OTHERS = (
     "clip_cov",
     "kl_cov",
     "geo_mean",
-)  # micro-batch statistics, or an average of its own: through install() only
+)
 
 
 def _inputs(batch: Batch, options: Options) -> Inputs:

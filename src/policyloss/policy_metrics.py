@@ -161,9 +161,8 @@ def _clipping(
     flags = {
         name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
     }
-    ours = (
-        type(spec.trust) in VARIANTS
-    )  # then a token has one flag at most, and a masked one none; a user's may do anything
+    # Then a token has one flag at most, and a masked one none; a user's may do anything.
+    ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
@@ -185,9 +184,8 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        raw = (
-            raw if per_token else fill(raw, t.mask)
-        )  # a token's log-ratio is 0 where masked already
+        # A token's log-ratio is 0 where masked already.
+        raw = raw if per_token else fill(raw, t.mask)
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)

@@ -266,9 +266,8 @@ class Tokens(Layout):
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
-        if (
-            x is None and name == "logp"
-        ):  # left out by the head alone, while the log-probabilities are not computed
+        # Left out by the head alone, while the log-probabilities are not computed.
+        if x is None and name == "logp":
             raise InputError(
                 "a part that says reads_logp = False read logp: leave that attribute out, so that "
                 "the head computes the log-probabilities before it asks that part."

@@ -17,9 +17,8 @@ import policyloss as pl
 from policyloss import advantage as adv
 from policyloss.advantage import group_advantages, whiten
 
-IDS = torch.tensor(
-    [7, -3, 7, 7, -3, 10**12]
-)  # groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart
+# Groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart.
+IDS = torch.tensor([7, -3, 7, 7, -3, 10**12])
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0, 5.0, 4.0], dtype=torch.float64)
 CENTERED = [(c, s) for c in ("mean", "loo") for s in ("std", "loo_std", "batch_std", "mean", None)]
 

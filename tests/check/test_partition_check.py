@@ -226,12 +226,10 @@ def test_the_best_law_wins_under_a_wide_tolerance_and_the_plainest_where_roundin
 
 
 def test_weights_are_fitted_where_they_are_unique() -> None:
-    alone = torch.tensor(
-        [[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64
-    )  # the third is the sum of the others
-    gradient = torch.tensor(
-        [4.0, 6, 0], dtype=torch.float64
-    )  # the first, and three times the second
+    # The third is the sum of the others.
+    alone = torch.tensor([[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64)
+    # The first, and three times the second.
+    gradient = torch.tensor([4.0, 6, 0], dtype=torch.float64)
     torch.testing.assert_close(
         fitted_weights(gradient, alone[:2], 1e-8), torch.tensor([1.0, 3], dtype=torch.float64)
     )
@@ -311,9 +309,8 @@ def test_packs_are_cut_between_sequences() -> None:
     assert data.half_masked(2)["mask"].tolist() == [True, False, False]
     assert data.lengths.tolist() == [1, 0, 3]
     assert data.positions.tolist() == [2, 0, 3]
-    assert data.default_cuts() == {
-        "two halves": [[0], [2, 1]]
-    }  # the one without a valid token rides along
+    # The one without a valid token rides along.
+    assert data.default_cuts() == {"two halves": [[0], [2, 1]]}
 
 
 def test_the_default_cuts() -> None:

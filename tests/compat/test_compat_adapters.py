@@ -321,9 +321,8 @@ def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, eightfold(vars(module)[name]))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policyloss/ppo has its own"
-)  # the config sets what ppo does not read
+# The config sets what ppo does not read.
+@pytest.mark.filterwarnings("ignore:policyloss/ppo has its own")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_drop_in_is_the_public_function_and_nothing_more(
     name: str, request: pytest.FixtureRequest

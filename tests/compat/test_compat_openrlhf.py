@@ -72,11 +72,12 @@ def test_sample_level_adds_1e_8_to_a_length():
     want = ((-1.2 + 1.6) / (2 + e) + -3 / (1 + e)) / 2
     assert values[0] == pytest.approx(want, rel=1e-14)
     assert abs(values[0] - (0.2 - 3) / 2) > 1e-9  # which is not the mean itself
+    # In which OpenRLHF's 1e-8 is rounded away.
     for mask in (
         MASK.bool(),
         MASK.long(),
         MASK.float(),
-    ):  # in which OpenRLHF's 1e-8 is rounded away
+    ):
         assert call(openrlhf.PolicyLoss(token_level_loss=False), mask)[0][0] == pytest.approx(
             (0.2 - 3) / 2, rel=1e-14
         )
@@ -121,9 +122,8 @@ def test_the_log_ratio_is_clamped_from_0_10_3():
         exp(30), rel=1e-14
     )
     for release in ("0.10.2", "0.11.2"):
-        assert (
-            openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
-        )  # ppo_kl is never clamped
+        # ppo_kl is never clamped.
+        assert openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
 
 
 def test_precision_of_the_values():
@@ -178,9 +178,8 @@ def test_corrections(words, older, weights, filtered):
     close(values[:4], (want, *PLAIN, vllm_kl))
     assert words[0] == "seq" or values[4] == pytest.approx(filtered, rel=1e-14)
     torch.testing.assert_close(grad, rows([[0, 0], [-3 * weights[2] / 3, 0]]), rtol=1e-12, atol=0)
-    if (
-        older is not None
-    ):  # the same in the words of earlier releases, by name and by place: four values
+    # The same in the words of earlier releases, by name and by place: four values.
+    if older is not None:
         named = {
             "enable_vllm_is_correction": True,
             "vllm_is_truncated_threshold": list(words[3]),
@@ -266,9 +265,8 @@ def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
     older = openrlhf.PolicyLoss(
         policy_loss_type="gspo", enable_vllm_is_correction=True, release="0.10.2"
     )
-    assert call(older, MASK.bool())[0][2] == pytest.approx(
-        -log(3) / 3, rel=1e-14
-    )  # −(ln 3 + ln ¼ + ln 4)/3: from the rollout
+    # −(ln 3 + ln ¼ + ln 4)/3: from the rollout.
+    assert call(older, MASK.bool())[0][2] == pytest.approx(-log(3) / 3, rel=1e-14)
 
 
 # --- Nothing valid, no mask, wrong arguments ------------------------------------------------------
@@ -458,10 +456,11 @@ def test_compute_approx_kl():
         ("k2", [0.125, 2, 10, 10], [0.5, -2, 0, 0]),
         ("k3", [exp(-0.5) - 0.5, exp(2) - 3, 10, 10], [1 - exp(-0.5), 1 - exp(2), 0, 0]),
     ):
+        # Up to 0.11.0 the third argument.
         for arguments in (
             {"kl_estimator": name},
             {"log_probs_old": name},
-        ):  # up to 0.11.0 the third argument
+        ):
             leaf = x.double().requires_grad_()
             kl = openrlhf.compute_approx_kl(leaf, torch.zeros(4), **arguments)
             assert kl.dtype == torch.float32
@@ -472,9 +471,8 @@ def test_compute_approx_kl():
             )
     with pytest.raises(pl.SpecError, match="kl_estimator"):
         openrlhf.compute_approx_kl(x, x, kl_estimator="k4")
-    far = torch.tensor(
-        [-200.0], requires_grad=True
-    )  # e^200 is infinite in float32; its gradient is not 0·inf
+    # E^200 is infinite in float32; its gradient is not 0·inf.
+    far = torch.tensor([-200.0], requires_grad=True)
     kl = openrlhf.compute_approx_kl(far, torch.zeros(1), kl_estimator="k3")
     kl.backward()
     assert (kl.item(), far.grad.item()) == (10, 0)

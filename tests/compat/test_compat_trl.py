@@ -446,9 +446,8 @@ def test_a_product_may_clamp_each_token_first() -> None:
 
 def test_a_product_may_reach_to_the_engine_through_bounded_weights() -> None:
     x = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
-    rollout = x - torch.tensor(
-        [[math.log(5.0), math.log(1.5)]], dtype=torch.float64
-    )  # weights 5 and 1.5
+    # Weights 5 and 1.5.
+    rollout = x - torch.tensor([[math.log(5.0), math.log(1.5)]], dtype=torch.float64)
     truncated = RolloutProduct(outside="truncate", high=3.0)
     masked = RolloutProduct(outside="mask", high=3.0)
     assert ratio_of(truncated, x, x, rollout) == pytest.approx(3.0 * 1.5, rel=1e-14)
@@ -572,9 +571,8 @@ def test_options_that_still_act_are_no_error() -> None:
     args = grpo_config(loss_type="sapo", beta=0.1, **VLLM)
     spec = spec_from_config(args).replace(rejected="keep", ratio=pl.SequenceRatio())
     assert checked_loss(spec, args) == spec
-    assert (
-        checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None
-    )  # a step is one call
+    # A step is one call.
+    assert checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -123,9 +123,8 @@ def test_the_config_s_loss_with_our_gradient() -> None:
     assert model[1].grad is None
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policy_loss, the preset 'gpg'"
-)  # whose advantages TRL does not make
+# Whose advantages TRL does not make.
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")
 @pytest.mark.parametrize("given", [False, True])
 def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
     """Whether the loss is the config's or given, the total is the policy loss minus the bonus,
@@ -149,9 +148,8 @@ def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
 
 def test_trl_s_token_filter_acts_on_our_loss() -> None:
     model = forward()
-    made(top_entropy_quantile=0.5)._compute_loss(
-        model, inputs()
-    ).backward()  # keeps entropies above 0.5
+    # Keeps entropies above 0.5.
+    made(top_entropy_quantile=0.5)._compute_loss(model, inputs()).backward()
     assert model[0].grad is not None
     assert model[0].grad.tolist() == [[0.0, -1 / 3], [2 / 3, 0.0]]
 
@@ -192,9 +190,8 @@ def test_metrics_of_a_loss_that_does_not_run_are_dropped() -> None:
     assert ours._metrics["train"]["entropy"] == [pytest.approx(0.55)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policy_loss, the preset 'gpg'"
-)  # whose advantages TRL does not make
+# Whose advantages TRL does not make.
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")
 def test_a_given_loss_is_averaged_over_the_whole_step() -> None:
     """Sequence mean over 2 rows × 2 micro-batches; token mean over 12 generated tokens · 2
     of 3 micro-batches = 8.

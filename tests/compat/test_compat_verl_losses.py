@@ -71,10 +71,11 @@ def test_ppo_by_hand() -> None:
 
 
 def test_the_clamp_of_the_page_is_an_argument() -> None:
+    # Log-ratio 14.
     old, new = (
         torch.full((1, 1), -15.0, dtype=F64),
         torch.full((1, 1), -1.0, dtype=F64),
-    )  # log-ratio 14
+    )
     args = (old, new, torch.full_like(old, -1.0), torch.ones_like(old))
     for clamp, kept in ((20.0, 14.0), (10.0, 10.0), (None, 14.0)):
         loss, _, kl, _ = verl.compute_policy_loss(
@@ -128,13 +129,11 @@ def test_meanings_that_changed_between_releases() -> None:
     def agg(mode: str, release: str) -> float:
         return float(verl.agg_loss(x, mask, mode, release=release))
 
-    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(
-        7 / 2, rel=1e-14
-    )  # no mean over rows
+    # No mean over rows.
+    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(7 / 2, rel=1e-14)
     assert agg("seq-mean-token-sum-norm", "0.7.1") == pytest.approx(7 / 2 / 2, rel=1e-14)
-    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(
-        7 / 3, rel=1e-14
-    )  # the empty row counts
+    # The empty row counts.
+    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(7 / 3, rel=1e-14)
     assert agg("seq-mean-token-sum", "0.6.1") == 7 / 2
     assert agg("token-mean", "0.6.1") == pytest.approx(7 / (3 + 1e-8), rel=1e-15)
     with pytest.raises(pl.SpecError, match=r"0\.4\.0.*0\.4\.1"):

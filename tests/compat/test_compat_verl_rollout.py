@@ -242,9 +242,8 @@ def test_rejection(rollout_rs, threshold, expected, mask_dtype):
     assert kept.dtype == mask_dtype
     assert torch.equal(kept.long(), expected)
     lost = 3 - expected.sum().item()
-    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(
-        lost / 3, abs=4e-9
-    )  # 1e-8 in some denominators
+    # 1e-8 in some denominators.
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(lost / 3, abs=4e-9)
     lost_rows = ((MASK - expected) > 0).any(-1)
     assert metrics["rollout_rs_seq_masked_fraction"] == single(lost_rows.sum().item() / 3)
     for option in {part.strip() for part in rollout_rs.split(",")}:
@@ -372,9 +371,8 @@ def test_a_geometric_mean_before_071_has_epsilon_in_its_exponent():
 # --- Together -------------------------------------------------------------------------------------
 
 
-ROLLOUT = torch.zeros_like(
-    LOG_RATIO
-)  # so that the trainer's log-probability is the log-ratio, to the bit
+# So that the trainer's log-probability is the log-ratio, to the bit.
+ROLLOUT = torch.zeros_like(LOG_RATIO)
 
 
 def both(**words):
@@ -505,9 +503,8 @@ def test_malformed_weight_thresholds(threshold):
     assert isinstance(caught.value, TypeError) == (
         not isinstance(threshold, (str, float)) and threshold != 0
     )
-    assert ("not a boolean" in str(caught.value)) == (
-        threshold is True
-    )  # what verl's own test looks for
+    # What verl's own test looks for.
+    assert ("not a boolean" in str(caught.value)) == (threshold is True)
 
 
 @pytest.mark.parametrize(

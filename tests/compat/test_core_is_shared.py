@@ -16,9 +16,8 @@ import policyloss as pl
 
 SOURCES = Path(pl.__file__).parent
 CORE = ("functional", "advantages", "slots", "tokens", "totals", "metrics", "spec", "loss", "value")
-Name = tuple[
-    str, str
-]  # a module and a name at its top level; the name is "" for code outside of any definition
+# A module and a name at its top level; the name is "" for code outside of any definition.
+Name = tuple[str, str]
 
 
 def modules_of(folder: Path) -> dict[str, str]:

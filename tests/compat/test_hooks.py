@@ -136,9 +136,8 @@ def test_the_explanation_shows_them() -> None:
 def test_a_spec_is_known_by_what_it_is() -> None:
     assert defined_with(pl.preset("gspo")) == "grpo"
     assert defined_with(pl.preset("dr_grpo").with_horizon(99)) == "dr_grpo"
-    assert (
-        defined_with(pl.preset("bnpo")) is None
-    )  # the same spec as ppo's, which has others: nobody can tell
+    # The same spec as ppo's, which has others: nobody can tell.
+    assert defined_with(pl.preset("bnpo")) is None
     assert defined_with(pl.LossSpec(trust=pl.Clip(0.1, 0.1))) is None
 
 
@@ -310,13 +309,14 @@ def test_every_number_of_verl_s_losses_is_looked_at() -> None:
         "policy_loss",
         "loss_mode",
     }
+    # Verl's own terms and counts.
     known |= {
         "entropy_coeff",
         "use_kl_loss",
         "kl_loss_type",
         "kl_loss_coef",
         "global_batch_info",
-    }  # verl's own terms and counts
+    }
     fields = [f.name for cls in (ActorConfig, PolicyLossConfig) for f in dataclasses.fields(cls)]
     assert set(fields) == known
 

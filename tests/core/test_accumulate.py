@@ -122,10 +122,11 @@ def test_survivors_by_hand() -> None:
     spec = REINFORCE.replace(
         correction=pl.Band(0.5, 2.0), rejected="renormalise", aggregate=pl.TokenMean()
     )
+    # Old/rollout = exp(5) is outside the band.
     rollout = (
         torch.tensor([[0.0, -5.0]]),
         torch.zeros(1, 2),
-    )  # old/rollout = exp(5) is outside the band
+    )
     advantages = torch.tensor([[2.0, 9.0]]), torch.tensor([[3.0, 4.0]])
     shared = {"mask": torch.ones(1, 2), "old_logp": torch.zeros(1, 2)}
     micros = [

@@ -27,9 +27,8 @@ def cu(*offsets, dtype=torch.int64):
     return torch.tensor(offsets, dtype=dtype)
 
 
-SQUARE = make_batch(
-    seed=1, rows=8
-)  # as many rows as columns: numbers per row look like numbers per column
+# As many rows as columns: numbers per row look like numbers per column.
+SQUARE = make_batch(seed=1, rows=8)
 
 
 def per_row(t):

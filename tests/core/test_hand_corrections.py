@@ -240,12 +240,10 @@ def test_rejected_share():
         rollout_logp=torch.zeros_like(w),
     ).tokens()
     assert rejected_share(pl.Band(0.4, 2.0), t).item() == 1 / 3
-    assert (
-        rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
-    )  # the row with 4 and ½ keeps ½
-    assert (
-        rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
-    )  # √2 is outside
+    # The row with 4 and ½ keeps ½.
+    assert rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
+    # √2 is outside.
+    assert rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
     assert rejected_share(pl.Truncate(2.0), t).item() == 0
     nothing = t.with_mask(torch.zeros_like(mask))
     assert rejected_share(pl.Band(0.4, 2.0), nothing).item() == 0

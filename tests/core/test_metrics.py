@@ -138,9 +138,8 @@ def test_every_formula_is_a_metric():
         on_a_device.advantages,
         on_a_device.mask.long(),
     )
-    reported |= set(
-        pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics
-    )  # what could not be checked at once
+    # What could not be checked at once.
+    reported |= set(pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics)
     assert reported == documented
     assert all(FORMULAS.values())
 

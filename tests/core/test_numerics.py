@@ -319,6 +319,5 @@ def test_half_precision_is_subtracted_in_float32() -> None:
     in float32, e^−0.03125 = 0.969233…
     """
     value = token_losses_of_small_ratio_gap(torch.bfloat16, 0.03125)
-    assert value == pytest.approx(
-        -0.9692332344763441, rel=1e-7
-    )  # bfloat16 arithmetic would give −0.96875 or −0.97265625
+    # bfloat16 arithmetic would give −0.96875 or −0.97265625.
+    assert value == pytest.approx(-0.9692332344763441, rel=1e-7)

@@ -63,9 +63,8 @@ class Watch(TorchDispatchMode):
         mask_index = name in ("index", "index_put", "index_put_") and any(
             isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1])
         )
-        counts = (
-            name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        )  # how long is the result?
+        # How long is the result?
+        counts = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if name in READS_DATA or mask_index or counts:
             self.waits.append(str(func))
         elif name in ("_to_copy", "copy_", "to") and len(_devices(inputs) | _devices([out])) > 1:

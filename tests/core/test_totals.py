@@ -36,11 +36,12 @@ def test_count_packed():
     flat = MASK.reshape(-1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 8, 12]))) == (4, 2, 1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 4, 12]))) == (4, 2, 1)
+    # 1, 1 and 2 valid tokens.
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 1, 2, 12]))) == (
         4,
         3,
         1,
-    )  # 1, 1 and 2 valid tokens
+    )
 
 
 def test_count_groups():

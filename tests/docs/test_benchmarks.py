@@ -191,9 +191,8 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
             assert p["p20_ms"] <= p["median_ms"] <= p["p80_ms"], name
             assert p["kind"] != "ours" or p["errors"], name
             assert p.get("same_bits", True), name
-    gradients = 4 * (
-        4 * 40 * 16 + 61 * 16
-    )  # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens
+    # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens.
+    gradients = 4 * (4 * 40 * 16 + 61 * 16)
     assert dense[OURS]["output_bytes"] == gradients + 4 + 2 * 4 * 160
     by_what = {t["what"]: t for t in run["targets"]}
     assert (
@@ -405,18 +404,20 @@ def made_up() -> dict[str, Any]:
 def test_targets_are_ratios_within_the_run() -> None:
     found = {(t["id"], t["what"]): t for t in made_up()["targets"]}
     first = found["T1", "time / three bare matmuls"]
+    # 110 / 100.
     assert (first["measured"], first["met"], first["stretch_met"]) == (
         pytest.approx(1.1),
         True,
         False,
-    )  # 110 / 100
+    )
     assert found["T1", "extra memory / eager PyTorch's"]["measured"] == pytest.approx(5 / 40)
     assert found["T1", "times faster than Liger"]["measured"] == pytest.approx(10)
     slower = found["T5", "least memory: time / one pass"]
+    # 165 / 110, more than 1.45.
     assert (slower["measured"], slower["met"]) == (
         pytest.approx(1.5),
         False,
-    )  # 165 / 110, more than 1.45
+    )
     assert found["T5", "least memory: extra memory, GiB"]["stretch_met"] is True
     # The worst of ours, not the first.
     assert found["T10", "log-prob error (RMS)"]["measured"] == 2e-5
@@ -491,12 +492,13 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     drawing = ET.fromstring(pages["docs/figures/head.svg"])
     space = "{http://www.w3.org/2000/svg}"
     texts = ["".join(t.itertext()) for t in drawing.iter(f"{space}text")]
+    # Ours first, then the others from fast to slow.
     names = [
         OURS,
         "policyloss, recompute",
         "eager PyTorch",
         "Liger GRPO",
-    ]  # ours first, then the others from fast to slow
+    ]
     assert [t for t in texts if t in names] == names
     assert "three bare matmuls: 100.0" in texts
     bars = [
@@ -509,9 +511,8 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     assert lengths == pytest.approx(
         [whole * t / (165 * 1.12) for t in (110, 165, 132, 165 * 1.12)], abs=0.06
     )
-    assert (
-        len(list(drawing.iter(f"{space}path"))) == 2
-    )  # Liger's time and eager PyTorch's memory are longer than drawn
+    # Liger's time and eager PyTorch's memory are longer than drawn.
+    assert len(list(drawing.iter(f"{space}path"))) == 2
     (floor,) = [line for line in drawing.iter(f"{space}line") if line.get("stroke-dasharray")]
     assert float(floor.get("x1", 0)) == pytest.approx(
         performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06

@@ -255,12 +255,10 @@ def test_a_block_for_an_unknown_framework_is_an_error(tmp_path: Path) -> None:
 
 
 def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
-    framework = replace(
-        FRAMEWORKS["openrlhf"], steps=()
-    )  # nothing to install: this interpreter runs it
-    right = snippets.Snippet(
-        "page.md:1", "openrlhf", "python", "import flash_attn"
-    )  # a stand-in answers
+    # Nothing to install: this interpreter runs it.
+    framework = replace(FRAMEWORKS["openrlhf"], steps=())
+    # A stand-in answers.
+    right = snippets.Snippet("page.md:1", "openrlhf", "python", "import flash_attn")
     wrong = snippets.Snippet(
         "page.md:9", "openrlhf", "python", "import flash_attn\nnothing_like_that()"
     )
@@ -356,10 +354,11 @@ def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
 # Metrics ------------------------------------------------------------------------------------------
 
 
+# Counted only where they could not be checked at once.
 INVALID = (
     "invalid_mask_values",
     "invalid_cu_seqlens",
-)  # counted only where they could not be checked at once
+)
 
 
 def test_every_metric_of_the_policy_loss_is_on_the_page() -> None:

@@ -280,9 +280,8 @@ def test_adding_dual_clip_to_dapo_is_a_change_of_dapo() -> None:
 def test_presets_that_are_one_loss_say_so() -> None:
     assert pl.explain("bnpo").preset == "bnpo"
     assert pl.explain("bnpo").also == ("ppo",)
-    assert (
-        pl.explain(pl.preset("bnpo")).preset == "ppo"
-    )  # a spec has no name: the first preset that is the same
+    # A spec has no name: the first preset that is the same.
+    assert pl.explain(pl.preset("bnpo")).preset == "ppo"
 
 
 def test_a_loss_far_from_all_presets_is_your_own() -> None:

@@ -72,9 +72,8 @@ def test_defaults_by_heart() -> None:
 def test_the_options_of_trl_are_all_there_with_the_defaults_the_drop_in_knows() -> None:
     stated = {option.name: option.default for _, option in said(Option, "TRL")}
     assert {name: stated[name] for name in DEFAULTS if name in stated} == DEFAULTS
-    assert set(stated) - set(DEFAULTS) == {
-        "scale_rewards"
-    }  # an option of the advantages, which the drop-in leaves to TRL
+    # An option of the advantages, which the drop-in leaves to TRL.
+    assert set(stated) - set(DEFAULTS) == {"scale_rewards"}
 
 
 @pytest.mark.parametrize(

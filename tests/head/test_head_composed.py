@@ -269,9 +269,8 @@ def test_composed_losses_under_every_plan(
     compared = compare(seed, losses=40)
     record_property("compared", str(compared))
     assert compared.calls >= 190, compared
-    assert compared.in_windows >= 20, (
-        compared
-    )  # or nothing was tested but the plans that are eager themselves
+    # Or nothing was tested but the plans that are eager themselves.
+    assert compared.in_windows >= 20, compared
 
 
 NORMALISED = {
@@ -294,9 +293,8 @@ def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measu
         ),
         batch,
     )
-    assert not torch.allclose(
-        expected.dweight, plain.dweight, rtol=1e-2
-    )  # normalisation shows in this batch
+    # Normalisation shows in this batch.
+    assert not torch.allclose(expected.dweight, plain.dweight, rtol=1e-2)
     for plan in ("auto", "recompute", "stash", *(["one_pass"] if measured else [])):
         assert error_of(
             run_loss(spec, batch, plan=plan, totals=totals), expected, True

@@ -60,10 +60,11 @@ def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], coun
     def start(place: Path) -> None:
         try:
             torch.multiprocessing.spawn(body, args=(str(place),), nprocs=count)
+        # What was said before stands; the rest is missed below.
         except (
             ProcessExitedException,
             ProcessRaisedException,
-        ) as stopped:  # what was said before stands; the rest is missed below
+        ) as stopped:
             print(stopped)
 
     return started_once(factory, f"head_ranks_{body.__name__}", start)
@@ -127,9 +128,8 @@ def check_shards(said: Said, case: str, expected: dict[str, Any], cut: Cut) -> N
             assert_near(numbers[name], expected[name], TOLERANCE, f"rank {rank}, {name}")
             assert_same_bits(numbers[name], said[0][case][name])
         for name in ("dweight", "dbias"):
-            scale = max(
-                1.0, 1 / (float(expected[name].abs().max()) or 1.0)
-            )  # the tolerance is of the whole, not of the shard
+            # The tolerance is of the whole, not of the shard.
+            scale = max(1.0, 1 / (float(expected[name].abs().max()) or 1.0))
             assert_near(
                 scale * numbers[name],
                 scale * expected[name][cut.part(rank)],

@@ -400,9 +400,8 @@ def test_rows_past_two_to_the_31_elements() -> None:
     ids = torch.zeros(1 << 17, dtype=torch.int64, device=DEVICE)
     z[-1, 0] = 20.0
     got = row_partials(z, ids, Scaling(1.0), entropy=False)
-    assert got.max[[0, -2, -1]].tolist() == pytest.approx(
-        [0.0, 0.0, 20.0], abs=2e-6
-    )  # one rounding of 20
+    # One rounding of 20.
+    assert got.max[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 20.0], abs=2e-6)
     assert got.target[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=2e-6)
     assert got.target[0] == 0
     g = torch.zeros(1 << 17, device=DEVICE)

@@ -56,9 +56,8 @@ class Evaluator:
             "inf": math.inf,
         }
         for name, key in (("L", self.row), ("N_group", self.group_ids[self.row])):
-            counts[name] = self.by(key, self.ones()).clamp(
-                min=1
-            )  # a token outside the mask may have no peers left
+            # A token outside the mask may have no peers left.
+            counts[name] = self.by(key, self.ones()).clamp(min=1)
         functions = {name: getattr(self, name) for name in dir(self) if name in FUNCTIONS}
         return eval(
             expression, {"__builtins__": {}}, {**PLAIN, **functions, **counts, **self.names}

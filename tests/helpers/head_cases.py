@@ -25,9 +25,8 @@ from cases import Batch, make_batch
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FLOAT = (
-    torch.float32 if CUDA else torch.float64
-)  # the kernels do not take float64; without them it is the sharpest test
+# The kernels do not take float64; without them it is the sharpest test.
+FLOAT = torch.float32 if CUDA else torch.float64
 LOGPROB_PLANS = ("recompute", "stash")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 
@@ -64,9 +63,8 @@ def contract_of_logits(
         temperature = torch.where(live, temperature, 1).to(z.dtype)[..., None]
     log_p = (z / temperature).log_softmax(-1)
     logp = log_p.gather(-1, torch.where(live, ids, 0).long()[..., None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(
-        -1
-    )  # p·log p is 0 at p = 0
+    # P·log p is 0 at p = 0.
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
     return Values(torch.where(live, logp, 0), torch.where(live, entropy, 0))
 
 

@@ -138,9 +138,10 @@ RIGHT = (pl.TokenMean(), pl.TokenSum(), pl.PromptMean())
 
 def fsdp_trainer(loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor]) -> Step:
     """Sharded parameters: a rank's gradients are shards, which the check puts together."""
+    # Slow to import, and needed by the two ranks alone.
     from torch.distributed.device_mesh import (
         init_device_mesh,
-    )  # slow to import, and needed by the two ranks alone
+    )
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,)))

@@ -131,9 +131,8 @@ def test_every_part_of_the_rule_exists() -> None:
 
 def test_there_is_no_cycle() -> None:
     graph = {m: loads(m) for m in FILES}
-    order = list(
-        TopologicalSorter(graph).static_order()
-    )  # raises CycleError, which names the modules
+    # Raises CycleError, which names the modules.
+    order = list(TopologicalSorter(graph).static_order())
     assert (
         order.index("policyloss.errors")
         < order.index("policyloss.loss")

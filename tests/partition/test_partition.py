@@ -211,9 +211,8 @@ def test_packed_and_padded_counts_agree() -> None:
 
 def test_a_number_of_groups_is_enough_when_no_group_is_split() -> None:
     spec = BASE.replace(aggregate=pl.PromptMean())
-    totals = pl.Totals(
-        int(BATCH.mask.sum()), 5, groups=4
-    )  # 70, 11, -5 and 42 have tokens; 99 has none
+    # 70, 11, -5 and 42 have tokens; 99 has none.
+    totals = pl.Totals(int(BATCH.mask.sum()), 5, groups=4)
     split = [[0, 2], [1, 4, 3], [5], [6]]
     assert_same_result(summed(partial(run, spec, totals=totals), split, packed=False), whole(spec))
 

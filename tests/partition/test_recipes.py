@@ -73,9 +73,8 @@ def test_a_recipe_ends_where_the_whole_batch_does(name: str, folder: Path) -> No
     assert recipe["ranks"] == RANKS[name]
     assert distance(recipe, whole) <= TOLERANCE
     assert recipe["metrics"] == pytest.approx(whole["metrics"], rel=TOLERANCE, abs=TOLERANCE)
-    assert (
-        recipe["metrics"]["tokens"] == 76
-    )  # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once
+    # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once.
+    assert recipe["metrics"]["tokens"] == 76
 
 
 @pytest.mark.slow
@@ -106,11 +105,12 @@ def test_the_command_of_a_recipe_starts_it(tmp_path: Path, folder: Path) -> None
     with the environment that it makes.
     """
     launcher, *rest = shlex.split(command("ddp"))
+    # Standalone: a free port.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",
-    }  # standalone: a free port
+    }
     path = tmp_path / "ddp.pt"
     begun = [Path(sys.executable).with_name(launcher), *rest, path]
     ended = subprocess.run(

@@ -313,9 +313,8 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
 
 
 def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
-    rows = [
-        rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)
-    ]  # 20 tokens a step, 200 in all
+    # 20 tokens a step, 200 in all.
+    rows = [rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)]
     write_lines(tmp_path / "rollouts.jsonl", rows)
 
     def kept(budget: int) -> tuple[list[int], list[str]]:
@@ -325,6 +324,7 @@ def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
         ], notes
 
     assert kept(200) == ([s for s in range(10) for _ in range(2)], [])
+    # Every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80.
     assert kept(80)[0] == [
         0,
         0,
@@ -334,7 +334,7 @@ def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
         6,
         9,
         9,
-    ]  # every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80
+    ]
     assert kept(15)[0] == [9]  # even one step is too long: its first row
     assert kept(5)[0] == [9]  # and one row is shown in any case
     assert kept(80)[1] == [

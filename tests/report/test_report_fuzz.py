@@ -75,9 +75,8 @@ def _changed(value: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> Any:
         if not at:
             return replacement
         inner = value
-        with suppress(
-            LookupError, TypeError
-        ):  # the first change may have taken away the place of the second
+        # The first change may have taken away the place of the second.
+        with suppress(LookupError, TypeError):
             for key in at[:-1]:
                 inner = inner[key]
             inner[at[-1]] = replacement
@@ -114,10 +113,11 @@ mess = st.binary(max_size=40) | st.sampled_from(
     [b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": ']
 )
 contents = {name: inside | inside | inside | mess for name, inside in contents.items()}
+# Hypothesis leaves out what is optional half of the time.
 FIRST = (
     "rollouts.jsonl",
     "metrics.jsonl",
-)  # hypothesis leaves out what is optional half of the time
+)
 directories = st.fixed_dictionaries(
     {name: contents[name] for name in FIRST},
     optional={name: contents[name] for name in FILES if name not in FIRST},

@@ -153,18 +153,20 @@ def test_the_colour_scales_hold_98_percent_of_the_tokens(tmp_path: Path) -> None
     }
     row |= {"logp": [0.0] * 101, "rollout_logp": [0.0] * 101}
     scales = view(collect([write_run(tmp_path / "run", [], rollouts=[row])]))["scales"]
+    # The differences are all 0, which gets no colour.
     assert scales == {
         "ratio": 0.98,
         "advantage": 98.0,
         "rollout": 0.01,
-    }  # the differences are all 0, which gets no colour
+    }
 
 
 def test_the_clip_band_is_shown_where_the_ratio_is_that_of_tokens(two_runs: list[Path]) -> None:
+    # DAPO; GSPO's is of sequences.
     assert [run["band"] for run in view(collect(two_runs))["runs"]] == [
         [0.8, 1.28],
         None,
-    ]  # DAPO; GSPO's is of sequences
+    ]
 
 
 def test_words_for_numbers() -> None:
@@ -271,9 +273,8 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     strength = 100 * abs(row["token_advantage"][2]) / view(data)["scales"]["advantage"]
     sign = "plus" if row["token_advantage"][2] > 0 else "minus"
     assert f"var(--{sign}) {min(100, strength):.0f}%" in dom
-    assert (
-        dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2
-    )  # the ratios of both runs
+    # The ratios of both runs.
+    assert dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2
     assert 'data-theme="dark"' in dom
     assert element(dom, "smoothness") == "0.50"
     assert element(dom, "histogram-step") == "20"
@@ -358,13 +359,13 @@ def test_hostile_texts_and_every_control_in_a_browser(
     # Rewards 0, 1, 2 with weight 0.5: (0.5·2 + 0.25·1 + 0.125·0) / (0.5 + 0.25 + 0.125) = 1.25 /
     # 0.875
     assert seen["smoothed"].endswith("1.429")
+    # Held-out accuracy of two runs; the first is switched off.
     assert (seen["before"], seen["after"]) == (
         2,
         1,
-    )  # held-out accuracy of two runs; the first is switched off
+    )
     assert seen["log"] == ["true", True]
     assert seen["color"] == "clip"
-    assert seen["nonsense"] == len(
-        HOSTILE
-    )  # an address that makes no sense shows the nearest thing that does
+    # An address that makes no sense shows the nearest thing that does.
+    assert seen["nonsense"] == len(HOSTILE)
     assert seen["fits"] is True

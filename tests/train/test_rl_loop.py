@@ -66,9 +66,8 @@ def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
 
     parameters = list(policy.parameters())
     before = [p.detach().clone() for p in parameters]
-    scale = min(
-        1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6)
-    )  # gradients are clipped to norm 1
+    # Gradients are clipped to norm 1.
+    scale = min(1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6))
     metrics = loop.update(policy, torch.optim.SGD(parameters, lr=1.0), pl.preset("dapo"), batch)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == metrics["ratio_min"] == 1.0
     assert metrics["clip_fraction"] == 0.0

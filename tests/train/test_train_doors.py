@@ -85,9 +85,8 @@ def test_options_that_changed_are_listed_with_both_values(
     assert "--task is x.jsonl, and the run has sort" in said
     assert "--dynamic-sampling is True, and the run has False" in said
     assert "--loss is gspo, and the run has dapo" in said
-    assert (
-        "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
-    )  # what the other loss would change
+    # What the other loss would change.
+    assert "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
     assert "--extend" in said
     assert "--seed" not in said  # typed, and as it was
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
@@ -194,9 +193,8 @@ def test_code_that_only_the_run_names_is_not_run(
 def test_code_that_the_user_names_is_run(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
-    )  # the import itself fails, and says how
+    # The import itself fails, and says how.
+    assert main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
     assert (
         "importing 'foreign_code' raised SystemExit: this code must not run"
         in capsys.readouterr().err
@@ -431,9 +429,8 @@ def test_prompts_that_cannot_be_used(
     assert train(tmp_path / "run", **options, unusable="skip") == 0
     assert "2 of 10 prompts of the split 'train' cannot be used" in capsys.readouterr().out
     prompts = [row["prompt"] for row in lines(tmp_path / "run", "rollouts")]
-    assert set(prompts) == {
-        f"sort {n}=" for n in range(1000, 1008)
-    }  # 16 draws of 8 prompts: each twice
+    # 16 draws of 8 prompts: each twice.
+    assert set(prompts) == {f"sort {n}=" for n in range(1000, 1008)}
     assert all(len(prompt) < 20 for prompt in prompts)
 
 

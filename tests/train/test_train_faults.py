@@ -66,9 +66,8 @@ class Poison:
         def judged(config: Any, pack: Pack, **more: Any) -> Any:
             found = judge(config, pack, **more)
             if self.step in steps:
-                found.advantages[pack.tokens["mask"].nonzero()[0]] = (
-                    math.nan
-                )  # the first token that is trained on
+                # The first token that is trained on.
+                found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan
             return found
 
         monkeypatch.setattr(learner_module.Learner, "learn", learned)
@@ -205,9 +204,8 @@ def test_which_tokens_are_to_blame() -> None:
     assert nonfinite_tokens(pack, [0, 1], seen) == ""
     seen[1][2] = math.inf
     assert nonfinite_tokens(pack, [0, 1], seen) == "logp is not finite at token 1 of completion 1"
-    pack.tokens["advantages"][[0, 1, 3]] = (
-        math.nan
-    )  # the first is of the prompt, which nobody reads
+    # The first is of the prompt, which nobody reads.
+    pack.tokens["advantages"][[0, 1, 3]] = math.nan
     assert (
         nonfinite_tokens(pack, [0, 1], seen)
         == "advantages is not finite at token 0 of completion 0, token 2 of completion 0"

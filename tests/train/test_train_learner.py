@@ -25,6 +25,7 @@ from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8
 HERE = Ranks(0, 1, torch.device("cpu"))
+# Prompt tokens, completion tokens, group.
 SHAPES = [
     (3, 4, 0),
     (5, 1, 0),
@@ -32,7 +33,7 @@ SHAPES = [
     (3, 3, 1),
     (1, 5, 2),
     (4, 2, 2),
-]  # prompt tokens, completion tokens, group
+]
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5]
 
 

@@ -254,9 +254,8 @@ def test_a_reward_that_fails_on_some_prompts(
     rows = lines(out)[1:]
     assert all(row["reward/errors"] + row["sequences"] == 16 for row in rows)
     assert sum(row["reward/errors"] for row in rows) > 0
-    assert all(
-        row["reward/errors"] % 4 == 0 for row in rows
-    )  # all four completions of a prompt or none
+    # All four completions of a prompt or none.
+    assert all(row["reward/errors"] % 4 == 0 for row in rows)
     assert all(math.isfinite(row["policy/loss"]) and row["grad_norm"] > 0 for row in rows)
     assert all(
         int(row["prompt"][5]) % 2 and row["prompt"][5] != "5" for row in lines(out, "rollouts")
@@ -443,11 +442,12 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(answers) == 2
     assert len(set(answers)) == 1  # greedy
     assert main(["eval", str(whole), "--checkpoint", "nope", *named]) == 2
+    # And of no rank.
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
         .startswith("policyloss: checkpoint nope is incomplete")
-    )  # and of no rank
+    )
 
 
 def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
@@ -472,9 +472,8 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
         == 0
     )
     (start, _, _) = lines(out)
-    assert start["eval/accuracy"] * 5 == pytest.approx(
-        round(start["eval/accuracy"] * 5)
-    )  # five prompts are held out
+    # Five prompts are held out.
+    assert start["eval/accuracy"] * 5 == pytest.approx(round(start["eval/accuracy"] * 5))
     seen = {row["prompt"] for row in lines(out, "rollouts")}
     assert seen <= {row["prompt"] for row in rows if row["split"] == "train"}
     answers = {row["prompt"]: row["answer"] for row in rows}

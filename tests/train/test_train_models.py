@@ -227,9 +227,8 @@ def test_the_tiny_tokenizer_gives_every_character_back() -> None:
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer(["ß"])["input_ids"] == [
-        [tokenizer.unk_token_id]
-    ]  # not a character of the task
+    # Not a character of the task.
+    assert tokenizer(["ß"])["input_ids"] == [[tokenizer.unk_token_id]]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 3 + 97 + 4)
 
 
@@ -258,9 +257,8 @@ def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() 
     )
     critic(ids, positions).sum().backward()
     assert critic.body.embed_tokens.weight.grad.abs().sum() > 0
-    assert all(
-        p.grad is None for p in (*model.parameters(), *other.parameters())
-    )  # it shares no weight with a policy
+    # It shares no weight with a policy.
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
 
 
 # --- warm-up
@@ -275,9 +273,8 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
         logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    expected = (
-        -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4
-    )  # x, y, z and the end; the prompt is tokens 0 to 3
+    # X, y, z and the end; the prompt is tokens 0 to 3.
+    expected = -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4
     losses: list[float] = []
     warm_up(
         model, tokenizer, task, steps=30, seed=0, progress=lambda done, loss: losses.append(loss)

@@ -268,9 +268,8 @@ def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path)
         with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
             Lock(tmp_path)
         os.kill(holder.pid, signal.SIGKILL)
-        os.waitid(
-            os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT
-        )  # it has ended, and nobody has asked for its exit code
+        # It has ended, and nobody has asked for its exit code.
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         lock = Lock(tmp_path)
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):

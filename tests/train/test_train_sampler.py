@@ -29,6 +29,7 @@ from policyloss.train.sampler import (
 VOCAB = 24
 EOS = 2
 LETTERS = "abcdefghijklmnopqrstu"  # ids 3, 4, …
+# 1 to 9 tokens, some twice.
 PROMPTS = [
     "a",
     "kbc",
@@ -38,7 +39,7 @@ PROMPTS = [
     "a",
     "opqrst",
     "defghijkl",
-]  # 1 to 9 tokens, some twice
+]
 
 
 @cache
@@ -159,9 +160,8 @@ def test_greedy_is_what_generate_gives(make: Any, ends: bool) -> None:
         expected.append(row[: stop + 1])
     got = sampled(model, PROMPTS, limit=12, rule=Rule(temperature=0.0), uniforms=None)
     assert [s.completion_ids.tolist() for s in got] == expected
-    assert (
-        len({tuple(row) for row in expected}) == 5
-    )  # the five distinct prompts say different things
+    # The five distinct prompts say different things.
+    assert len({tuple(row) for row in expected}) == 5
     assert len({len(row) for row in expected}) >= (3 if ends else 1)
 
 
@@ -237,15 +237,17 @@ def test_support_by_hand() -> None:
     assert kept(1.0, 2, ties) == [0, 1]
     assert kept(0.5, 0, ties) == [0, 1]  # 0.25 + 0.25 reaches 0.5
     assert kept(0.51, 0, ties) == [0, 1, 2]
+    # The sure one, then the lowest of the tied.
     assert kept(1.0, 2, torch.tensor([[0.2, 0.4, 0.2, 0.2]])) == [
         0,
         1,
-    ]  # the sure one, then the lowest of the tied
+    ]
     rows = support(torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]]), 0.6, 0)
+    # Each row its own count.
     assert rows.tolist() == [
         [False, True, False, True],
         [True, False, False, False],
-    ]  # each row its own count
+    ]
 
 
 @pytest.mark.parametrize(
@@ -403,9 +405,8 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
         assert not (u == other).any()
     assert 0 <= u.min() < 0.002
     assert 0.998 < u.max() < 1
-    assert (
-        abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5
-    )  # the standard error of 2000 uniforms
+    # The standard error of 2000 uniforms.
+    assert abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5
     with pytest.raises(InputError, match="seed=-1"):
         uniforms(-1, 0, 1, 1)
 
@@ -416,10 +417,11 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
 @family
 def test_rows_end_where_their_end_token_is(make: Any) -> None:
     model, stop = make(), LETTERS.index("e") + 3
+    # "e" is an ordinary letter for the tokenizer.
     model.generation_config.eos_token_id = [
         EOS,
         stop,
-    ]  # "e" is an ordinary letter for the tokenizer
+    ]
     a, b = LETTERS.index("a") + 3, LETTERS.index("b") + 3
     scripts = {"mn": [EOS], "a": [a, b, stop], "kbc": [b, b, b, b], "opqrst": [a, a, b, EOS]}
     drawn = torch.zeros(len(scripts), 4, dtype=torch.float64)

@@ -349,9 +349,8 @@ def estimates() -> dict[str, Any]:
         said[f"estimate: {name}"] = estimate(r, ids, group=dist.group.WORLD)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warnings.filterwarnings(
-                "ignore", message="group_ids: all"
-            )  # some rank has one row of each prompt
+            # Some rank has one row of each prompt.
+            warnings.filterwarnings("ignore", message="group_ids: all")
             said[f"local: {name}"] = estimate(r, ids, group="local")
             quiet = len(caught)
             said[f"unsaid: {name}"] = estimate(r, ids)
@@ -462,10 +461,11 @@ def errors(groups: Ranks) -> dict[str, str]:
     """
     cp, rank = groups.cp[4], dist.get_rank()
     part = shard("contiguous", rank, 4, "padded")
+    # Places in the shard, not in the sequence.
     b, shift = (
         part.batch,
         part.columns - part.columns[:, :1],
-    )  # places in the shard, not in the sequence
+    )
     mask = torch.ones(3, 2, dtype=torch.bool)
 
     def loss(positions: Any) -> Any:

@@ -27,9 +27,8 @@ LENGTHS = (11, 4, 8, 2, 9, 6, 3)
 CORRECTED = pl.preset("dapo").replace(
     correction=(pl.Band(0.9, 1.1), pl.SelfNormalise()), rejected="renormalise"
 )
-BY_SEQUENCE = pl.preset("gspo").replace(
-    trust=pl.Clip(0.2, 0.2)
-)  # wide enough that no sequence is clipped for good
+# Wide enough that no sequence is clipped for good.
+BY_SEQUENCE = pl.preset("gspo").replace(trust=pl.Clip(0.2, 0.2))
 SPECS = {
     "dapo": pl.preset("dapo"),
     "grpo": pl.preset("grpo"),

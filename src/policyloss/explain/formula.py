@@ -105,9 +105,8 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
-    other_names: dict[str, str] = field(
-        default_factory=dict
-    )  # of lines that two parts inside a part share
+    # Of lines that two parts inside a part share.
+    other_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:

@@ -133,9 +133,8 @@ def _stored(
 
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
-    if not model or (
-        looks_local and not os.path.isdir(path)
-    ):  # `Path.is_dir` raises where a name is too long
+    # `Path.is_dir` raises where a name is too long.
+    if not model or (looks_local and not os.path.isdir(path)):
         raise InputError(
             f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
             "or 'tiny'."
@@ -213,18 +212,16 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     own = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     gap = (nn.functional.linear(hidden, weight, bias).float() - own).abs().max()
-    rounding = (
-        8 * torch.finfo(weight.dtype).eps
-    )  # of the largest number: the same products in the same order
+    # Of the largest number: the same products in the same order.
+    rounding = 8 * torch.finfo(weight.dtype).eps
     if not gap <= rounding * own.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
             f"its head: {gap:.3g} apart. Models that scale or cap their logits are not supported "
             "here."
         )
-    packed = body(
-        input_ids=ids, position_ids=ids, use_cache=False
-    ).last_hidden_state.float()  # the same two tokens, twice
+    # The same two tokens, twice.
+    packed = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state.float()
     if not (packed[:, :2] - packed[:, 2:]).abs().max() <= rounding * packed.abs().max():
         raise InputError(
             f"{name!r} ({type(model).__name__}) does not keep the sequences of a pack apart: where "
