@@ -59,7 +59,8 @@ class Explanation:
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
         if not terms:
             return ""
-        return f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}."
+        moves = "move" if terms[1:] else "moves"
+        return f"There {' and '.join(terms)} still {moves} the token{unless}."
 
     @property
     def advantages(self) -> str:
@@ -199,7 +200,8 @@ def _formula(e: Explanation) -> list[str]:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
         lines.append(
-            "Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors."
+            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
+            "keep`, the survivors."
         )
     return lines
 

@@ -31,7 +31,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
     "surrogate": {
         ("PPO's clip on the token's ratio", "Clip token_ratio -aipo"): {
             "verl": 'policy_loss.loss_mode="vanilla" (clip_ratio_low, clip_ratio_high)',
-            "TRL": 'loss_type="grpo", "bnpo", "dr_grpo" or "dapo": one surrogate (epsilon, epsilon_high), four averages',
+            "TRL": (
+                'loss_type="grpo", "bnpo", "dr_grpo" or "dapo": one surrogate (epsilon, '
+                "epsilon_high), four averages"
+            ),
             "OpenRLHF": 'PolicyLoss(policy_loss_type="ppo", clip_eps_low, clip_eps_high)',
             "ColossalChat": "coati.distributed.loss.PolicyLoss(clip_eps_low, clip_eps_high)",
             "SkyRL": 'policy_loss_type="regular" (eps_clip_low, eps_clip_high)',
@@ -67,7 +70,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "GSPO-token: the sequence's ratio, each token's own gradient",
             "Clip sequence_ratio_token",
         ): {
-            "verl": 'policy_loss.loss_mode="gspo"; from 0.9.1 with any loss_agg_mode, before always "seq-mean-token-mean"',
+            "verl": (
+                'policy_loss.loss_mode="gspo"; from 0.9.1 with any loss_agg_mode, before always '
+                '"seq-mean-token-mean"'
+            ),
             "SkyRL": 'policy_loss_type="gspo"',
             "TRL": "experimental GSPO-token trainer",
             "EasyR1": 'loss_type="gspo_token"',
@@ -84,9 +90,17 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         },
         ("AIPO", "aipo"): {"cosmos-rl": "aipo_rho"},
         ("CISPO: a bounded, stopped ratio times logp", "DetachedClip outside_clip anchor_old"): {
-            "verl": 'policy_loss.loss_mode="cispo": the band 1 - clip_ratio_low … 1 + clip_ratio_high',
-            _FOUR: 'loss_type="cispo": epsilon_high is the largest ratio itself, and there is no lower bound',
-            "SkyRL": 'policy_loss_type="cispo": the band 1 - cispo_eps_clip_low … 1 + cispo_eps_clip_high, so 1 … 6',
+            "verl": (
+                'policy_loss.loss_mode="cispo": the band 1 - clip_ratio_low … 1 + clip_ratio_high'
+            ),
+            _FOUR: (
+                'loss_type="cispo": epsilon_high is the largest ratio itself, and there is no '
+                "lower bound"
+            ),
+            "SkyRL": (
+                'policy_loss_type="cispo": the band 1 - cispo_eps_clip_low … 1 + '
+                "cispo_eps_clip_high, so 1 … 6"
+            ),
             "NeMo-RL": "use_cispo=True",
             "slime": "--advantage-estimator cispo",
             "ROLL": 'pg_variant="cispo"',
@@ -99,7 +113,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "a bounded, stopped ratio to the engine times logp",
             "DetachedClip outside_clip anchor_rollout",
         ): {
-            "verl": 'rollout_correction.bypass_mode=True with loss_type="reinforce" and rollout_is="token"',
+            "verl": (
+                'rollout_correction.bypass_mode=True with loss_type="reinforce" and '
+                'rollout_is="token"'
+            ),
             "PipelineRL": '"reinforce"',
             "torchforge": "ReinforceLoss",
         },
@@ -112,7 +129,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "DetachedClip outside_zero anchor_rollout",
         ): {"SkyRL": 'policy_loss_type="rollout_is"'},
         ("SAPO", "SoftGate"): {
-            "verl": 'policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged "seq-mean-token-mean"',
+            "verl": (
+                'policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged '
+                '"seq-mean-token-mean"'
+            ),
             _FOUR: 'loss_type="sapo" (sapo_temperature_pos, sapo_temperature_neg)',
             "SkyRL": 'policy_loss_type="sapo"',
             "AReaL": "use_sapo_loss",
@@ -120,7 +140,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "Trinity-RFT": '"sapo"',
         },
         ("GMPO", "GeometricClip"): {
-            "verl": 'policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch whatever loss_agg_mode says',
+            "verl": (
+                'policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch '
+                "whatever loss_agg_mode says"
+            ),
             "TRL": "experimental GMPOTrainer",
         },
         ("no ratio: -A·logp", "Unbounded form_logp"): {"verl": 'policy_loss.loss_mode="gpg"'},
@@ -138,14 +161,26 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "SkyRL": 'policy_loss_type="kl_cov"',
         },
         ("DPPO, total variation", "ProbabilityBand divergence_tv"): {
-            "verl": 'policy_loss.loss_mode="dppo_tv" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_tv"; the ratio with its gradient, no cap',
+            "verl": (
+                'policy_loss.loss_mode="dppo_tv" (clip_ratio_low, clip_ratio_high; cap '
+                "clip_ratio_c)"
+            ),
+            "SkyRL": (
+                'policy_loss_type="dppo", dppo_type="binary_tv"; the ratio with its gradient, no '
+                "cap"
+            ),
             "Stable-RL": '"dppo_binary_tv"',
             "prime-rl": 'loss type "default" (both sides: "ipo")',
         },
         ("DPPO, binary KL", "ProbabilityBand divergence_kl"): {
-            "verl": 'policy_loss.loss_mode="dppo_kl" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_kl"; the ratio with its gradient, no cap',
+            "verl": (
+                'policy_loss.loss_mode="dppo_kl" (clip_ratio_low, clip_ratio_high; cap '
+                "clip_ratio_c)"
+            ),
+            "SkyRL": (
+                'policy_loss_type="dppo", dppo_type="binary_kl"; the ratio with its gradient, no '
+                "cap"
+            ),
             "Stable-RL": '"dppo_binary_kl"',
         },
         ("DRO", "Quadratic"): {
@@ -154,7 +189,9 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         },
         ("TOPR", "TaperedNegative"): {"ROLL": 'pg_variant="topr"', "Trinity-RFT": '"topr"'},
         ("VESPO", "GammaWeight"): {
-            "TRL": 'loss_type="vespo" (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)',
+            "TRL": (
+                'loss_type="vespo" (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)'
+            ),
             "Liger": '"vespo"',
             "Unsloth": '"vespo"',
         },
@@ -177,7 +214,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         ("TIS: the token's weight, truncated", "Truncate_token -untruncated"): {
             "verl": 'rollout_is="token" with one rollout_is_threshold',
             "TRL": 'vllm_importance_sampling_mode="token_truncate"',
-            "OpenRLHF": 'is_correction_level="token", is_correction_mode="clip"; up to 0.11.1 vllm_is_correction_type="tis"',
+            "OpenRLHF": (
+                'is_correction_level="token", is_correction_mode="clip"; up to 0.11.1 '
+                'vllm_is_correction_type="tis"'
+            ),
             "SkyRL": 'tis_ratio_type="token"',
             "NeMo-RL": 'truncated_importance_sampling_type="tis"',
             "slime": "--use-tis (--tis-clip, --tis-clip-low)",
@@ -198,7 +238,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         ("IcePop: the token's weight inside a band", "Band_token"): {
             "verl": 'rollout_is="token" with a "low_high" rollout_is_threshold',
             "TRL": 'vllm_importance_sampling_mode="token_mask"',
-            "OpenRLHF": 'is_correction_level="token", is_correction_mode="mask"; up to 0.11.1 vllm_is_correction_type="icepop"',
+            "OpenRLHF": (
+                'is_correction_level="token", is_correction_mode="mask"; up to 0.11.1 '
+                'vllm_is_correction_type="icepop"'
+            ),
             "NeMo-RL": 'truncated_importance_sampling_type="icepop"',
             "slime": "icepop_function as the custom TIS function",
         },
@@ -207,7 +250,9 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         },
         ("seq-mask-TIS: sequences by their mean ratio", "SequenceMask_geomean"): {
             "NeMo-RL": 'truncated_importance_sampling_type="seq-mask-tis"',
-            "OpenRLHF": 'is_correction_level="seq"; up to 0.11.1 vllm_is_correction_type="seq-mask-tis"',
+            "OpenRLHF": (
+                'is_correction_level="seq"; up to 0.11.1 vllm_is_correction_type="seq-mask-tis"'
+            ),
             "SkyRL": 'sequence_mask_metric="geometric"',
         },
         ("sequences by their likelihood ratio", "SequenceMask_product"): {
@@ -215,7 +260,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "SkyRL": 'sequence_mask_metric="product"',
         },
         ("tokens or sequences by a divergence", "DivergenceMask"): {
-            "OpenRLHF": 'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", from 0.11.2'
+            "OpenRLHF": (
+                'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", '
+                "from 0.11.2"
+            )
         },
         ("rejection by an estimate of the KL", "Reject"): {
             "verl": "rollout_rs (token_k1 … seq_max_k3)",
@@ -260,7 +308,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "slime": "--use-unbiased-kl",
         },
         ("with its score term", "kl_grad_score"): {
-            "NeMo-RL": "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - logp it has no score term"
+            "NeMo-RL": (
+                "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - "
+                "logp it has no score term"
+            )
         },
     },
     "aggregate": {
@@ -317,7 +368,10 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         ("a bonus", "entropy"): {
             "verl": "actor.entropy_coeff",
             "OpenRLHF": "--actor.entropy_coef",
-            "TRL": "entropy_coef, a mean over the tokens of each micro-batch whatever loss_type averages",
+            "TRL": (
+                "entropy_coef, a mean over the tokens of each micro-batch whatever loss_type "
+                "averages"
+            ),
         },
     },
 }

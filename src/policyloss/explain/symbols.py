@@ -99,20 +99,11 @@ def _binary(operator: str, a: Any, b: Any) -> Symbol:
 
 
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}
-_LOGIC = {
-    "and": "&",
-    "or": "|",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "eq": "==",
-    "ne": "!=",
-}
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 
 def _define(owner: type, compute: Callable[..., Any], operators: dict[str, str]) -> None:
-    """Give `owner` these operators, by `compute(operator, left, right)`; arithmetic on both sides."""
+    """Give `owner` these operators, computed by `compute(operator, left, right)`."""
     for method, operator in operators.items():
         result = partial(compute, operator)
         setattr(owner, f"__{method}__", lambda left, right, f=result: f(left, right))
@@ -121,7 +112,7 @@ def _define(owner: type, compute: Callable[..., Any], operators: dict[str, str])
 
 
 _define(Written, _computed, _ARITHMETIC)
-_define(Symbol, _binary, {**_ARITHMETIC, **_LOGIC, "pow": "**"})
+_define(Symbol, _binary, {**_ARITHMETIC, **_COMPARISONS, "and": "&", "or": "|", "pow": "**"})
 
 
 def _call(called: str, *arguments: Any) -> Symbol:

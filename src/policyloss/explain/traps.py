@@ -35,7 +35,8 @@ ratio: Clip anchor_old | TwoSidedClip anchor_old | CovClip anchor_old | Geometri
     Clipping cannot fire on the first on-policy step: while logp equals old_logp the ratio is
     exactly 1. With one optimizer step per batch this is the plain policy gradient, and
     clip_fraction stays 0.
-ratio: reads_ratio -DetachedClip -GammaWeight -TaperedNegative -Quadratic -SoftGate -form_score -form_logp -own_trust
+ratio: reads_ratio -DetachedClip -GammaWeight -TaperedNegative -Quadratic -SoftGate -form_score \
+-form_logp -own_trust
     A loss of 0 does not mean no gradient: at ratio 1 the terms are -advantages, which cancel in the
     sum when the advantages are centred, and each still has its slope.
 ratio: anchor_rollout
