@@ -207,10 +207,7 @@ def _ratio(spec: LossSpec) -> _Slot:
 
 
 def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
-    """The two bounds of a `log_clamp`; None is no bound.
-
-    A number means ±number, a pair is (low, high).
-    """
+    """The bounds of a `log_clamp`, None for no bound; a number means ±number."""
     if limit is None:
         return None, None
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])

@@ -168,10 +168,7 @@ class TokenSumNorm(Part):
 
 @dataclass(frozen=True)
 class PromptMean:
-    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`.
-
-    Reads group_ids.
-    """
+    """Every prompt counts the same, a mean over its tokens: `1 / (G·N_g)`. Reads group_ids."""
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -203,10 +200,7 @@ class PromptMean:
 
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step's tokens of each sequence's group.
-
-    NaN, which shows in the loss, for a group that was not counted.
-    """
+    """The step's tokens of each sequence's group; NaN for a group that was not counted."""
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
     place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(
@@ -244,10 +238,7 @@ class LengthWeighted:
 
 @dataclass(frozen=True)
 class LocalTokenMean:
-    """Legacy: mean over the tokens *of this call*, whatever totals say.
-
-    Depends on how the batch is cut (TRL `bnpo`).
-    """
+    """Legacy: mean over the tokens *of this call*, so it depends on the cut (TRL `bnpo`)."""
 
     def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
@@ -261,10 +252,7 @@ class LocalTokenMean:
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
-    """Legacy: mean over the sequences *of this call* of their token means.
-
-    Depends on how the batch is cut (TRL `grpo`).
-    """
+    """Legacy: mean over *this call's* sequences of token means; depends on the cut (TRL `grpo`)."""
 
     def __call__(self, t: Layout) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal(

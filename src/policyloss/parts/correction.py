@@ -55,10 +55,7 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
-    """`correction.reduced` over context-parallel ranks, too.
-
-    The sum and the count of a mean are exchanged in one all-reduce.
-    """
+    """`correction.reduced` over context-parallel ranks; a mean is one all-reduce."""
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
     return correction.reduced(x, reduce, t.mask, None, t.sequences)

@@ -1,7 +1,4 @@
-"""The `kl` slot: a pull to another policy.
-
-Value, gradient, weight and clamps are separate choices.
-"""
+"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are chosen apart."""
 
 from __future__ import annotations
 

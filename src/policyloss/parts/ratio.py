@@ -1,7 +1,4 @@
-"""The `ratio` slot: which probability ratio?
-
-Each part is called with `Tokens` and returns the *log*-ratio, not yet clamped.
-"""
+"""The `ratio` slot: which probability ratio? A part returns the *log*-ratio, not yet clamped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Trust regions that bound the ratio or the probability of a token.
-
-`Surrogate` is what each of them returns.
-"""
+"""Trust regions that bound the ratio or the probability of a token."""
 
 from __future__ import annotations
 
