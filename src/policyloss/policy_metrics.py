@@ -125,9 +125,7 @@ def policy_metrics(
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
-    either from the loss.
-    """
+    """Tokens with a number or log-probability that is none, which a clamp may hide."""
     given = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
@@ -144,9 +142,7 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
 
 
 def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is
-    the step, or one rank's share.
-    """
+    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
     if given is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
