@@ -116,9 +116,9 @@ class Packed:
 def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     """The first way that gives the model's own numbers, and a sentence about it.
 
-    wanted: "auto", or the name of a way. Each is tried on two short sequences, which are also run one at a
-    time. The model's attention function is set accordingly; a model that samples with it gets the
-    function that it had.
+    wanted: "auto", or the name of a way. Each is tried on two short sequences, which are also run
+    one at a time. The model's attention function is set accordingly; a model that samples with it
+    gets the function that it had.
     """
     before, trial = model.config._attn_implementation, _Trial.of(model)
     reasons: list[str] = []

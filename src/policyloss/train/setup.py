@@ -1,4 +1,6 @@
-"""Everything a run needs before its first step: task, tokenizer, policy, reference, critic, optimizers."""
+"""Everything a run needs before its first step:
+task, tokenizer, policy, reference, critic, optimizers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it, which learns."""
+    """model: the language model, which samples. learner: holds the policy around it,
+    which learns.
+    """
 
     task: Task
     tokenizer: Any
@@ -38,7 +42,9 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
+    """Make or load all of it. Nothing is trained yet. offline: download nothing,
+    because no user named the model.
+    """
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
     model, tokenizer = load(
@@ -51,7 +57,8 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
+    # Dropout would make the policy that is trained another one than the policy that sampled.
+    model.eval()
     _check_vocabulary(model, tokenizer)
     attention, sentence = choose(model, config.attention)
     say(
@@ -130,7 +137,8 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     )  # ids may have gaps
     if count > size:
         raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together."
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
+            "belong together."
         )
 
 
