@@ -294,8 +294,8 @@ class Tokens(Layout):
         return fill(self.read("entropy"), self.mask, self.dtype)
 
     def anchor_logp(self, anchor: str) -> Tensor:
-        """The log-probability of a frozen policy: "old", "rollout", "ref", or "current" for `logp`
-        itself, detached.
+        """The log-probability of a frozen policy: "old", "rollout", "ref", "teacher", or "current"
+        for `logp` itself, detached.
         """
         return fill(self._anchor(anchor), self.mask, self.dtype)
 

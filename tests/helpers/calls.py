@@ -32,7 +32,7 @@ def evaluate(
 ) -> Result:
     """`policy_loss` in float64 on lists. `others` are further arguments of `policy_loss`; log-probs may be lists too."""
     leaf = rows(logp).clone().requires_grad_()
-    for name in ("rollout_logp", "ref_logp", "entropy"):
+    for name in ("rollout_logp", "ref_logp", "teacher_logp", "entropy"):
         if others.get(name) is not None:
             others[name] = rows(others[name])
     entropy = others.get("entropy")
