@@ -159,7 +159,7 @@ def test_the_gradient_lowers_the_kl_to_the_teacher() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: advantage.opd(x, x[:1]), ["old_logp has shape (1, 4)", "(2, 4)"]),
+        (lambda x: advantage.opd(x, x[:1]), ["teacher_logp has shape (2, 4)", "(1, 4)"]),
         (lambda x: advantage.opd(x, x, float("nan")), ["coef must be finite"]),
         (lambda x: advantage.opd(x, x, 1.0, torch.zeros(3)), ["base has shape (3,)"]),
         (lambda x: advantage.opd(x.long(), x), ["teacher_logp must be"]),

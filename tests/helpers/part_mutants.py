@@ -14,8 +14,8 @@ PARTS = (
     (
         "opd_upside_down",
         "advantage/distillation.py",
-        "difference(teacher_logp.detach(), old_logp.detach(), valid, dtype)",
-        "difference(old_logp.detach(), teacher_logp.detach(), valid, dtype)",
+        "d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))",
+        "d = difference(old_logp.detach(), logp, valid, compute_dtype(logp, old_logp))",
         "test_distillation.py::test_opd_by_hand",
     ),
     (

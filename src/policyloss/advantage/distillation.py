@@ -9,7 +9,7 @@ gradient, and whatever masked positions hold is ignored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,17 +45,8 @@ def opd(
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)
-    check_tensor("teacher_logp", teacher_logp, "float")
-    check_like("old_logp", old_logp, ("teacher_logp", teacher_logp), "float")
-    sequences = Sequences.of(teacher_logp, cu_seqlens, cp_group, "teacher_logp")
-    valid = (
-        torch.ones_like(teacher_logp, dtype=torch.bool)
-        if mask is None
-        else as_mask(mask, teacher_logp, like_called="teacher_logp")
-    )
-    dtype = compute_dtype(teacher_logp, old_logp)
-    a = coef * difference(teacher_logp.detach(), old_logp.detach(), valid, dtype)
-    return _added(base, a, valid, sequences)
+    gap = _Gap.of(old_logp, ("teacher_logp", teacher_logp), mask, cu_seqlens, cp_group)
+    return gap.added_to(base, coef * gap.d)
 
 
 @torch.no_grad()
@@ -76,11 +67,11 @@ def iw_opd(
     w as in `prefix_weights`, of the teacher's part alone. Arguments as in `opd` and `gae`.
     Source: arXiv 2606.22600; gamma as in TRL's `iw_opd`.
     """
-    where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group}
-    a = opd(teacher_logp, old_logp, coef, mask=mask, **where)
-    w = prefix_weights(a, mask, gamma, positions=positions, **where)
-    valid = as_mask(mask, a)
-    return _added(base, w * a, valid, Sequences.of(a, cu_seqlens, cp_group, "teacher_logp"))
+    check_number("coef", coef, finite=True)
+    gap = _Gap.of(old_logp, ("teacher_logp", teacher_logp), mask, cu_seqlens, cp_group)
+    where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group, "positions": positions}
+    w = prefix_weights(gap.d, mask, gamma, **where)
+    return gap.added_to(base, coef * w * gap.d)
 
 
 @torch.no_grad()
@@ -139,11 +130,11 @@ def centered_kl(
     mean, as in `whiten` → token-shaped.
     Source: Tinker's cookbook, `incorporate_kl_penalty`.
     """
-    penalty = opd(ref_logp, old_logp, coef, mask=mask, cu_seqlens=cu_seqlens, cp_group=cp_group)
-    valid = as_mask(mask, penalty)
-    mean, _ = moments(penalty, valid, 1, *shared_groups(group, cp_group))
-    centered = fill(penalty.to(mean.dtype) - mean, valid, penalty.dtype)
-    return _added(base, centered, valid, Sequences.of(penalty, cu_seqlens, cp_group, "old_logp"))
+    check_number("coef", coef, finite=True)
+    gap = _Gap.of(old_logp, ("ref_logp", ref_logp), mask, cu_seqlens, cp_group)
+    mean, _ = moments(gap.d, gap.valid, 1, *shared_groups(group, cp_group))
+    centered = (gap.d.to(mean.dtype) - mean).to(gap.d.dtype)
+    return gap.added_to(base, fill(coef * centered, gap.valid))
 
 
 @torch.no_grad()
@@ -167,24 +158,51 @@ def kl_in_reward(
     are token-shaped → token-shaped, 0 at masked tokens. cp_group, positions: as in `gae`.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_tensor("rewards", rewards)
-    penalty = opd(ref_logp, old_logp, mask=mask, cu_seqlens=cu_seqlens, cp_group=cp_group)
     check_number("coef", coef, least=0, finite=True)
-    sequences = Sequences.of(old_logp, cu_seqlens, cp_group, "old_logp")
-    valid = as_mask(mask, old_logp, like_called="old_logp")
-    dtype = compute_dtype(rewards, penalty)
+    check_tensor("rewards", rewards)
+    gap = _Gap.of(old_logp, ("ref_logp", ref_logp), mask, cu_seqlens, cp_group)
+    dtype = compute_dtype(rewards, gap.d)
     if cp_group is None:
-        reward = token_rewards(rewards, valid, sequences, dtype)
+        reward = token_rewards(rewards, gap.valid, gap.sequences, dtype)
     else:
-        pack, reward = whole_sequences(rewards, valid, sequences, positions, dtype)
+        pack, reward = whole_sequences(rewards, gap.valid, gap.sequences, positions, dtype)
         layout = Sequences.of(pack.mask, pack.cu_seqlens)
         reward = pack.on_this_rank(token_rewards(reward, pack.mask, layout, dtype))
-    return fill(reward - coef * estimate(penalty.to(dtype), estimator), valid)
+    return fill(reward - coef * estimate(gap.d.to(dtype), estimator), gap.valid)
 
 
-def _added(base: Tensor | None, a: Tensor, valid: Tensor, sequences: Sequences) -> Tensor:
-    """`base + a`, 0 at masked tokens; `a` alone without a base."""
-    if base is None:
-        return a
-    check_tensor("base", base, like=("old_logp", a))
-    return fill(expand_advantages(base.detach(), sequences, "base").to(a.dtype) + a, valid)
+class _Gap(NamedTuple):
+    """`d = other_logp − old_logp` of the valid tokens, 0 at the others; and where they are."""
+
+    d: Tensor
+    valid: Tensor
+    sequences: Sequences
+
+    @classmethod
+    def of(
+        cls,
+        old_logp: Tensor,
+        other: tuple[str, Tensor],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp_group: Any,
+    ) -> _Gap:
+        """The gap between two arguments. other: with its name. mask: None if all tokens count."""
+        check_tensor("old_logp", old_logp, "float")
+        check_like(*other, ("old_logp", old_logp), "float")
+        valid = (
+            torch.ones_like(old_logp, dtype=torch.bool)
+            if mask is None
+            else as_mask(mask, old_logp, like_called="old_logp")
+        )
+        logp = other[1].detach()
+        d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))
+        return cls(d, valid, Sequences.of(old_logp, cu_seqlens, cp_group, "old_logp"))
+
+    def added_to(self, base: Tensor | None, a: Tensor) -> Tensor:
+        """`base + a`, 0 at masked tokens; `a` alone without a base."""
+        if base is None:
+            return a
+        check_tensor("base", base, like=("old_logp", a))
+        per_token = expand_advantages(base.detach(), self.sequences, "base").to(a.dtype)
+        return fill(per_token + a, self.valid)
