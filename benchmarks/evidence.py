@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    import policyloss.train.loop  # before the fork, so that 16 processes do not import it 16 times
+    # Before the fork, so that 16 processes do not import it 16 times.
+    import policyloss.train.loop  # noqa: F401
 
     try:
         done = run_all(wanted, results, workers)

@@ -218,7 +218,7 @@ def poison(device: str) -> None:
     del large, small
 
 
-class poisoned:
+class poisoned:  # noqa: N801 (a context manager)
     """Within it, memory that is allocated and not written to holds NaN."""
 
     def __init__(self, device: str) -> None:

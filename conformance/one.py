@@ -76,11 +76,11 @@ def compare_all(
     total, before = sum(count(function, every) for function in chosen), 0
     scores = []
     for function in chosen:
-        scores.append(
-            run_function(
-                function, shift, every, lambda done, before=before: progress(before + done, total)
-            )
-        )  # type: ignore[misc]
+
+        def report(done: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        scores.append(run_function(function, shift, every, report))
         before += count(function, every)
     return {
         "peer": peer.name,

@@ -150,9 +150,8 @@ def _like(cls: Any, module: str) -> Any:
     for name in ("__init__", "forward"):
         parameters = inspect.signature(getattr(cls, name)).parameters.values()
         methods[name] = method = types.FunctionType(compile("None", module, "eval"), {})
-        method.__signature__ = inspect.Signature(
-            [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        )  # type: ignore[attr-defined]
+        kept = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        method.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     return type(cls.__name__, (), {**methods, "__module__": module})
 
 

@@ -112,8 +112,8 @@ def train(
     trainer_class: Any, model: Path, options: dict[str, Any], steps: int = STEPS, **extra: Any
 ) -> Run:
     """Train the model at this path from scratch."""
-    GRPOConfig = import_module("trl").GRPOConfig
-    Dataset = import_module("datasets").Dataset
+    GRPOConfig = import_module("trl").GRPOConfig  # noqa: N806
+    Dataset = import_module("datasets").Dataset  # noqa: N806
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         args = GRPOConfig(
             output_dir=scratch,

@@ -242,7 +242,7 @@ def _comparable(config: Any) -> list[str]:
 
 
 def _theirs(inputs: Inputs, options: Options) -> Outputs:
-    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer  # noqa: N806
     config = _config(
         options,
         {f.name: f.default for f in fields(import_module("trl.trainer.grpo_config").GRPOConfig)},

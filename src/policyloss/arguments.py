@@ -75,7 +75,8 @@ def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal."
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they "
+            "must be equal."
         )
 
 
@@ -142,7 +143,8 @@ def check_group(name: str, group: Any) -> None:
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
-            f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it."
+            f"{name} was given, but torch.distributed is not initialised: call init_process_group, "
+            "or omit it."
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(

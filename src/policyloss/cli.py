@@ -110,7 +110,10 @@ COMMANDS = (
         explain_trl_command,
         (
             "config",
-            "the path of a JSON file with options of the config; an option that is missing has TRL's default",
+            (
+                "the path of a JSON file with options of the config; an option that is missing has "
+                "TRL's default"
+            ),
         ),
     ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
@@ -127,7 +130,7 @@ TRAINING = {
 
 def _loss(name: str) -> Any:
     """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
-    import policyloss.compat.trl  # makes those parts known
+    import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)

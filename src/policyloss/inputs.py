@@ -104,7 +104,8 @@ class Inputs:
             return {}
         if not isinstance(self.extras, Mapping):
             raise InputError(
-                f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}."
+                "extras must be a mapping of names to token-shaped tensors, got "
+                f"{seen(self.extras)}."
             )
         return dict(self.extras)
 

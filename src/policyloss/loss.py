@@ -238,7 +238,8 @@ def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}."
+            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
+            f"{seen}."
         )
     return x
 
@@ -252,9 +253,10 @@ def corrected_tokens(
             name not in step.statistics for name in spec.statistics_names
         ):
             raise InputError(
-                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
-                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
-                'tensors, or pass totals="local" if this call is the whole batch.'
+                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, "
+                "covariances or a mean weight), which counting the mask does not give: make the "
+                "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
+                'totals="local" if this call is the whole batch.'
             )
         t = replace(t, measured=step.statistics)
     corrected = combine(spec.correction, t)

@@ -52,7 +52,8 @@ class Record:
         dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
         if not dense or part.dim() or part.device != (device or part.device):
             raise InputError(
-                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}."
+                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got "
+                f"{seen(part)}."
             )
 
     @property
@@ -83,7 +84,8 @@ class Record:
         """
         if type(self) is not type(other):
             raise InputTypeError(
-                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of two kinds apart."
+                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
+                "two kinds apart."
             )
         combine = _COMBINE[self.op]
         return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
@@ -271,7 +273,8 @@ class Metrics(Mapping[str, Record]):
             isinstance(r, Record) for r in (records or {}).values()
         ):
             raise InputError(
-                f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}."
+                "records must be a dict of names to records (Stat, …), as a loss makes them, got "
+                f"{seen(records)}."
             )
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[Layout, Tensor] | None = None

@@ -28,31 +28,51 @@ from policyloss.totals import Totals
 POSITIVE = 0.1
 
 FORMULAS = {
-    "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
+    "loss": (
+        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
+        "micro-batches and ranks"
+    ),
     "tokens": "valid tokens",
     "advantage_mean": "Σ advantages / n",
-    "clip_fraction": "share of valid tokens where the trust region binds in any way (upper, lower, dual or dropped)",
+    "clip_fraction": (
+        "share of valid tokens where the trust region binds in any way (upper, lower, dual or "
+        "dropped)"
+    ),
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
     "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
-    "clip_fraction_dual": "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the band and r > cap",
+    "clip_fraction_dual": (
+        "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the "
+        "band and r > cap"
+    ),
     "clip_fraction_dropped": "share that Clip-Cov's draw leaves out",
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
-    "nonfinite_tokens": "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite",
-    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token "
-    "can have: `compute` warns if they are more than half",
-    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond "
-    "the given totals of the whole step; `compute` warns",
-    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be "
-    "checked at once (a mask that is not bool, on a GPU or under torch.compile); `compute` raises "
-    "unless it is 0",
-    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could "
-    "not be checked at once; `compute` raises unless it is 0",
+    "nonfinite_tokens": (
+        "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite"
+    ),
+    "positive_logp_tokens": (
+        "valid tokens with a given log-probability above 0.1, which no token "
+        "can have: `compute` warns if they are more than half"
+    ),
+    "beyond_totals": (
+        "tokens (sequences, if the average divides by them) that a call has beyond "
+        "the given totals of the whole step; `compute` warns"
+    ),
+    "invalid_mask_values": (
+        "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a "
+        "mask that is not bool, on a GPU or under torch.compile); `compute` raises unless it is 0"
+    ),
+    "invalid_cu_seqlens": (
+        "calls whose cu_seqlens do not rise from 0 to N, only where that could "
+        "not be checked at once; `compute` raises unless it is 0"
+    ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
+    "kl_rollout_k1": (
+        "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer"
+    ),
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",

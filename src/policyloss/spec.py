@@ -90,18 +90,20 @@ class LossSpec:
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
         if len(weighing) > 1:
             raise SpecError(
-                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, and use Reject, Veto or "
-                "SequenceMask(weight=None) to mask as well."
+                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, "
+                "and use Reject, Veto or SequenceMask(weight=None) to mask as well."
             )
         normalising = [c for c in self.correction if isinstance(c, correction.SelfNormalise)]
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
             raise SpecError(
-                "SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask."
+                "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
+                "Band or SequenceMask."
             )
         if self.rejected != "keep" and not self.correction:
             raise SpecError(
-                f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'."
+                f"rejected={self.rejected!r} has no effect without a correction that rejects; add "
+                "one or use 'keep'."
             )
 
     @property
@@ -360,7 +362,8 @@ def check_part(slot: str, part: Any) -> None:
         return
     if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
         raise SpecError(
-            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed."
+            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing "
+            "measurement is noticed."
         )
     for other, variants in _VARIANTS.items():
         if isinstance(part, variants):
@@ -423,15 +426,17 @@ def _decode(slot: str, data: Any) -> Any:
     variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(
-            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.'
+            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: '
+            f"{', '.join(variants)}."
         )
     name = data["type"]
     if not isinstance(name, str) or name not in variants:
         framework, dot, _ = str(name).partition(".")
         if dot:
             raise SpecError(
-                f"{slot} type {name!r} is named like a framework's own part; those are known once their drop-ins are "
-                f"loaded: import policyloss.compat.{framework} before reading the spec."
+                f"{slot} type {name!r} is named like a framework's own part; those are known once "
+                f"their drop-ins are loaded: import policyloss.compat.{framework} before reading "
+                "the spec."
             )
         raise SpecError(unknown_name(f"{slot} type", name, variants))
     make = variants[name]

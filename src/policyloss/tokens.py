@@ -63,7 +63,8 @@ def checked_mask(
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
         raise InputError(
-            f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token."
+            f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give "
+            "one entry per token."
         )
     if mask.dtype == torch.bool:
         return mask, None
@@ -72,7 +73,8 @@ def checked_mask(
         return mask != 0, invalid
     if not holds(invalid == 0):
         raise InputError(
-            f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
+            f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight "
+            "tokens, scale the advantages."
         )
     return mask != 0, None
 
@@ -82,7 +84,8 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     check_tensor("group_ids", group_ids, "any")
     if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
         raise InputError(
-            f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen(group_ids)}."
+            f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got "
+            f"{seen(group_ids)}."
         )
 
 
@@ -104,8 +107,8 @@ def expand_advantages(
         return sequences.expand(advantages.reshape(per_sequence))
     layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
     raise InputError(
-        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give one per token {shape} or "
-        f"one per sequence {per_sequence}."
+        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give "
+        f"one per token {shape} or one per sequence {per_sequence}."
     )
 
 
@@ -140,7 +143,8 @@ class Layout:
         """The counts of the whole step; only an aggregation may ask for them."""
         if self.step is None:
             raise InputError(
-                "the totals of the step are known to the aggregation only; this part runs before it."
+                "the totals of the step are known to the aggregation only; this part runs "
+                "before it."
             )
         return self.step
 
@@ -254,7 +258,8 @@ class Tokens(Layout):
         """The tensor that the call carries as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
             raise InputError(
-                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: …}}."
+                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: "
+                "…}."
             )
         return self.fill(self.read(f"extras.{name}"))
 
@@ -265,8 +270,8 @@ class Tokens(Layout):
             x is None and name == "logp"
         ):  # left out by the head alone, while the log-probabilities are not computed
             raise InputError(
-                "a part that says reads_logp = False read logp: leave that attribute out, so that the head computes the "
-                "log-probabilities before it asks that part."
+                "a part that says reads_logp = False read logp: leave that attribute out, so that "
+                "the head computes the log-probabilities before it asks that part."
             )
         if x is None:
             raise InputError(

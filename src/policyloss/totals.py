@@ -39,7 +39,8 @@ class GroupTokens:
         check_like("GroupTokens.tokens", self.tokens, ("GroupTokens.ids", self.ids))
         if self.ids.dim() != 1:
             raise InputError(
-                f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}."
+                "GroupTokens.ids must be 1-D, the ids of the groups in rising order, got "
+                f"{seen(self.ids)}."
             )
 
 
@@ -76,7 +77,8 @@ class Totals:
             isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())
         ):
             raise InputError(
-                f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}."
+                "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
+                f"{seen(numbers)}."
             )
 
     @classmethod
@@ -160,7 +162,8 @@ class Totals:
             )
         if self.statistics or other.statistics:
             raise InputError(
-                "measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step."
+                "measured statistics do not add up; call policyloss.measure once, on the tensors "
+                "of the whole step."
             )
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
@@ -206,7 +209,8 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     if dist.get_world_size(cp_group) == dist.get_world_size():
         return None
     raise InputError(
-        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=."
+        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as "
+        "group=."
     )
 
 
@@ -243,8 +247,10 @@ def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
         raise InputError(f'totals must be a Totals, "local" or None, got {seen(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
-            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "
-            "Count it once per step: totals = policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and pass "
-            'totals= to every call; or pass totals="local" if this call really is the whole batch.'
+            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know "
+            "the denominator of the whole step. Count it once per step: totals = "
+            "policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and "
+            'pass totals= to every call; or pass totals="local" if this call really is the whole '
+            "batch."
         )
     return None

@@ -50,7 +50,7 @@ def batch(seed, rows=7, length=29):
     mask &= torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=g)
     mask[0], mask[1], mask[2] = True, False, False
     mask[2, 5] = True
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
     return SimpleNamespace(
         rewards=draw(rows, length),
         values=draw(rows, length),

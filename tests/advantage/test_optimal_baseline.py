@@ -170,9 +170,13 @@ def test_float32_stays_and_half_is_computed_in_float32():
     half = {name: x.bfloat16() if x.is_floating_point() else x for name, x in b.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in half.items()}
     arguments = ("rewards", "ids", "mask")
-    call = lambda x: optimal_token_baseline(
-        *(x[n] for n in arguments), half["pi"].log(), x["squared"], weights=x["weights"]
-    )
+
+    def call(x):
+        args = [x[n] for n in arguments]
+        return optimal_token_baseline(
+            *args, half["pi"].log(), x["squared"], weights=x["weights"]
+        )
+
     assert torch.equal(call(half), call(exact))
 
 

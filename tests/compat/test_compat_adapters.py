@@ -229,7 +229,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 def test_an_unknown_framework_is_named() -> None:
     with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, trl, verl"):
-        pl.compat.nemo
+        pl.compat.nemo  # noqa: B018
 
 
 # --- by what it calls ---

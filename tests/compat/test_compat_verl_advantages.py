@@ -370,7 +370,7 @@ def test_rollout_weights_enter_squared_and_epsilon_is_added(name):
 
 # Calling conventions
 
-R, M, I, C = "token_level_rewards", "response_mask", "index", "config=None"
+R, M, I, C = "token_level_rewards", "response_mask", "index", "config=None"  # noqa: E741
 GROUPED = [R, M, I, "epsilon=1e-06"]
 NORM = "norm_adv_by_std_in_grpo=True"
 WEIGHTS = ["old_log_probs", "sum_pi_squared", "rollout_is_weights=None"]

@@ -283,7 +283,7 @@ def test_ours_must_be_finite_and_run_where_a_defect_is_declared():
 
 
 def test_a_defect_may_be_that_the_framework_raises():
-    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)
+    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)  # noqa: E731
     score = run_function(
         replace(TOY, theirs=theirs, defect=declared(Defect("raises on an empty mask", "loss 0")))
     )

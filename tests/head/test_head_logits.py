@@ -390,7 +390,7 @@ def test_overwriting_one_row_that_stands_for_several() -> None:
     try:
         values = pl.logprobs((one * 1).expand(6, 33), case.ids, entropy=True, overwrite_logits=True)
     except pl.InputError as error:
-        assert "overwrite_logits" in str(error)
+        assert "overwrite_logits" in str(error)  # noqa: PT017 - either outcome is right
         return
     run = backward(values, (case.dlogp, case.dentropy), (one,))
     true = backward(

@@ -83,7 +83,7 @@ def advantages(name: str, **options: object) -> torch.Tensor:
 
 def test_advantages_by_hand() -> None:
     """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½ and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1."""
-    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))
+    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))  # noqa: E731
     torch.testing.assert_close(advantages("dr_grpo"), spread(0.5, -0.5, -1.5, 1.5))
     torch.testing.assert_close(advantages("rloo"), spread(1.0, -1.0, -3.0, 3.0))
     torch.testing.assert_close(advantages("remax"), spread(0.5, -0.5, -1.0, 2.0))

@@ -197,8 +197,8 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
     if g.size.numel() > 1 and can_be_read(g.size) and holds(g.size.max() == 1):
         warnings.warn(
             f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence "
-            "and every advantage is 0. Give "
-            'the samples of one prompt the same id, or pass single="raw" for the rewards themselves.',
+            "and every advantage is 0. Give the samples of one prompt the same id, or pass "
+            'single="raw" for the rewards themselves.',
             stacklevel=outside_level(),
         )
 
@@ -327,7 +327,8 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
         raise InputError(
-            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum token rewards first."
+            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum "
+            "token rewards first."
         )
     if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
         raise InputError(
@@ -336,7 +337,8 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     check_tensor("group_ids", group_ids, like=("rewards", rewards))
     if group_ids.shape != rewards.shape:
         raise InputError(
-            f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each."
+            f"group_ids has shape {tuple(group_ids.shape)} but rewards have "
+            f"{tuple(rewards.shape)}; give one id each."
         )
 
 
@@ -351,7 +353,8 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
     if not isinstance(x, Tensor) or x.shape != rewards.shape:
         raise InputError(
-            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}."
+            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got "
+            f"{seen(x)}."
         )
     check_tensor(name, x, like=("rewards", rewards))
     return x.detach()

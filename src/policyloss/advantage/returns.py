@@ -294,8 +294,8 @@ def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor
         rewards = layout.with_clear_shape(rewards, "rewards")
     if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
-            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
-            f"per sequence ({layout.count},)."
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give "
+            f"one per token, or one per sequence ({layout.count},)."
         )
     return rewards
 
@@ -304,7 +304,8 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
     check_tensor("last_values", last_values, like=("values", like))
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(
-            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},)."
+            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, "
+            f"({layout.count},)."
         )
     return last_values.reshape(-1)
 

@@ -34,7 +34,8 @@ class CuttableBatch:
             )
         if not isinstance(batch.get("mask"), Tensor):
             raise InputError(
-                f"batch needs a tensor 'mask', True where a token is trained on; it has {sorted(map(str, batch))}."
+                "batch needs a tensor 'mask', True where a token is trained on; it has "
+                f"{sorted(map(str, batch))}."
             )
         self.batch = dict(batch)
         self.cu_seqlens: Tensor | None = self.batch.get("cu_seqlens")
@@ -98,13 +99,15 @@ class CuttableBatch:
         """
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(
-                f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}."
+                "cuts must map a name to a list of micro-batches, each a list of sequences; got "
+                f"{cuts!r}."
             )
         every = list(range(self.sequences.count))
         for name, cut in cuts.items():
             if sorted(i for part in cut for i in part) != every:
                 raise InputError(
-                    f"cut {name!r} must hold each of the {len(every)} sequences once, got {list(map(list, cut))}."
+                    f"cut {name!r} must hold each of the {len(every)} sequences once, got "
+                    f"{list(map(list, cut))}."
                 )
             if any(not self.lengths[list(part)].any() for part in cut):
                 raise InputError(
@@ -138,7 +141,8 @@ class CuttableBatch:
         )
         if len(present) < ranks:
             raise InputError(
-                f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks."
+                f"batch has {len(present)} sequences with valid tokens, too few to share among "
+                f"{ranks} ranks."
             )
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 

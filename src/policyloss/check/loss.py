@@ -131,7 +131,8 @@ def check_loss(
     """
     if several_ranks():
         raise InputError(
-            "check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test."
+            "check_loss tests a loss in one process; call it before torch.distributed is "
+            "initialised, or in a test."
         )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
         raise InputError(
@@ -225,7 +226,10 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
             ends.append(value(moved))
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
-            return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+            return (
+                f"autograd says {analytic[i, j].item():.6g}, finite differences "
+                f"{numeric.item():.6g} (row {i}, token {j})"
+            )
     return ""
 
 
@@ -262,11 +266,16 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
 
 
 def _direction(spec: LossSpec, batch: Batch) -> str:
-    """At ratio 1, before any limit binds, a good token must become more likely and a bad one less."""
+    """At ratio 1, before any limit binds, a good token must become more likely
+    and a bad one less.
+    """
     for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
         if (pulls < 0).any():
             more = "less" if sign == "positive" else "more"
-            return f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a sign wrong, or |advantages| used?"
+            return (
+                f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a "
+                "sign wrong, or |advantages| used?"
+            )
     return ""
 
 

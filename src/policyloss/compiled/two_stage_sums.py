@@ -9,7 +9,6 @@ place for all, and the second halves are given something to share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,9 +86,8 @@ def _first_stage(graph: Graph, node: Node, cut: int | str) -> Node:
         if isinstance(cut, str)
         else graph.call_function(aten.reshape.default, (node.args[0], [cut, -1]))
     )
-    reduce: Callable[..., Any] = (
-        aten.sum.dim_IntList if node.target is aten.sum.default else node.target
-    )  # type: ignore[assignment]
+    whole_sum = node.target is aten.sum.default
+    reduce: Any = aten.sum.dim_IntList if whole_sum else node.target
     return graph.call_function(reduce, (x, [1]), dict(node.kwargs))
 
 

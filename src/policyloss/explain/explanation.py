@@ -57,7 +57,8 @@ class Explanation:
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
         return (
-            f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}."
+            f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the "
+            f"token{unless}."
             if terms
             else ""
         )
@@ -206,7 +207,8 @@ def _formula(e: Explanation) -> list[str]:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
         lines.append(
-            "Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors."
+            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
+            "keep`, the survivors."
         )
     return lines
 

@@ -37,16 +37,23 @@ VOCABULARY = {
     "run_all": "run_all(c): c holds for every token of the run",
     "token_mean": "token_mean(x): the mean of x over all tokens of the step",
     "sum": "sum(x): the sum of x over all tokens",
-    "kth_largest": "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)",
+    "kth_largest": (
+        "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)"
+    ),
     "floor": "floor(x): x rounded down",
-    "draw": "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given",
+    "draw": (
+        "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
+        "given"
+    ),
     "inf": "inf: no bound",
     "N": "N: tokens of the whole step (1 if there are none)",
     "B": "B: sequences of the whole step that have a token (1 if there are none)",
     "L": "L: tokens of the token's sequence",
     "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
     "N_group": "N_group: tokens of the token's prompt group in the whole step",
-    "horizon": "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)",
+    "horizon": (
+        "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)"
+    ),
     "n": "n: tokens of this call alone (1 if there are none)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }

@@ -33,7 +33,10 @@ LOSSES = (
         "Clip token_ratio -aipo",
         {
             "verl": 'policy_loss.loss_mode="vanilla" (clip_ratio_low, clip_ratio_high)',
-            "TRL": 'loss_type="grpo", "bnpo", "dr_grpo" or "dapo": one surrogate (epsilon, epsilon_high), four averages',
+            "TRL": (
+                'loss_type="grpo", "bnpo", "dr_grpo" or "dapo": one surrogate (epsilon, '
+                "epsilon_high), four averages"
+            ),
             "OpenRLHF": 'PolicyLoss(policy_loss_type="ppo", clip_eps_low, clip_eps_high)',
             "ColossalChat": "coati.distributed.loss.PolicyLoss(clip_eps_low, clip_eps_high)",
             "SkyRL": 'policy_loss_type="regular" (eps_clip_low, eps_clip_high)',
@@ -89,7 +92,10 @@ LOSSES = (
         "GSPO-token: the sequence's ratio, each token's own gradient",
         "Clip sequence_ratio_token",
         {
-            "verl": 'policy_loss.loss_mode="gspo"; from 0.9.1 with any loss_agg_mode, before always "seq-mean-token-mean"',
+            "verl": (
+                'policy_loss.loss_mode="gspo"; from 0.9.1 with any loss_agg_mode, before always '
+                '"seq-mean-token-mean"'
+            ),
             "SkyRL": 'policy_loss_type="gspo"',
             "TRL": "experimental GSPO-token trainer",
             "EasyR1": 'loss_type="gspo_token"',
@@ -117,9 +123,17 @@ LOSSES = (
         "CISPO: a bounded, stopped ratio times logp",
         "DetachedClip outside_clip anchor_old",
         {
-            "verl": 'policy_loss.loss_mode="cispo": the band 1 - clip_ratio_low … 1 + clip_ratio_high',
-            _FOUR: 'loss_type="cispo": epsilon_high is the largest ratio itself, and there is no lower bound',
-            "SkyRL": 'policy_loss_type="cispo": the band 1 - cispo_eps_clip_low … 1 + cispo_eps_clip_high, so 1 … 6',
+            "verl": (
+                'policy_loss.loss_mode="cispo": the band 1 - clip_ratio_low … 1 + clip_ratio_high'
+            ),
+            _FOUR: (
+                'loss_type="cispo": epsilon_high is the largest ratio itself, and there is no '
+                "lower bound"
+            ),
+            "SkyRL": (
+                'policy_loss_type="cispo": the band 1 - cispo_eps_clip_low … 1 + '
+                "cispo_eps_clip_high, so 1 … 6"
+            ),
             "NeMo-RL": "use_cispo=True",
             "slime": "--advantage-estimator cispo",
             "ROLL": 'pg_variant="cispo"',
@@ -134,7 +148,10 @@ LOSSES = (
         "a bounded, stopped ratio to the engine times logp",
         "DetachedClip outside_clip anchor_rollout",
         {
-            "verl": 'rollout_correction.bypass_mode=True with loss_type="reinforce" and rollout_is="token"',
+            "verl": (
+                'rollout_correction.bypass_mode=True with loss_type="reinforce" and '
+                'rollout_is="token"'
+            ),
             "PipelineRL": '"reinforce"',
             "torchforge": "ReinforceLoss",
         },
@@ -159,7 +176,10 @@ LOSSES = (
         "SAPO",
         "SoftGate",
         {
-            "verl": 'policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged "seq-mean-token-mean"',
+            "verl": (
+                'policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged '
+                '"seq-mean-token-mean"'
+            ),
             _FOUR: 'loss_type="sapo" (sapo_temperature_pos, sapo_temperature_neg)',
             "SkyRL": 'policy_loss_type="sapo"',
             "AReaL": "use_sapo_loss",
@@ -172,7 +192,10 @@ LOSSES = (
         "GMPO",
         "GeometricClip",
         {
-            "verl": 'policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch whatever loss_agg_mode says',
+            "verl": (
+                'policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch '
+                "whatever loss_agg_mode says"
+            ),
             "TRL": "experimental GMPOTrainer",
         },
     ),
@@ -215,8 +238,14 @@ LOSSES = (
         "DPPO, total variation",
         "ProbabilityBand divergence_tv",
         {
-            "verl": 'policy_loss.loss_mode="dppo_tv" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_tv"; the ratio with its gradient, no cap',
+            "verl": (
+                'policy_loss.loss_mode="dppo_tv" (clip_ratio_low, clip_ratio_high; cap '
+                "clip_ratio_c)"
+            ),
+            "SkyRL": (
+                'policy_loss_type="dppo", dppo_type="binary_tv"; the ratio with its gradient, '
+                "no cap"
+            ),
             "Stable-RL": '"dppo_binary_tv"',
             "prime-rl": 'loss type "default" (both sides: "ipo")',
         },
@@ -226,8 +255,14 @@ LOSSES = (
         "DPPO, binary KL",
         "ProbabilityBand divergence_kl",
         {
-            "verl": 'policy_loss.loss_mode="dppo_kl" (clip_ratio_low, clip_ratio_high; cap clip_ratio_c)',
-            "SkyRL": 'policy_loss_type="dppo", dppo_type="binary_kl"; the ratio with its gradient, no cap',
+            "verl": (
+                'policy_loss.loss_mode="dppo_kl" (clip_ratio_low, clip_ratio_high; cap '
+                "clip_ratio_c)"
+            ),
+            "SkyRL": (
+                'policy_loss_type="dppo", dppo_type="binary_kl"; the ratio with its gradient, '
+                "no cap"
+            ),
             "Stable-RL": '"dppo_binary_kl"',
         },
     ),
@@ -248,7 +283,9 @@ LOSSES = (
         "VESPO",
         "GammaWeight",
         {
-            "TRL": 'loss_type="vespo" (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)',
+            "TRL": (
+                'loss_type="vespo" (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)'
+            ),
             "Liger": '"vespo"',
             "Unsloth": '"vespo"',
         },

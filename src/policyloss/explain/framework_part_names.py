@@ -15,7 +15,10 @@ PARTS = (
         {
             "verl": 'rollout_is="token" with one rollout_is_threshold',
             "TRL": 'vllm_importance_sampling_mode="token_truncate"',
-            "OpenRLHF": 'is_correction_level="token", is_correction_mode="clip"; up to 0.11.1 vllm_is_correction_type="tis"',
+            "OpenRLHF": (
+                'is_correction_level="token", is_correction_mode="clip"; up to 0.11.1 '
+                'vllm_is_correction_type="tis"'
+            ),
             "SkyRL": 'tis_ratio_type="token"',
             "NeMo-RL": 'truncated_importance_sampling_type="tis"',
             "slime": "--use-tis (--tis-clip, --tis-clip-low)",
@@ -51,7 +54,10 @@ PARTS = (
         {
             "verl": 'rollout_is="token" with a "low_high" rollout_is_threshold',
             "TRL": 'vllm_importance_sampling_mode="token_mask"',
-            "OpenRLHF": 'is_correction_level="token", is_correction_mode="mask"; up to 0.11.1 vllm_is_correction_type="icepop"',
+            "OpenRLHF": (
+                'is_correction_level="token", is_correction_mode="mask"; up to 0.11.1 '
+                'vllm_is_correction_type="icepop"'
+            ),
             "NeMo-RL": 'truncated_importance_sampling_type="icepop"',
             "slime": "icepop_function as the custom TIS function",
         },
@@ -68,7 +74,9 @@ PARTS = (
         "SequenceMask_geomean",
         {
             "NeMo-RL": 'truncated_importance_sampling_type="seq-mask-tis"',
-            "OpenRLHF": 'is_correction_level="seq"; up to 0.11.1 vllm_is_correction_type="seq-mask-tis"',
+            "OpenRLHF": (
+                'is_correction_level="seq"; up to 0.11.1 vllm_is_correction_type="seq-mask-tis"'
+            ),
             "SkyRL": 'sequence_mask_metric="geometric"',
         },
     ),
@@ -86,7 +94,10 @@ PARTS = (
         "tokens or sequences by a divergence",
         "DivergenceMask",
         {
-            "OpenRLHF": 'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", from 0.11.2'
+            "OpenRLHF": (
+                'is_correction_gating="binary_kl" or "tv", is_correction_level="token" or "seq", '
+                "from 0.11.2"
+            )
         },
     ),
     Elsewhere(
@@ -168,7 +179,10 @@ PARTS = (
         "with its score term",
         "kl_grad_score",
         {
-            "NeMo-RL": "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - logp it has no score term"
+            "NeMo-RL": (
+                "its KL by default, weight exp(logp - sg(logp)); beyond its clamp of ref_logp - "
+                "logp it has no score term"
+            )
         },
     ),
     Elsewhere(
@@ -263,7 +277,10 @@ PARTS = (
         {
             "verl": "actor.entropy_coeff",
             "OpenRLHF": "--actor.entropy_coef",
-            "TRL": "entropy_coef, a mean over the tokens of each micro-batch whatever loss_type averages",
+            "TRL": (
+                "entropy_coef, a mean over the tokens of each micro-batch whatever loss_type "
+                "averages"
+            ),
         },
     ),
 )

@@ -15,7 +15,9 @@ SLOTS = ("ratio", "trust", "correction", "rejected", "kl", "entropy_coef", "aggr
 _REJECTED = {
     "keep": "a rejected token keeps its place in the denominator",
     "renormalise": "a rejected token leaves the mask, so the denominator counts the survivors",
-    "drop_sequence": "one rejected token removes its whole sequence from the mask and the denominator",
+    "drop_sequence": (
+        "one rejected token removes its whole sequence from the mask and the denominator"
+    ),
 }
 
 

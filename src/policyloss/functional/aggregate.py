@@ -37,7 +37,8 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
     if x.dim() not in (0, tokens.dim()):
         shape = tuple(tokens.shape)
         raise InputError(
-            f"{rule}, shape {shape}; got shape {tuple(x.shape)}. Give numbers per sequence to each token by t.sequences.expand(…)."
+            f"{rule}, shape {shape}; got shape {tuple(x.shape)}. Give numbers per sequence to each "
+            "token by t.sequences.expand(…)."
         )
 
 

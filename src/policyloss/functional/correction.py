@@ -59,7 +59,8 @@ def reduced(
         return sequences.expand(total)
     if lengths is None:
         raise InputError(
-            f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of each sequence."
+            f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of "
+            "each sequence."
         )
     return sequences.expand(total / lengths.clamp(min=1))
 

@@ -105,12 +105,14 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
     check_tensor("cu_seqlens", cu_seqlens, "any")
     if tokens.dim() != 1:
         raise InputError(
-            f"with cu_seqlens, {called} must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
+            f"with cu_seqlens, {called} must be packed [N], got shape {tuple(tokens.shape)}; "
+            "squeeze a [1, N] batch first."
         )
     n = tokens.shape[0]
     if cu_seqlens.is_meta != tokens.is_meta:
         raise InputError(
-            f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to one device."
+            f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to "
+            "one device."
         )
     if (
         cu_seqlens.dim() != 1
@@ -118,8 +120,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
         or cu_seqlens.dtype not in (torch.int32, torch.int64)
     ):
         raise InputError(
-            f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
-            f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
+            "cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape "
+            f"{tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; for lengths L use "
+            "torch.nn.functional.pad(L.cumsum(0), (1, 0))."
         )
     if can_be_read(cu_seqlens) and not holds(_rises(cu_seqlens, n)):
         raise InputError(

@@ -91,13 +91,15 @@ def logprobs(
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
         raise InputError(
-            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=."
+            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with "
+            "vocab_group=."
         )
     if overwrite_logits and any(
         step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
     ):
         raise InputError(
-            "overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous()."
+            "overwrite_logits needs a place for each gradient, but logits is expanded; pass "
+            "logits.contiguous()."
         )
     if logits.stride(-1) != 1:
         logits = logits.contiguous()

@@ -246,14 +246,20 @@ class _Call:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            hint = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            hint = (
+                "a callable says how far it looks by its attribute `reach`, an aggregation by "
+                "`reads_logp = False`"
+            )
             return "batch", f"a part of it may look at any token ({hint})"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return (
                 "batch",
-                "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)",
+                (
+                    "it needs numbers of the whole batch first; measure them and pass "
+                    "totals=policyloss.measure(…)"
+                ),
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -263,7 +269,8 @@ class _Call:
         """The loss on log-probabilities that carry the gradient themselves."""
         if self.skip_zero_advantage and self.spec.follows_advantage:
             raise InputError(
-                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason})."
+                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
+                f"({plan.reason})."
             )
         out = linear_logprobs(
             self.hidden,

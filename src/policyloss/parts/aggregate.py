@@ -38,9 +38,9 @@ def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
     if part.horizon is None:
         name = type(part).__name__
         raise InputError(
-            f"{name} divides by a horizon, which is not set: it is the generation budget of your run, in tokens "
-            f"(max_completion_length, max_response_length, --max-new-tokens). Set it with spec.with_horizon(tokens), or "
-            f"give {name}(tokens)."
+            f"{name} divides by a horizon, which is not set: it is the generation budget of your "
+            "run, in tokens (max_completion_length, max_response_length, --max-new-tokens). Set "
+            f"it with spec.with_horizon(tokens), or give {name}(tokens)."
         )
     return part.horizon
 
@@ -185,13 +185,15 @@ class PromptMean:
         totals = t.totals
         if t.group_ids is None:
             raise InputError(
-                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence)."
+                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per "
+                "sequence)."
             )
         groups = totals.groups
         if groups is None:
             raise InputError(
-                "PromptMean needs the groups of the whole step: make totals with Totals.count(mask, group_ids=…), or give "
-                "Totals(groups=the number of groups) if no group is split between calls."
+                "PromptMean needs the groups of the whole step: make totals with "
+                "Totals.count(mask, group_ids=…), or give Totals(groups=the number of groups) if "
+                "no group is split between calls."
             )
         if isinstance(groups, GroupTokens):
             n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
@@ -238,7 +240,10 @@ class LengthWeighted:
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another average, "" if nothing."""
-        same = "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum."
+        same = (
+            "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its "
+            "length is a sum."
+        )
         return same if isinstance(other, SeqMeanTokenSum) else ""
 
     def averaged(self, x: str) -> str:

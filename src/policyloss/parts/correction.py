@@ -119,7 +119,10 @@ class Band:
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        return f"{_weighted(self.level)}, and rejected unless that is {interval_in_words(self.low, self.high)}"
+        return (
+            f"{_weighted(self.level)}, and rejected unless that is "
+            f"{interval_in_words(self.low, self.high)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,10 @@ class SequenceMask:
             "sequence": "its tokens get that weight",
             None: "it counts fully",
         }
-        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval_in_words(self.low, self.high)}"
+        test = (
+            f"its {LEVELS[self.level].split(' ')[1]} weight is "
+            f"{interval_in_words(self.low, self.high)}"
+        )
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
@@ -238,7 +244,10 @@ class DivergenceMask:
         weight = (
             "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
         )
-        return f"{what} is rejected unless {test} is {' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
+        return (
+            f"{what} is rejected unless {test} is "
+            f"{' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
+        )
 
 
 @dataclass(frozen=True)
@@ -281,7 +290,10 @@ class Reject:
             "max": "at the sequence's worst token",
         }[self.reduce]
         within = " and ".join(bounds_in_words(self.low, self.high))
-        return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
+        return (
+            f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} "
+            "nats"
+        )
 
 
 @dataclass(frozen=True)
@@ -416,7 +428,8 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
         verdict = part(t)
         if not isinstance(verdict, Corrected):
             raise InputError(
-                f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}."
+                "a correction must return policyloss.Corrected(weight, keep), got "
+                f"{type(verdict).__name__}."
             )
         for x in verdict:
             if x is not None:

@@ -101,7 +101,10 @@ class KL:
         }[self.grad]
         by = self.weight_sentence()
         weight = "" if by is None else f", times {by}"
-        return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"
+        return (
+            f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, "
+            f"{self.anchor}){weight}{gradient}"
+        )
 
     @property
     def traits(self) -> tuple[str, ...]:

@@ -190,7 +190,10 @@ class CovClip:
         ]
 
     def sentence(self) -> str:
-        pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
+        pool = (
+            f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} "
+            f"and {spoken(self.cov_high)}"
+        )
         many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
         return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
 
@@ -274,7 +277,8 @@ def _check_fraction(owner: CovClip | CovKL) -> None:
     validate.number(owner, "fraction", above=0)
     if owner.fraction > 1:
         raise SpecError(
-            f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}."
+            f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got "
+            f"{owner.fraction!r}."
         )
 
 
@@ -325,7 +329,8 @@ class BySign:
         ]
         if len(choosing) > 1:
             raise SpecError(
-                f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may."
+                f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one "
+                "side may."
             )
 
     @property
@@ -377,7 +382,10 @@ class BySign:
         return Surrogate(loss, *flags)
 
     def sentence(self) -> str:
-        return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
+        return (
+            f"where the advantage is positive: {self.positive.sentence()}; elsewhere: "
+            f"{self.negative.sentence()}"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero: on each side, where that part's is."""

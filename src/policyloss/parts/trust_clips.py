@@ -106,7 +106,10 @@ class Clip:
 
     def sentence(self) -> str:
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
-            return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
+            return (
+                f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the "
+                "sign of the advantage"
+            )
         outer = (
             ""
             if self.dual is None
@@ -204,7 +207,10 @@ class TwoSidedClip:
 
     def sentence(self) -> str:
         first, last = sorted((self.delta, 1 + self.eps_high))
-        return f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above {spoken(last)}"
+        return (
+            f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above "
+            f"{spoken(last)}"
+        )
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another trust region, "" if nothing."""
@@ -263,7 +269,10 @@ class DetachedClip:
     def sentence(self) -> str:
         band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
-            return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
+            return (
+                "logp is weighted by the stopped ratio; a token counts only while its ratio is "
+                f"{band}"
+            )
         tail = (
             "no token loses its gradient"
             if self.outside == "clip"
@@ -351,7 +360,10 @@ class ProbabilityBand:
             else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
         )
         far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
-        return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
+        return (
+            f"a token counts until its probability has {measure} by {far}, {side}; it counts "
+            f"{weight}"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
@@ -394,7 +406,8 @@ class GeometricClip:
         """Raise unless `ratio` is one that this fits."""
         if not isinstance(ratio, TokenRatio):
             raise SpecError(
-                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(ratio).__name__}."
+                "GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got "
+                f"{type(ratio).__name__}."
             )
 
     def sentence(self) -> str:

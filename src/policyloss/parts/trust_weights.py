@@ -73,7 +73,10 @@ class GammaWeight:
         negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
         smooth = "logp is weighted by a smooth, stopped function of the ratio"
         shape = "1 at ratio 1, largest at power / decay, fading beyond"
-        return f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} elsewhere"
+        return (
+            f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} "
+            "elsewhere"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)
@@ -126,7 +129,10 @@ class TaperedNegative:
 
     def sentence(self) -> str:
         stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
-        where = f"where that is not positive also by {stopped}, so that a bad token already unlikely fades out"
+        where = (
+            f"where that is not positive also by {stopped}, so that a bad token already unlikely "
+            "fades out"
+        )
         return f"logp is weighted by the advantage; {where}"
 
     def slopes(self) -> tuple[Slopes, ...]:

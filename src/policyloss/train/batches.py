@@ -1,7 +1,9 @@
-"""Completions as packs: sequences end to end, without padding, and cut into micro-batches by a budget of tokens.
+"""Completions as packs: sequences end to end, without padding,
+and cut into micro-batches by a budget of tokens.
 
-Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the token it reads (`ids`) and the one
-it predicts (`targets`); `completion` is True where that one belongs to the completion, `mask` where it is trained on.
+Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
+token it reads (`ids`) and the one it predicts (`targets`); `completion` is True where that one
+belongs to the completion, `mask` where it is trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from policyloss.train.sampler import Sample
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name. lengths: places of each sequence."""
+    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
+    lengths: places of each sequence.
+    """
 
     tokens: dict[str, Tensor]
     sequences: dict[str, Tensor]
@@ -53,7 +57,9 @@ class Pack:
 
     @classmethod
     def nothing(cls) -> Pack:
-        """One sequence without a token to train on, for a rank that has none: it takes part in every forward all the same."""
+        """One sequence without a token to train on, for a rank that has none: it takes part in
+        every forward all the same.
+        """
         token = torch.zeros(1, dtype=torch.int64)
         nowhere = {"completion": token.bool(), "mask": token.bool()}
         tokens = {
@@ -119,6 +125,8 @@ class Pack:
 
 
 def minibatches(count: int, number: int, seed: int) -> list[list[int]]:
-    """`count` sequences in an order drawn from `seed`, dealt out into `number` parts of about one size."""
+    """`count` sequences in an order drawn from `seed`,
+    dealt out into `number` parts of about one size.
+    """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[i * count // number : (i + 1) * count // number] for i in range(number)]

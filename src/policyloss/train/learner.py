@@ -34,7 +34,9 @@ Head = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 
 class Policy(nn.Module):
-    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it."""
+    """A causal language model as the loss sees it. One forward,
+    so that DDP and FSDP can wrap it.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -196,7 +198,9 @@ class Learner:
 
     @torch.no_grad()
     def _frozen(self, pack: Pack) -> Pack:
-        """The pack with what other policies and the critic say of it, before anything is updated."""
+        """The pack with what other policies and the critic say of it,
+        before anything is updated.
+        """
         budget = self.config.micro_tokens
         if self.config.old_logp == "rollout":
             pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
@@ -280,7 +284,8 @@ class Learner:
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
         seen: dict[int, Tensor] = {}
-        # A rank with fewer micro-batches than another gets empty ones, of which nothing is remembered.
+        # A rank with fewer micro-batches than another gets empty ones,
+        # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
@@ -363,7 +368,8 @@ class Learner:
         self.warn(f"{text}.")
         if self.skipped_in_a_row >= self.config.nonfinite_limit:
             raise NotFiniteError(
-                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of the last, {text}."
+                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
+                f"the last, {text}."
             )
 
     @staticmethod
@@ -397,7 +403,9 @@ def _mixed(seed: int, step: int, epoch: int) -> int:
 
 
 def rate(config: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step: a rise over `lr_warmup` steps, then the schedule."""
+    """The share of the learning rate at a step: a rise over `lr_warmup` steps,
+    then the schedule.
+    """
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)

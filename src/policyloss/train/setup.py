@@ -1,4 +1,6 @@
-"""Everything a run needs before its first step: task, tokenizer, policy, reference, critic, optimizers."""
+"""Everything a run needs before its first step:
+task, tokenizer, policy, reference, critic, optimizers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it, which learns."""
+    """model: the language model, which samples. learner: holds the policy around it,
+    which learns.
+    """
 
     task: Task
     tokenizer: Any
@@ -37,7 +41,9 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
+    """Make or load all of it. Nothing is trained yet. offline: download nothing,
+    because no user named the model.
+    """
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
     model, tokenizer = load(
@@ -50,10 +56,12 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
+    # Dropout would make the policy that is trained another one than the policy that sampled.
+    model.eval()
     _check_vocabulary(model, tokenizer)
     say(
-        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters"
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of "
+        f"{_size(model)} parameters"
     )
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads:
@@ -127,7 +135,8 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     )  # ids may have gaps
     if count > size:
         raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together."
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
+            "belong together."
         )
 
 

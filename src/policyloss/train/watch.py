@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from policyloss.train.distributed import Ranks
 
-# How the messages begin or what they hold when a collective ends because another rank did not come, or has gone.
+# How the messages begin or what they hold when a collective ends because another rank did not come,
+# or has gone.
 _LOST = (
     "timed out",
     "timeout",

@@ -44,7 +44,8 @@ class WrittenKL(KL):
             validate.choice(self, "ratio_level", ("token", "sequence"))
             if self.weight is not None:
                 raise SpecError(
-                    "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one."
+                    "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; "
+                    "give one."
                 )
 
     @property
@@ -101,7 +102,8 @@ class RolloutProduct(SequenceProduct):
         validate.interval(self, "low", "high")
         if self.anchor != "old":
             raise SpecError(
-                f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}."
+                "RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not "
+                f"{self.anchor!r}."
             )
 
     def __call__(self, t: Tokens) -> Tensor:
@@ -119,5 +121,8 @@ class RolloutProduct(SequenceProduct):
 
     def sentence(self) -> str:
         """What the ratio is, in words."""
-        to = f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, {self.high:.10g}]"
+        to = (
+            f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, "
+            f"{self.high:.10g}]"
+        )
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"

@@ -122,7 +122,9 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
 
 
 def _tidy(folder: Path) -> None:
-    """Finish what a crash interrupted: bring back one that stepped aside, delete what has no use."""
+    """Finish what a crash interrupted: bring back one that stepped aside,
+    delete what has no use.
+    """
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))
