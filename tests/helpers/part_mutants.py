@@ -14,6 +14,27 @@ _AGGREGATE, _FUNCTIONAL = "parts/aggregate.py", "functional/correction.py"
 
 PARTS = (
     (
+        "opd_upside_down",
+        "advantage/distillation.py",
+        "d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))",
+        "d = difference(old_logp.detach(), logp, valid, compute_dtype(logp, old_logp))",
+        "test_distillation.py::test_opd_by_hand",
+    ),
+    (
+        "prefix_weights_by_the_tokens_before",
+        "advantage/distillation.py",
+        "fill(1 + gamma * share, valid)",
+        "fill(1 + gamma * (1 - share), valid)",
+        "test_distillation.py::test_prefix_weights_by_hand",
+    ),
+    (
+        "kl_weight_keeps_its_gradient",
+        "parts/kl.py",
+        "bound(t.ratio.detach(), (None, self.weight_max))",
+        "bound(t.ratio, (None, self.weight_max))",
+        "test_teacher.py::test_live_student_by_hand",
+    ),
+    (
         "token_ratio_upside_down",
         _RATIO,
         "        return t.log_ratio_to(self.anchor)\n",
