@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from policyloss.arguments import check_number, is_number, seen
+from policyloss.arguments import check_number, description, is_number
 from policyloss.errors import SpecError, unknown_name
 
 
@@ -57,5 +57,5 @@ def log_clamp(owner: Any) -> None:
     if value is not None and not (is_number(value) and value > 0):
         raise SpecError(
             f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a "
-            f"pair (low, high), got {seen(value)}."
+            f"pair (low, high), got {description(value)}."
         )

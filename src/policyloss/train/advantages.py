@@ -39,8 +39,8 @@ def judge(
     )
     if name == "gae":
         assert values is not None
-        found = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
-        return Judged(whiten(found.advantages, mask, group=group), found.returns)
+        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
+        return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
     if name == "reinforce_pp":
         return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=cu_seqlens, group=group))
     if name == "remax":

@@ -37,11 +37,11 @@ class Pack:
         }
         lengths = []
         for sample in samples:
-            whole = torch.cat([sample.prompt_ids, sample.completion_ids])
-            n, prompt = whole.shape[0] - 1, sample.prompt_ids.shape[0]
+            sequence = torch.cat([sample.prompt_ids, sample.completion_ids])
+            n, prompt = sequence.shape[0] - 1, sample.prompt_ids.shape[0]
             completion = torch.arange(n) >= prompt - 1
-            parts["ids"].append(whole[:-1])
-            parts["targets"].append(whole[1:])
+            parts["ids"].append(sequence[:-1])
+            parts["targets"].append(sequence[1:])
             parts["completion"].append(completion)
             parts["mask"].append(completion & (sample.finished or train_on_cut))
             parts["position_ids"].append(torch.arange(n))
@@ -105,15 +105,15 @@ class Pack:
 
     def cut(self, budget: int) -> list[Pack]:
         """Packs of at most `budget` tokens (a longer sequence is a pack by itself), in order."""
-        found: list[list[int]] = []
+        bins: list[list[int]] = []
         filled = 0
         for i, n in enumerate(self.lengths):
-            if not found or filled + n > budget:
-                found.append([])
+            if not bins or filled + n > budget:
+                bins.append([])
                 filled = 0
-            found[-1].append(i)
+            bins[-1].append(i)
             filled += n
-        return [self.select(chosen) for chosen in found]
+        return [self.select(chosen) for chosen in bins]
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""

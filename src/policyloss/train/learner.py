@@ -171,16 +171,16 @@ class Learner:
             for chosen in minibatches(
                 total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
             ):
-                own = [place[index] for index in chosen if index in place]
-                found, norm, seen, good = self._update(
-                    pack, own, train=step >= self.config.critic_steps
+                mine = [place[index] for index in chosen if index in place]
+                update_metrics, norm, new_logp, good = self._update(
+                    pack, mine, train=step >= self.config.critic_steps
                 )
                 skipped += not good
-                metrics, norms = metrics + found, [*norms, norm]
-                for i, x in seen.items():
+                metrics, norms = metrics + update_metrics, [*norms, norm]
+                for i, x in new_logp.items():
                     logp[i] = x.to(logp[i].dtype)
                 if self.critic is not None:
-                    value_metrics, critic_norm, good = self._update_critic(pack, own)
+                    value_metrics, critic_norm, good = self._update_critic(pack, mine)
                     skipped += not good
                     values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
                 updates += 1
@@ -249,8 +249,8 @@ class Learner:
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
-        found: Tensor = self.critic(micro["ids"][None], micro["position_ids"][None])[0].float()
-        return found
+        values: Tensor = self.critic(micro["ids"][None], micro["position_ids"][None])[0].float()
+        return values
 
     def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
         # A rank without completions has one that nothing is learned from.
@@ -260,29 +260,29 @@ class Learner:
         values = pack.tokens.get("old_values")
         return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
 
-    def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
+    def _micro_batches(self, pack: Pack, chosen: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
         none gets an empty one.
         """
-        if not own:
+        if not chosen:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        packs = pack.select(own).cut(self.config.micro_tokens)
-        left = iter(own)
+        packs = pack.select(chosen).cut(self.config.micro_tokens)
+        left = iter(chosen)
         return packs, [[next(left) for _ in part.lengths] for part in packs]
 
     def _update(
-        self, pack: Pack, own: list[int], train: bool
+        self, pack: Pack, mine: list[int], train: bool
     ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each
         sequence. → also whether it was made.
         """
-        packs, members = self._micro_batches(pack, own)
+        packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
-        seen: dict[int, Tensor] = {}
+        logp_of: dict[int, Tensor] = {}
         # A rank with fewer micro-batches than another gets empty ones,
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
@@ -290,18 +290,22 @@ class Learner:
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
                 loss.backward()
             if chosen:
-                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+                logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(
-            self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train
+            self.policy,
+            self.optimizer,
+            metrics,
+            lambda: nonfinite_tokens(pack, mine, logp_of),
+            train,
         )
-        return metrics, norm, seen, good
+        return metrics, norm, logp_of, good
 
-    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
+    def _update_critic(self, pack: Pack, mine: list[int]) -> tuple[Metrics, float, bool]:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
-        packs, _ = self._micro_batches(pack, own)
+        packs, _ = self._micro_batches(pack, mine)
         step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
         metrics = Metrics()
         for micro in step:
@@ -319,7 +323,7 @@ class Learner:
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
         norm, good = self._stepped(
-            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {})
+            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, mine, {})
         )
         return metrics, norm, good
 
@@ -386,10 +390,10 @@ def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
     """
     packs = pack.cut(budget)
     most = max(ranks.gather(len(packs)))
-    found = [of_micro(part.micro_batch()) for part in packs]
+    results = [of_micro(part.micro_batch()) for part in packs]
     for _ in range(most - len(packs)):
         of_micro(packs[-1].micro_batch())
-    return torch.cat(found).float()
+    return torch.cat(results).float()
 
 
 def _mean(numbers: list[float]) -> float:

@@ -51,9 +51,9 @@ def preflight(training: Training) -> None:
     problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
         problems += _disk_problem(config.out, checkpoint_bytes(training.learner), config.keep)
-    found = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
-    if found:
-        raise InputError(" ".join(found))
+    distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
+    if distinct:
+        raise InputError(" ".join(distinct))
 
 
 def unusable(
