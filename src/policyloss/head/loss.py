@@ -290,18 +290,23 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
             batch, work, plan.rows
         )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[LogProbs, Gradients]:
-            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
-            return run_windows(head, batch, found, sums, check=check)
+            sums = Sums(
+                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
+            )
+            return run_windows(head, batch, all_windows, sums, check=check)
 
         with torch.no_grad():
-            seen, gradients = run(check=True)
-            logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
+            log_probs, gradients = run(check=True)
+            logp, entropy = (
+                log_probs.logp.view(self.ids.shape),
+                log_probs.entropy.view(self.ids.shape),
+            )
             value = self._value(batch, logp, entropy)
         if not wanted.any:
             return HeadOutput(value.loss, value.metrics, logp, entropy)
@@ -337,24 +342,24 @@ class _Call:
 
 
 def run_windows(
-    head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool
+    head: Head, batch: Batch, all_windows: list[Window], sums: Sums, *, check: bool
 ) -> tuple[LogProbs, Gradients]:
     """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
     wanted. check: the ids too.
     """
     # The logits are gone when the gathered gradients are multiplied.
-    seen = _walk(head, batch, found, sums, check)
-    return seen, sums.finished()
+    log_probs = _walk(head, batch, all_windows, sums, check)
+    return log_probs, sums.finished()
 
 
-def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool) -> LogProbs:
+def _walk(head: Head, batch: Batch, all_windows: list[Window], sums: Sums, check: bool) -> LogProbs:
     stray: Callable[[], list[int]] | None = None
     logp, entropy = (
         torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
         for _ in range(2)
     )
-    room = head.room(max((w.size for w in found), default=0))
-    for window in found:
+    room = head.room(max((w.size for w in all_windows), default=0))
+    for window in all_windows:
         rows = head.rows(window.rows)
         z, s = head.forward(rows, room)
         assert s.entropy is not None

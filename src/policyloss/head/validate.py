@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, is_number, seen
+from policyloss.arguments import check_tensor, description, fits_kind, is_number
 from policyloss.errors import InputError
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
@@ -22,7 +22,7 @@ from policyloss.tokens import checked_mask
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
-        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+        raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(
@@ -142,7 +142,7 @@ def inverse_temperature(
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
-        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
+        raise InputError(f"temperature must be a positive number, got {description(value)}.")
     return 1 / value
 
 
@@ -151,7 +151,7 @@ def check_softcap(softcap: float | None) -> None:
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise InputError(
             "softcap must be None or a positive number (logits are held within ±softcap), got "
-            f"{seen(softcap)}."
+            f"{description(softcap)}."
         )
 
 
@@ -178,7 +178,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
     ):
         raise InputError(
             f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got "
-            f"{seen(bias)}."
+            f"{description(bias)}."
         )
     if bias is not None:
         check_tensor("bias", bias)
