@@ -220,9 +220,8 @@ class ExplainedVariance(Record):
             return squares / count - (total / count) ** 2
 
         spread = variance(target, target_squares)
-        constant = (
-            spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
-        )  # no more than the rounding of the moments
+        # No more than the rounding of the moments.
+        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
@@ -329,9 +328,8 @@ class Metrics(Mapping[str, Record]):
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
-            return Metrics.packed(
-                layout, packed.cpu()
-            ).compute()  # one copy to the host, and the quotients there
+            # One copy to the host, and the quotients there.
+            return Metrics.packed(layout, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]

@@ -14,7 +14,7 @@ from policyloss.arguments import seen
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.parts.validate import Part, within
-from policyloss.tokens import Tokens
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -120,8 +120,9 @@ class LossSpec(Part):
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return (
-            getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
+        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) in (
+            "ratio",
+            "detached_ratio",
         )
 
     @property
@@ -144,7 +145,7 @@ class LossSpec(Part):
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property

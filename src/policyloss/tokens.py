@@ -277,7 +277,9 @@ class Tokens(Layout):
         return fill(self.read("entropy"), self.mask, self.dtype)
 
     def anchor_logp(self, anchor: str) -> Tensor:
-        """The frozen log-probability of "old", "rollout", "ref", or "current" (`logp` detached)."""
+        """The log-probability of a frozen policy: "old", "rollout", "ref", "teacher", or "current"
+        for `logp` itself, detached.
+        """
         return fill(self._anchor(anchor), self.mask, self.dtype)
 
     def log_ratio_to(self, anchor: str) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
+from policyloss.tokens import LOGP_ARGUMENTS
 
-TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Batch:
     old_logp: Tensor
     rollout_logp: Tensor
     ref_logp: Tensor
+    teacher_logp: Tensor
     entropy: Tensor
     advantages: Tensor
     mask: Tensor
@@ -47,7 +49,9 @@ class Batch:
         # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
-        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
+        ref = logp + noise(0.3)
+        teacher = 0.5 * (ref + logp) - 0.1
+        rest = (old + mismatch, ref, teacher, entropy, noise(1.0), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
@@ -95,6 +99,7 @@ class Batch:
             "mask",
             "rollout_logp",
             "ref_logp",
+            "teacher_logp",
             "entropy",
             "cu_seqlens",
             "group_ids",

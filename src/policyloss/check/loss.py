@@ -248,6 +248,7 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
         anchor,
         anchor,
         anchor,
+        anchor,
         ones,
         advantages,
         ones.bool(),

@@ -28,9 +28,8 @@ class Graphed:
         beside = torch.cuda.Stream(self.inputs[0].device)  # type: ignore[no-untyped-call]
         beside.wait_stream(self.stream)
         with torch.cuda.stream(beside):
-            for _ in range(
-                2
-            ):  # what is made on first use, such as loaded kernels, cannot be recorded
+            # What is made on first use, such as loaded kernels, cannot be recorded.
+            for _ in range(2):
                 run(*self.inputs)
         self.stream.wait_stream(beside)
         self.graph = torch.cuda.CUDAGraph()

@@ -377,9 +377,8 @@ def _compile(
             parts = pipeline(spec, tokens, totals)
             gradients = _gradients(parts.total, list(leaves.values()))
         metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
-        if (
-            x["mask"].device.type == "cpu"
-        ):  # where a call looks at once, and need not report what it did not find
+        # Where a call looks at once, and need not report what it did not find.
+        if x["mask"].device.type == "cpu":
             invalid = tokens.invalid.get("invalid_mask_values", invalid)
             metrics = Metrics(
                 {

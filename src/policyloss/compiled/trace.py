@@ -50,9 +50,8 @@ def fused(
     mode = FakeTensorMode(shape_env=shapes, static_shapes=not dynamic)
 
     def stand_in(x: Tensor) -> FakeTensor:
-        x = torch.empty_strided(
-            x.shape, x.stride(), dtype=x.dtype, device=x.device
-        )  # where x begins in its storage is no matter
+        # Where x begins in its storage is no matter.
+        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         if not dynamic:
             return mode.from_tensor(x)
         sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in x.shape]

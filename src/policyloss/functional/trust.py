@@ -210,9 +210,8 @@ def tapered_negative(
 ) -> Tensor:
     """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
     r = ratio.detach()
-    weight = torch.where(
-        (advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max)
-    )  # a NaN shows even where it is not needed
+    # A NaN shows even where it is not needed.
+    weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))
     return -weight * advantages * logp
 
 

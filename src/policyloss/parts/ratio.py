@@ -15,7 +15,7 @@ from policyloss.parts.validate import Part, Positive, log_clamp
 from policyloss.parts.wording import ANCHORS, Condition, number
 from policyloss.tokens import Tokens
 
-Anchor = Literal["old", "rollout", "current"]
+Anchor = Literal["old", "rollout", "teacher", "current"]
 
 ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
 
@@ -28,9 +28,10 @@ def _to(anchor: str) -> str:
 class TokenRatio(Part):
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
-    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), or "current"
-    (`sg[logp]`: exactly on-policy, the ratio is 1 and its gradient that of logp). log_clamp: the
-    log-ratio is held within ±this before `exp`; a pair is (low, high); None is no clamp.
+    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), "teacher" (for
+    tokens that a teacher wrote), or "current" (`sg[logp]`: exactly on-policy, the ratio is 1 and
+    its gradient that of logp). log_clamp: the log-ratio is held within ±this before `exp`; a pair
+    is (low, high); None is no clamp.
     """
 
     reach: ClassVar[str] = "token"
