@@ -201,11 +201,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         return f"the loss of an ordinary batch is {value.item()}"
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
-    return (
-        ""
-        if gradient.any()
-        else "no token gets a gradient: is the result detached from logp and ratio?"
-    )
+    if not gradient.any():
+        return "no token gets a gradient: is the result detached from logp and ratio?"
+    return ""
 
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
@@ -244,19 +242,9 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
-    apart = Batch(
-        logp,
-        anchor,
-        anchor,
-        anchor,
-        anchor,
-        ones,
-        advantages,
-        ones.bool(),
-        rows // 2,
-        lengths=torch.ones_like(rows),
-        width=1,
-    )
+    lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
+    rest = (anchor, anchor, anchor, anchor, ones, advantages, valid, groups, lengths)
+    apart = Batch(logp, *rest, width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
 from policyloss.metrics import Invalid, Metrics, RecordPlaces
-from policyloss.presets import PresetName
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -69,9 +70,7 @@ def compiled_loss(
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(
-        spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph
-    )
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
 
 
 class Gradients(NamedTuple):
@@ -81,25 +80,19 @@ class Gradients(NamedTuple):
     entropy: Tensor | None
 
 
+@dataclass(eq=False, repr=False)
 class CompiledLoss:
     """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
 
-    def __init__(
-        self,
-        spec: LossSpec | PresetName | str,
-        *,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        two_stages: bool | None = None,
-        cuda_graph: bool = False,
-    ) -> None:
-        spec = ready_spec(spec)
-        self.spec = spec
-        self.dynamic = dynamic
-        self.options = options
-        self.two_stages = two_stages
-        self.cuda_graph = cuda_graph
-        self._is_data = spec.is_data
+    spec: LossSpec
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    two_stages: bool | None = None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = ready_spec(self.spec)
+        self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
         self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
 
@@ -193,10 +186,8 @@ class CompiledLoss:
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
         ):
             return False
-        there = (
-            inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
-        )
-        return there and inputs.logp.numel() > 0
+        needed = (inputs.logp, inputs.advantages, inputs.mask)
+        return all(x is not None for x in needed) and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
@@ -335,28 +326,18 @@ def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    extras = {
-        name.removeprefix("extras."): value
-        for name, value in x.items()
-        if name.startswith("extras.")
-    }
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
+
     named = {name: value for name, value in x.items() if "." not in name}
-    tokens = Inputs(**named, extras=extras).tokens()
+    tokens = Inputs(**named, extras=under("extras.")).tokens()
     if call.dp_size is None:
         return tokens, None
-    groups = (
-        GroupTokens(x["groups.ids"], x["groups.tokens"])
-        if "groups.ids" in x
-        else x.get("totals.groups")
-    )
-    statistics = {
-        name.removeprefix("statistics."): value
-        for name, value in x.items()
-        if name.startswith("statistics.")
-    }
-    return tokens, Totals(
-        x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None
-    )
+    counts, of_groups = under("totals."), under("groups.")
+    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
+    statistics = under("statistics.") or None
+    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
 
 
 def _compile(
