@@ -1,7 +1,4 @@
-"""`LossSpec`: a policy loss as a value.
-
-Seven slots, each filled by a part; nothing here computes anything.
-"""
+"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part."""
 
 from __future__ import annotations
 
@@ -273,10 +270,7 @@ class LossSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`.
-
-        Strict: an unknown key, type or value is an error that names the valid ones.
-        """
+        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
                 f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
@@ -334,10 +328,7 @@ def has_fields(part: Any) -> bool:
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced.
-
-    Every part on the way is built again, and so checked.
-    """
+    """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
         new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]

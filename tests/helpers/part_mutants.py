@@ -1,6 +1,8 @@
-"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the order of `head_mutants.HEAD`.
+"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the
+order of `head_mutants.HEAD`.
 
-Each stands inside the part or function it is about: `test_mutants` demands at least one for every part of every slot.
+Each stands inside the part or function it is about:
+`test_mutants` demands at least one for every part of every slot.
 """
 
 from __future__ import annotations

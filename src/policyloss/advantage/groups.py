@@ -204,10 +204,7 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
-    """Rewards, ids and `more` columns of all ranks that share a statistic; ids keep their dtype.
-
-    All others are in float64.
-    """
+    """The columns of all ranks that share a statistic, in float64; ids keep their dtype."""
     wide = accumulator_dtype(rewards.device)
     return gather_rows(
         [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)

@@ -1,26 +1,22 @@
-"""The `kl` slot: a pull to another policy.
-
-Value, gradient, weight and clamps are separate choices.
-"""
+"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are chosen apart."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import kl
-from policyloss.functional.kl import ESTIMATORS
 from policyloss.functional.masking import bound
-from policyloss.parts import validate
+from policyloss.parts.validate import Part, Positive, within
 from policyloss.parts.wording import spoken
-from policyloss.tokens import LOGP_ARGUMENTS, Tokens
+from policyloss.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class KL:
+class KL(Part):
     """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
 
     estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number
@@ -36,26 +32,18 @@ class KL:
     reach: ClassVar[str] = "token"
 
     estimator: Literal["k1", "k2", "k3", "abs"]
-    coef: float
+    coef: Annotated[
+        float, within(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+    ]
     grad: Literal["value", "k2", "score"] = "value"
     weight: Literal["ratio", "detached_ratio"] | None = None
-    clamp: float | None = 20.0
-    value_clamp: float | None = None
+    clamp: Positive | None = 20.0
+    value_clamp: Positive | None = None
     anchor: Literal["ref", "old", "rollout", "teacher"] = "ref"
-    weight_max: float | None = None
+    weight_max: Positive | None = None
 
     def __post_init__(self) -> None:
-        validate.choice(self, "estimator", ESTIMATORS)
-        validate.number(
-            self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None."
-        )
-        validate.choice(self, "grad", ("value", "k2", "score"))
-        if self.weight is not None:
-            validate.choice(self, "weight", ("ratio", "detached_ratio"))
-        validate.number(self, "clamp", above=0, optional=True)
-        validate.number(self, "value_clamp", above=0, optional=True)
-        validate.choice(self, "anchor", LOGP_ARGUMENTS)
-        validate.number(self, "weight_max", above=0, optional=True)
+        super().__post_init__()
         if self.weight_max is not None and self.weight != "detached_ratio":
             raise SpecError(
                 f"KL.weight_max={self.weight_max!r} bounds a weight without gradient; "

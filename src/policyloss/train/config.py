@@ -120,6 +120,11 @@ class TrainConfig:
     nonfinite_limit: int = 3
     """An update whose loss or gradient is not finite is skipped; after this many in a row the run
     stops."""
+    attention: Literal["auto", "varlen", "flash", "rows"] = "auto"
+    """How sequences of different lengths go through the model: in one row by an attention for
+    variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
+    CUDA and in half precision), or in padded rows. By default the fastest that gives the model's
+    own numbers; the run says which one it is."""
     head: Literal["fused", "logits"] = "fused"
     """How the loss gets from hidden states to log-probabilities: window by window without keeping
     logits, or by all logits."""

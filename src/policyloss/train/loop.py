@@ -93,6 +93,8 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
+        if run is not None:
+            run.note(attention=self.learner.attention.name)
         self.collector = Collector(
             config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
@@ -59,17 +60,18 @@ def build(
     # Dropout would make the policy that is trained another one than the policy that sampled.
     model.eval()
     _check_vocabulary(model, tokenizer)
+    attention, sentence = choose(model, config.attention)
     say(
-        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of "
-        f"{_size(model)} parameters"
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "
+        f"model of {_size(model)} parameters; {sentence}"
     )
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads:
-        reference = Policy(copy.deepcopy(model)).requires_grad_(False)
+        reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
     if config.with_critic:
-        critic = Critic(model).to(ranks.device)
+        critic = Critic(model, attention).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
-    policy = Policy(model)
+    policy = Policy(model, attention)
     learner = Learner(
         config,
         spec,
@@ -130,9 +132,8 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    count = max(
-        len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)
-    )  # ids may have gaps
+    # Ids may have gaps.
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
         raise InputError(
             f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "

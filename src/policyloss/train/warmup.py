@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.models import parts
+from policyloss.train.models import logit_form, parts
 from policyloss.train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def warm_up(
         chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(
-                1.0, (step + 1) / 10
-            )  # the first steps of AdamW are large whatever the gradient
+            # The first steps of AdamW are large whatever the gradient.
+            group["lr"] = LR * min(1.0, (step + 1) / 10)
         loss = _loss(model, *_tensors(tokenizer, texts, device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -90,7 +89,8 @@ def _tensors(
 def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """−mean log p(target) where `mask`; a scalar."""
     body, weight, bias = parts(model)
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    logp = pl.linear_logprobs(hidden[mask], weight, targets[mask], bias)
+    scale, softcap = logit_form(model)
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state[mask] * scale
+    logp = pl.linear_logprobs(hidden, weight, targets[mask], bias, softcap=softcap)
     assert isinstance(logp, Tensor)
     return -logp.mean()

@@ -104,9 +104,8 @@ class RunDir:
                     f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
                     "directory."
                 )
-            for name in (
-                there
-            ):  # a start that ended before its first checkpoint: there is nothing to resume
+            # A start that ended before its first checkpoint: there is nothing to resume.
+            for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
             replace_file(
@@ -166,6 +165,13 @@ class RunDir:
         replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
         self.config = config
 
+    def note(self, **facts: str) -> None:
+        """Add what was chosen for this start, or this resume, to environment.json."""
+        file = self.path / "environment.json"
+        started = _environment(file)
+        (started["resumed"][-1] if started["resumed"] else started).update(facts)
+        replace_file(file, to_json(started, "environment", indent=2))
+
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
@@ -208,9 +214,8 @@ class RunDir:
 
         The lines that stay keep their bytes. After a crash in the middle, do it again.
         """
-        discard_after(
-            self.checkpoints, step
-        )  # first: the latest checkpoint must never be of a step whose lines are gone
+        # First: the latest checkpoint must never be of a step whose lines are gone.
+        discard_after(self.checkpoints, step)
         for lines in self._lines.values():
             lines.truncate(step)
         last = self._lines["metrics"].last
@@ -293,13 +298,18 @@ def _version(name: str) -> str | None:
 
 def _note_resume(path: Path) -> None:
     """Add the environment of this resume to that of the start."""
+    started = _environment(path)
+    started["resumed"].append(environment())
+    replace_file(path, to_json(started, "environment", indent=2))
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
         started: Any = from_json(read_plain(path))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
-    resumed = resumed if isinstance(resumed, list) else []
-    replace_file(
-        path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2)
-    )
+    resumed = [x for x in resumed if isinstance(x, dict)] if isinstance(resumed, list) else []
+    return {**started, "resumed": resumed}
