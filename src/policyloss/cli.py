@@ -1,6 +1,4 @@
-"""The `policyloss` command. Each subcommand is one small function that returns the text
-to print.
-"""
+"""The `policyloss` command. Each subcommand is a function that returns the text to print."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from policyloss.errors import PolicyLossError
 
 
 class Command:
-    """A subcommand: its name, one line about it, its arguments, and the function that returns its
-    text.
-    """
+    """A subcommand: its name, a line about it, its arguments, and what returns its text."""
 
     def __init__(
         self,
@@ -154,9 +150,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for a wrong argument, or 130 after
-    Ctrl-C.
-    """
+    """Run the command line and return its exit code: 2 for a wrong argument, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot show a letter gets "?", not a traceback.
@@ -181,9 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that reads its options by itself, or an error that says what to
-    install.
-    """
+    """What runs a command that reads its own options, or an error that says what to install."""
     module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")

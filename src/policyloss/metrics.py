@@ -78,10 +78,7 @@ class Record:
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of this one and `other`.
-
-        Sums are carried in float64 so that long runs do not lose counts.
-        """
+        """One record of both. Sums are in float64, so that long runs do not lose counts."""
         if type(self) is not type(other):
             raise InputTypeError(
                 f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
@@ -124,10 +121,7 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of certain mistakes, taken without waiting for the device.
-
-    `Metrics.compute` raises unless it is 0.
-    """
+    """A count of certain mistakes, taken without waiting; `Metrics.compute` raises unless 0."""
 
 
 # What `Metrics.compute` says of each count that is not 0, where n stands for the count.
@@ -226,9 +220,8 @@ class ExplainedVariance(Record):
             return squares / count - (total / count) ** 2
 
         spread = variance(target, target_squares)
-        constant = (
-            spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
-        )  # no more than the rounding of the moments
+        # No more than the rounding of the moments.
+        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
@@ -335,9 +328,8 @@ class Metrics(Mapping[str, Record]):
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
-            return Metrics.packed(
-                layout, packed.cpu()
-            ).compute()  # one copy to the host, and the quotients there
+            # One copy to the host, and the quotients there.
+            return Metrics.packed(layout, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]

@@ -125,9 +125,7 @@ def policy_metrics(
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
-    either from the loss.
-    """
+    """Tokens with a number or log-probability that is none, which a clamp may hide."""
     given = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
@@ -144,9 +142,7 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
 
 
 def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is
-    the step, or one rank's share.
-    """
+    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
     if given is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
@@ -161,9 +157,8 @@ def _clipping(
     flags = {
         name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
     }
-    ours = (
-        type(spec.trust) in VARIANTS
-    )  # then a token has one flag at most, and a masked one none; a user's may do anything
+    # Then a token has one flag at most, and a masked one none; a user's may do anything.
+    ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
@@ -185,9 +180,8 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        raw = (
-            raw if per_token else fill(raw, t.mask)
-        )  # a token's log-ratio is 0 where masked already
+        # A token's log-ratio is 0 where masked already.
+        raw = raw if per_token else fill(raw, t.mask)
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)

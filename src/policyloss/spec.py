@@ -1,7 +1,4 @@
-"""`LossSpec`: a policy loss as a value.
-
-Seven slots, each filled by a part; nothing here computes anything.
-"""
+"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 from policyloss.arguments import seen
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
-from policyloss.tokens import Tokens
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -128,8 +125,9 @@ class LossSpec:
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return (
-            getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
+        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) in (
+            "ratio",
+            "detached_ratio",
         )
 
     @property
@@ -152,7 +150,7 @@ class LossSpec:
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property
@@ -272,10 +270,7 @@ class LossSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`.
-
-        Strict: an unknown key, type or value is an error that names the valid ones.
-        """
+        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
                 f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
@@ -333,10 +328,7 @@ def has_fields(part: Any) -> bool:
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced.
-
-    Every part on the way is built again, and so checked.
-    """
+    """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
         new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]

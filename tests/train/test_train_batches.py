@@ -1,4 +1,6 @@
-"""Packs of completions: what is predicted from what, what is trained on, and cuts that lose nothing."""
+"""Packs of completions: what is predicted from what, what is trained on,
+and cuts that lose nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SAMPLES = [
 
 
 def test_what_is_predicted_from_what() -> None:
-    """Sequence 5 6 7 | 1 2 reads 5 6 7 1 and predicts 6 7 1 2, of which 1 and 2 are the completion; and so on."""
+    """Sequence 5 6 7 | 1 2 reads 5 6 7 1 and predicts 6 7 1 2,
+    of which 1 and 2 are the completion; and so on.
+    """
     pack = Pack.of(SAMPLES)
     assert pack.lengths == [4, 3, 2, 3]
     assert pack.tokens["ids"].tolist() == [5, 6, 7, 1, 8, 3, 4, 5, 6, 5, 6, 2]
@@ -81,7 +85,9 @@ def advantages(name: str, **options: object) -> torch.Tensor:
 
 
 def test_advantages_by_hand() -> None:
-    """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½ and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1."""
+    """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½
+    and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1.
+    """
     spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))  # noqa: E731
     torch.testing.assert_close(advantages("dr_grpo"), spread(0.5, -0.5, -1.5, 1.5))
     torch.testing.assert_close(advantages("rloo"), spread(1.0, -1.0, -3.0, 3.0))
@@ -93,7 +99,9 @@ def test_advantages_by_hand() -> None:
 
 
 def test_gae_is_whitened_over_the_tokens_that_are_trained_on() -> None:
-    """λ = γ = 1: the reward minus ½ at every one of 2, 3, 1, 2 tokens: ½ −½ −½ 2½, mean 0.5, before whitening."""
+    """λ = γ = 1: the reward minus ½ at every one of 2, 3, 1, 2 tokens:
+    ½ −½ −½ 2½, mean 0.5, before whitening.
+    """
     found = advantages("gae")[Pack.of(SAMPLES).tokens["mask"]]
     raw = torch.tensor([0.5, -0.5, -0.5, 2.5]).repeat_interleave(torch.tensor([2, 3, 1, 2]))
     torch.testing.assert_close(found, (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)

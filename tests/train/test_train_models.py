@@ -1,4 +1,6 @@
-"""Models: hidden states times the head are the logits, packs do not mix, the tiny model repeats, and warm-up learns."""
+"""Models: hidden states times the head are the logits, packs do not mix,
+the tiny model repeats, and warm-up learns.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ KINDS = ("llama tied", "llama", "gpt2", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function from a kind of model to a folder that holds one, with a tokenizer without a padding token."""
+    """A function from a kind of model to a folder that holds one,
+    with a tokenizer without a padding token.
+    """
     folder = tmp_path_factory.mktemp("models")
 
     @cache
@@ -160,7 +164,8 @@ def test_folders_that_hold_no_model(tmp_path: Path, stored: Any) -> None:
         loaded(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"(?s)cannot load the model .*weights as safetensors"):
         loaded(tmp_path)
-    # A pickle could run anything when it is read: with nothing but one, loading fails, and nothing is unpickled.
+    # A pickle could run anything when it is read: with nothing but one, loading fails,
+    # and nothing is unpickled.
     path = stored("llama")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((path / name).read_bytes())
@@ -193,7 +198,8 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
     embedding = [model.get_input_embeddings().weight for model in (first, again, other)]
     assert torch.equal(embedding[0], embedding[1])
     assert not torch.equal(embedding[0], embedding[2])
-    # Embedding 100·64, tied; each of 2 layers: 4 attention squares 64², 3 · 64·256 of the MLP, 2 norms of 64; a last norm.
+    # Embedding 100·64, tied; each of 2 layers: 4 attention squares 64², 3 · 64·256 of the MLP, 2
+    # norms of 64; a last norm.
     assert (
         sum(p.numel() for p in first.parameters())
         == 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
@@ -207,9 +213,8 @@ def test_the_tiny_tokenizer_gives_every_character_back() -> None:
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer(["ß"])["input_ids"] == [
-        [tokenizer.unk_token_id]
-    ]  # not a character of the task
+    # Not a character of the task.
+    assert tokenizer(["ß"])["input_ids"] == [[tokenizer.unk_token_id]]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 3 + 97 + 4)
 
 
@@ -239,24 +244,24 @@ def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() 
     )
     critic(micro).sum().backward()
     assert critic.body.embed_tokens.weight.grad.abs().sum() > 0
-    assert all(
-        p.grad is None for p in (*model.parameters(), *other.parameters())
-    )  # it shares no weight with a policy
+    # It shares no weight with a policy.
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
 
 
 # --- warm-up
 
 
 def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
-    """One example, so the first loss is −mean log p over its answer and end, by the model's own logits in float64."""
+    """One example, so the first loss is −mean log p over its answer and end,
+    by the model's own logits in float64.
+    """
     task = ListTask("t", numbered([("a b=", "xyz", {})]), (), make_reward("exact"))
     model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
         logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    expected = (
-        -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4
-    )  # x, y, z and the end; the prompt is tokens 0 to 3
+    # X, y, z and the end; the prompt is tokens 0 to 3.
+    expected = -sum(logp[t - 1, ids[t]].item() for t in (4, 5, 6, 7)) / 4
     losses: list[float] = []
     warm_up(
         model, tokenizer, task, steps=30, seed=0, progress=lambda done, loss: losses.append(loss)

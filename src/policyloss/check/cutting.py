@@ -1,6 +1,4 @@
-"""A batch that can be cut anywhere between its sequences, and the cuts that make a wrong
-denominator visible.
-"""
+"""A batch that can be cut between its sequences, and the cuts that show a wrong denominator."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class CuttableBatch:
         return micro
 
     def checked(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
-        """The user's cuts. Each must contain every sequence once, and no micro-batch may
-        be empty.
-        """
+        """The user's cuts, if each has every sequence once and no empty micro-batch."""
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(
                 "cuts must map a name to a list of micro-batches, each a list of sequences; got "
@@ -133,9 +129,7 @@ class CuttableBatch:
         return {name: self._with_empty(cut) for name, cut in distinct.items()}
 
     def over_ranks(self, ranks: int) -> Cut:
-        """One share per rank, uneven in tokens and in sequences: each rank gets one of the shortest
-        sequences, and the last rank gets the rest.
-        """
+        """One uneven share per rank: each a short sequence, and the last rank gets the rest."""
         present = sorted(
             self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i])
         )

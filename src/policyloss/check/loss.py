@@ -45,10 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found.
-
-    True in a boolean context if every property holds; `str()` is a table.
-    """
+    """What `check_loss` found: true if every property holds; `str()` is a table."""
 
     results: tuple[Result, ...]
 
@@ -98,9 +95,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in
-        `self.base`.
-        """
+        """`f` with its stop-gradients held as at `base`, and its value there in `self.base`."""
         with self:
             self.base = f(*base)
 
@@ -253,6 +248,7 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
         anchor,
         anchor,
         anchor,
+        anchor,
         ones,
         advantages,
         ones.bool(),
@@ -279,9 +275,7 @@ def _direction(spec: LossSpec, batch: Batch) -> str:
 
 
 def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
-    it back.
-    """
+    """A limit must not bind only where a token moved *against* its advantage, never to return."""
     against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
     along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
     if (against == 0).any(0).all() and (along != 0).all():

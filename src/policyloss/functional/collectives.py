@@ -1,7 +1,4 @@
-"""Reductions over a process group, and rows gathered from its ranks.
-
-With `group=None` they cover this rank alone.
-"""
+"""Reductions over a process group, and rows gathered from its ranks; None is this rank alone."""
 
 from __future__ import annotations
 
@@ -193,10 +190,7 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
 def _largest(
     score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Scores and ties of the k-th and the next largest pair, `[2]` each.
-
-    Where there are fewer pairs, the lowest is repeated.
-    """
+    """Scores and ties `[2]` of the k-th and the next largest pair; the lowest is repeated."""
     score, tie = score.reshape(-1), tie.reshape(-1)
     if score.numel() == 0:
         score, tie = score.new_full((1,), -torch.inf), tie.new_full((1,), _LOWEST)

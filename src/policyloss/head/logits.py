@@ -121,9 +121,8 @@ def logprobs(
     outputs = _Logprobs.apply(
         logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits
     )  # type: ignore[no-untyped-call]
-    refuse_strays(
-        strays(head, valid).tolist(), head, valid
-    )  # after the launch, so that the device has work
+    # After the launch, so that the device has work.
+    refuse_strays(strays(head, valid).tolist(), head, valid)
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 

@@ -220,9 +220,8 @@ class _Call:
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        t = replace(
-            t, raw={**t.raw, "logp": None}
-        )  # a part that reads it before it is computed is an error
+        # A part that reads it before it is computed is an error.
+        t = replace(t, raw={**t.raw, "logp": None})
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
@@ -343,9 +342,8 @@ def run_windows(
     """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
     wanted. check: the ids too.
     """
-    seen = _walk(
-        head, batch, found, sums, check
-    )  # the logits are gone when the gathered gradients are multiplied
+    # The logits are gone when the gathered gradients are multiplied.
+    seen = _walk(head, batch, found, sums, check)
     return seen, sums.finished()
 
 
@@ -364,9 +362,8 @@ def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool
         if window.backward and sums.wanted.any:
             sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
         if check and stray is None:
-            stray = later(
-                strays(head, batch.rows)
-            )  # asked when the device has work, so that it need not wait for the question
+            # Asked when the device has work, so that it need not wait for the question.
+            stray = later(strays(head, batch.rows))
     if stray is not None:
         refuse_strays(stray(), head, batch.rows)
     return LogProbs(logp, entropy)

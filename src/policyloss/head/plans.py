@@ -103,9 +103,8 @@ def free_bytes(like: Tensor) -> int:
     """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        memory = torch.cuda.memory.memory_stats_as_nested_dict(
-            device
-        )  # the flat form takes half a millisecond
+        # The flat form takes half a millisecond.
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)
         unused = (
             memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"]
             if memory

@@ -307,9 +307,8 @@ class Learner:
         return values
 
     def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
-        if (
-            self.config.estimator == "remax"
-        ):  # a rank without completions has one that nothing is learned from
+        # A rank without completions has one that nothing is learned from.
+        if self.config.estimator == "remax":
             greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
         greedy = None if greedy is None else greedy.to(self.ranks.device)
         values = pack.tokens.get("old_values")

@@ -147,9 +147,8 @@ def _stored(
 
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     path = Path(model).expanduser() if model.startswith("~") else Path(model)
-    if not model or (
-        looks_local and not os.path.isdir(path)
-    ):  # `Path.is_dir` raises where a name is too long
+    # `Path.is_dir` raises where a name is too long.
+    if not model or (looks_local and not os.path.isdir(path)):
         raise InputError(
             f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
             "or 'tiny'."

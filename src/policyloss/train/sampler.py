@@ -154,9 +154,8 @@ class Rule:
 
     def check(self) -> None:
         """Raise for numbers that mean nothing."""
-        if (
-            self.temperature != 0 and not 1e-30 <= self.temperature < math.inf
-        ):  # below, float32 would divide by 0
+        # Below, float32 would divide by 0.
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the "
                 "likeliest token."
@@ -189,9 +188,8 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         # that swaps two near-equal tokens then changes no sample.
         cdf = p.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        token.clamp_(
-            max=logits.shape[-1] - 1
-        )  # NaN logits end past the last token; _ragged reports them
+        # NaN logits end past the last token; _ragged reports them.
+        token.clamp_(max=logits.shape[-1] - 1)
     return token.squeeze(-1), logp.gather(-1, token).squeeze(-1)
 
 
@@ -247,9 +245,8 @@ def _complete(
         tokens[alive, t], logps[alive, t] = token, logp.float()
         if t + 1 == limit:
             break
-        going = (
-            (~torch.isin(token, stops)).nonzero().squeeze(-1)
-        )  # its size is the one thing the host waits for
+        # Its size is the one thing the host waits for.
+        going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
         if len(going) < len(alive):
             if not len(going):
                 return tokens, logps
@@ -305,9 +302,8 @@ def _next_logits(
         use_cache=True,
         logits_to_keep=1,
     )
-    if (
-        getattr(out, "past_key_values", None) is None
-    ):  # without it each token would be read as if it were the first
+    # Without it each token would be read as if it were the first.
+    if getattr(out, "past_key_values", None) is None:
         raise InputError(
             f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "
             "key-value cache."

@@ -132,9 +132,8 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    count = max(
-        len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)
-    )  # ids may have gaps
+    # Ids may have gaps.
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
         raise InputError(
             f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "

@@ -49,9 +49,8 @@ def warm_up(
         chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(
-                1.0, (step + 1) / 10
-            )  # the first steps of AdamW are large whatever the gradient
+            # The first steps of AdamW are large whatever the gradient.
+            group["lr"] = LR * min(1.0, (step + 1) / 10)
         loss = _loss(model, *_tensors(tokenizer, texts, device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -118,10 +118,11 @@ class Watch:
                         else self.places()
                     )
                     self._say(f"still running; {place}")
+            # The store is gone: another rank has ended, and the collective says so.
             except (
                 RuntimeError,
                 OSError,
-            ):  # the store is gone: another rank has ended, and the collective says so
+            ):
                 return
 
 

@@ -97,9 +97,8 @@ def save(
         tensors.update(flatten(state))
         return {name: share_of(name, x, group) for name, x in tensors.items()}
 
-    entries = located(
-        on_every_rank(plan, group)
-    )  # of the same plans on every rank: all raise, or none
+    # Of the same plans on every rank: all raise, or none.
+    entries = located(on_every_rank(plan, group))
     path, file = published_path(folder, step), file_of(rank_in(group))
     to_write = {
         name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)

@@ -104,9 +104,8 @@ class RunDir:
                     f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
                     "directory."
                 )
-            for name in (
-                there
-            ):  # a start that ended before its first checkpoint: there is nothing to resume
+            # A start that ended before its first checkpoint: there is nothing to resume.
+            for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
             replace_file(
@@ -215,9 +214,8 @@ class RunDir:
 
         The lines that stay keep their bytes. After a crash in the middle, do it again.
         """
-        discard_after(
-            self.checkpoints, step
-        )  # first: the latest checkpoint must never be of a step whose lines are gone
+        # First: the latest checkpoint must never be of a step whose lines are gone.
+        discard_after(self.checkpoints, step)
         for lines in self._lines.values():
             lines.truncate(step)
         last = self._lines["metrics"].last

@@ -63,13 +63,11 @@ class Lock:
             handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 if sys.platform != "win32":
-                    with suppress(
-                        OSError
-                    ):  # some network disks cannot; then what the file says must do
+                    # Some network disks cannot; then what the file says must do.
+                    with suppress(OSError):
                         fcntl.flock(handle, fcntl.LOCK_EX)
-                if _same_file(
-                    handle, self.path
-                ):  # else another process removed the file meanwhile: open the new one
+                # Else another process removed the file meanwhile: open the new one.
+                if _same_file(handle, self.path):
                     yield handle
                     return
             finally:
@@ -123,9 +121,8 @@ def _read(data: bytes) -> dict[str, Any] | None:
     if not isinstance(holder, dict) or "host" not in holder:
         return None
     pid = holder.get("pid")
-    real = (
-        isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
-    )  # 0 and less are groups of processes to the system
+    # 0 and less are groups of processes to the system.
+    real = isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
     return holder if real else None
 
 
@@ -167,6 +164,5 @@ def _began(pid: int) -> str | None:
     # The second field is the program's name, in parentheses, and may hold anything:
     # count from the last parenthesis on.
     state, *fields = stat.rpartition(")")[2].split()
-    return (
-        _ENDED if state in "ZX" else f"{boot} {fields[18]}"
-    )  # Z: killed, and nobody has asked for its exit code yet
+    # Z: killed, and nobody has asked for its exit code yet.
+    return _ENDED if state in "ZX" else f"{boot} {fields[18]}"

@@ -70,9 +70,8 @@ class JsonLines:
         bytes before stay as they are.
         """
         end, at, last = 0, 0, None
-        with os.fdopen(
-            os.dup(self._handle), "rb"
-        ) as file:  # this very file, whatever its name leads to by now
+        # This very file, whatever its name leads to by now.
+        with os.fdopen(os.dup(self._handle), "rb") as file:
             file.seek(0)
             for line in file:
                 at += len(line)
@@ -134,9 +133,8 @@ def _step_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     found = _STEP.match(line)
-    if found and line.endswith(
-        b"}\n"
-    ):  # as `line_of` writes it: to parse a long row for its first number would take far longer
+    # As `line_of` writes it: to parse a long row for its first number would take far longer.
+    if found and line.endswith(b"}\n"):
         return int(found[1])
     try:
         step = from_json(line)["step"]

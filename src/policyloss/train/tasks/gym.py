@@ -57,11 +57,12 @@ def _creator(dataset: str) -> Any:
     def create(seed: int, size: int) -> Any:
         try:
             return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+        # "composite", for one, is nothing without settings.
         except (
             AssertionError,
             TypeError,
             ValueError,
-        ) as error:  # "composite", for one, is nothing without settings
+        ) as error:
             raise InputError(
                 f"the task reasoning_gym:{dataset} cannot be made with its default settings: "
                 f"{error}."

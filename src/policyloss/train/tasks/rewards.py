@@ -51,10 +51,11 @@ def checked(name: str, function: Any) -> Reward:
     def reward(example: Example, completion: str) -> float:
         try:
             found = function(example, completion)
+        # By `sys.exit` a reward would end the run as if it had succeeded.
         except (
             Exception,
             SystemExit,
-        ) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
+        ) as error:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
@@ -96,9 +97,8 @@ def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward
 def _shown(x: object) -> str:
     try:
         return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    except (
-        Exception
-    ):  # an object may fail to show itself; so does a whole number of more than 4300 digits
+    # An object may fail to show itself; so does a whole number of more than 4300 digits.
+    except Exception:
         return f"something of type {type(x).__name__}"
 
 
@@ -171,10 +171,11 @@ def _module(module: str, reward: str) -> ModuleType:
             f"the reward {reward!r}: there is no module {module!r} here or among the installed "
             "ones."
         ) from error
+    # It is the user's own code, which may do anything when it is imported.
     except (
         Exception,
         SystemExit,
-    ) as error:  # it is the user's own code, which may do anything when it is imported
+    ) as error:
         raise InputError(
             f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}."
         ) from error

@@ -106,9 +106,8 @@ class Display:
             if known.get(name) is not None
         }
         row["ETA"] = self._time_left()
-        self._held_out = row.get(
-            "held-out", self._held_out
-        )  # measured now and then; the table shows the last one
+        # Measured now and then; the table shows the last one.
+        self._held_out = row.get("held-out", self._held_out)
         self._rows.append({"held-out": self._held_out, **row})
         self._titles |= row.keys()
         if self._live is not None:
