@@ -21,13 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import policyloss as pl
 from benchmarks import evidence_large
@@ -57,7 +57,7 @@ class Dense(Packed):
     def __init__(self) -> None:
         super().__init__("dense")
 
-    def hidden(self, body: nn.Module, micro: Mapping[str, Any]) -> Tensor:
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """Transformers makes the mask from positions that begin at 0 again."""
         positions = micro["position_ids"][None]
         out = body(input_ids=micro["ids"][None], position_ids=positions, use_cache=False)
