@@ -126,7 +126,7 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no chat template; .* --chat-template FILE"):
         rendered(tok, chat("a"))
     tok.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="the chat template fails on .*roles must alternate"):
+    with pytest.raises(InputError, match=r"the chat template fails on .*roles must alternate"):
         rendered(tok, chat("a"))
     plain = ListTask("t", numbered([("a", "b", {})]), (), lambda e, c: 0.0)
     with pytest.raises(InputError, match=r"cannot read --chat-template .*nowhere"):
