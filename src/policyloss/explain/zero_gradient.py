@@ -95,11 +95,9 @@ def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
 
 
 def _any_of(conditions: Conditions) -> str:
-    return (
-        " | ".join(f"({c.expression})" for c in conditions)
-        if conditions[1:]
-        else conditions[0].expression
-    )
+    if len(conditions) == 1:
+        return conditions[0].expression
+    return " | ".join(f"({c.expression})" for c in conditions)
 
 
 def _once(conditions: Conditions) -> Conditions:
