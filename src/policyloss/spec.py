@@ -37,11 +37,9 @@ Part = TypeVar("Part")
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
 
 # The defaults are plain PPO: frozen values, safe to share.
-_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = (
-    ratio.TokenRatio(),
-    trust.Clip(0.2, 0.2),
-    aggregate.TokenMean(),
-)
+_TOKEN_RATIO = ratio.TokenRatio()
+_PPO_CLIP = trust.Clip(0.2, 0.2)
+_TOKEN_MEAN = aggregate.TokenMean()
 
 
 @dataclass(frozen=True)

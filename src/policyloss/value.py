@@ -89,10 +89,8 @@ def value_loss(
     )
     t = t.with_totals(local_totals(t) if step is None else step)
     check_tensor("returns", returns, like=("values", values))
-    value, target = (
-        t.fill(values),
-        t.fill(expand_advantages(returns.detach(), t.sequences, "returns")),
-    )
+    value = t.fill(values)
+    target = t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
 
     def f(error: Tensor) -> Tensor:
         return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)

@@ -121,10 +121,8 @@ class Explanation:
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         title, *rest = _heading(self)
-        formula, remarks = (
-            preformatted(str(self.formula)),
-            [line for line in _formula(self) if not line.startswith("  ")],
-        )
+        formula = preformatted(str(self.formula))
+        remarks = [line for line in _formula(self) if not line.startswith("  ")]
         numbers = [
             (n.where, shown(n.value), source)
             for n, source in zip(self.numbers, shortened(self.numbers), strict=True)

@@ -146,10 +146,8 @@ def gae(
     sequence. last_values: `[S]` or None.
     """
     rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
-    advantages, returns = (
-        torch.empty_like(values, dtype=dtype),
-        torch.empty_like(values, dtype=dtype),
-    )
+    advantages = torch.empty_like(values, dtype=dtype)
+    returns = torch.empty_like(values, dtype=dtype)
     sequences, length = (
         values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
     )

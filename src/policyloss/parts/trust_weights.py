@@ -60,10 +60,8 @@ class GammaWeight:
             validate.number(self, name, above=0, finite=True)
 
     def __call__(self, t: Tokens) -> Surrogate:
-        positive, negative = (
-            (self.k_positive, self.lambda_positive),
-            (self.k_negative, self.lambda_negative),
-        )
+        positive = (self.k_positive, self.lambda_positive)
+        negative = (self.k_negative, self.lambda_negative)
         return Surrogate(
             trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
         )

@@ -135,10 +135,8 @@ def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
     already do.
     """
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
-    needed, free = (
-        max((keep + 1) * size - there, size) + SPARE,
-        shutil.disk_usage(_existing(out)).free,
-    )
+    needed = max((keep + 1) * size - there, size) + SPARE
+    free = shutil.disk_usage(_existing(out)).free
     if free >= needed:
         return []
     return [
