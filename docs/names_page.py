@@ -21,8 +21,7 @@ from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from docs.names.options import OPTIONS
 from policyloss.explain.formula import VOCABULARY, formula, names_in
-from policyloss.explain.framework_names import Elsewhere
-from policyloss.explain.traits import ELSEWHERE
+from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
 
 
 def names_page() -> str:

@@ -279,9 +279,7 @@ def _check(micro_batches: Any) -> None:
 
 @dataclass(frozen=True)
 class _Pack:
-    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where
-    sequences are in each of them.
-    """
+    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and where each has its sequences."""
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -367,9 +365,7 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the
-    forward of a sharded model.
-    """
+    """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
     if 0 in numbers:
         raise InputError(
             f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
@@ -379,10 +375,7 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
-    """The tokens of each prompt group, over the ranks of `group`.
-
-    members: `[2, S]` ids and lengths of this rank's sequences.
-    """
+    """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
     if min(members_of_each) < 0:
         rank = members_of_each.index(-1)
         raise InputError(

@@ -71,9 +71,7 @@ class Inputs:
     def of(
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
-        """From the arguments of a loss function; an unknown name is an error that suggests the
-        nearest.
-        """
+        """From the arguments of a loss function; for an unknown name, suggest the nearest."""
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
@@ -146,9 +144,7 @@ OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
 def takes_tensors(function: F) -> F:
-    """Show the names of `**tensors` in the signature of `function`, for `help` and for other
-    programs.
-    """
+    """Show the names of `**tensors` in the signature of `function`, for `help` and tools."""
     signature = inspect.signature(function)
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: a 0-dim tensor to call `backward()` on.
-
-    `metrics`: what happened, as records that add up.
-    """
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: what happened, as records that add up."""
 
     loss: Tensor
     metrics: Metrics
@@ -85,10 +82,7 @@ def policy_loss(
 
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
-    """`policy_loss` of arguments that are put together already.
-
-    step: the given totals, None if this call is the step.
-    """
+    """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
     logp, entropy = inputs.logp, inputs.entropy
     plain = (
@@ -128,9 +122,7 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
-    does not.
-    """
+    """Raise if the entropy bonus would train nothing: `logp` has a gradient, entropy none."""
     logp: Any = inputs.logp
     entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
@@ -158,10 +150,7 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
 
 
 def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens.
-
-    step: the given totals, None if this call is the step.
-    """
+    """The slots in order, on one call's tokens. step: the totals, None if this call is it."""
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
@@ -232,9 +221,7 @@ def aggregate_tokens(
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
-    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast
-    to a wrong loss.
-    """
+    """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
         actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(

@@ -78,10 +78,7 @@ class Record:
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of this one and `other`.
-
-        Sums are carried in float64 so that long runs do not lose counts.
-        """
+        """One record of both. Sums are in float64, so that long runs do not lose counts."""
         if type(self) is not type(other):
             raise InputTypeError(
                 f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
@@ -124,10 +121,7 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of certain mistakes, taken without waiting for the device.
-
-    `Metrics.compute` raises unless it is 0.
-    """
+    """A count of certain mistakes, taken without waiting; `Metrics.compute` raises unless 0."""
 
 
 # What `Metrics.compute` says of each count that is not 0, where n stands for the count.

@@ -107,9 +107,7 @@ def policy_metrics(
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
         **_of_logprobs(t, token_loss),
-        "beyond_totals": Sum(
-            _beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), step_totals)
-        ),
+        "beyond_totals": Sum(_beyond_totals(spec, t, n, step_totals)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }
     _clipping(records, spec, surrogate, t.mask, n)
@@ -125,9 +123,7 @@ def policy_metrics(
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
-    either from the loss.
-    """
+    """Tokens with a number or log-probability that is none, which a clamp may hide."""
     logprobs = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
@@ -143,10 +139,9 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
     }
 
 
-def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, step_totals: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is
-    the step, or one rank's share.
-    """
+def _beyond_totals(spec: LossSpec, t: Tokens, n: Tensor, step_totals: Totals | None) -> Tensor:
+    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
+    divisor = getattr(spec.aggregate, "divides_by", None)
     if step_totals is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
@@ -158,34 +153,27 @@ def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, step_totals: Total
 def _clipping(
     records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor
 ) -> None:
-    flags = {
-        name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
-    }
-    # Then a token has one flag at most, and a masked one none; a user's may do anything.
+    named = zip(s._fields[1:], s[1:], strict=True)
+    flags = {name: flag for name, flag in named if flag is not None}
+    # A part of ours flags a token once at most, and no masked one; a user's may do anything.
     ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
     for name, number in counts.items():
         records[f"clip_fraction_{name}"] = Stat(number, n)
-    if flags:
-        total = (
-            reduce(torch.add, counts.values())
-            if ours
-            else count(reduce(torch.bitwise_or, flags.values()))
-        )
-        records["clip_fraction"] = Stat(total, n)
+    if flags and ours:
+        records["clip_fraction"] = Stat(reduce(torch.add, counts.values()), n)
+    elif flags:
+        records["clip_fraction"] = Stat(count(reduce(torch.bitwise_or, flags.values())), n)
 
 
 def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
-    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when
-    the ratio is that of tokens.
-    """
+    """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        # A token's log-ratio is 0 where masked already.
-        raw = raw if per_token else fill(raw, t.mask)
+        raw = raw if per_token else fill(raw, t.mask)  # a token's is 0 where masked already
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)

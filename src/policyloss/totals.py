@@ -27,9 +27,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both
-    integers.
-    """
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]`, `tokens` `[G]`."""
 
     ids: Tensor
     tokens: Tensor
@@ -114,9 +112,7 @@ class Totals:
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
-        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what
-        `totals="local"` stands for.
-        """
+        """The counts of one padded `[B, T]` mask alone: what `totals="local"` stands for."""
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
         return cls(
@@ -126,10 +122,7 @@ class Totals:
     def all_reduce(
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
     ) -> Totals:
-        """The counts of all data-parallel ranks together.
-
-        Without `torch.distributed`, or with one rank, the same counts.
-        """
+        """The counts of all data-parallel ranks together; unchanged on one rank."""
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
@@ -197,9 +190,7 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
-    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no
-    others.
-    """
+    """The ranks with other sequences: `group`, by default all; None if there are no others."""
     check_group("group", group)
     check_group("cp_group", cp_group)
     if group is not None or not several_ranks():
@@ -215,10 +206,7 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
-    """Sum `tokens` by id.
-
-    Reads shapes back to the host, which counting may do: it runs once per step.
-    """
+    """Sum `tokens` by id. It reads shapes back to the host, which counting may do."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
@@ -238,9 +226,7 @@ def local_totals(t: Layout) -> Totals:
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """What the caller said about the step: given totals, or None for "this call is the whole
-    batch".
-    """
+    """The totals that the caller passed, or None for "this call is the whole batch"."""
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):

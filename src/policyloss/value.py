@@ -1,6 +1,4 @@
-"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals,
-packing and metrics.
-"""
+"""`value_loss`: the critic's clipped regression, aggregated and measured as the policy loss."""
 
 from __future__ import annotations
 
@@ -22,11 +20,6 @@ from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 
 
-def squared_error(error: Tensor) -> Tensor:
-    """`½·e²`."""
-    return 0.5 * error**2
-
-
 def huber_error(error: Tensor, delta: float) -> Tensor:
     """`½·e²` where |e| ≤ delta, `delta·(|e| − ½·delta)` beyond: quadratic, then linear."""
     size = error.abs()
@@ -35,9 +28,7 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
 
 
 def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
-    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½
-    ("half").
-    """
+    """`x` within bounds; at a bound its slope is 1 ("pass") or ½ ("half")."""
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 
@@ -93,7 +84,7 @@ def value_loss(
     target = t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
 
     def f(error: Tensor) -> Tensor:
-        return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)
+        return 0.5 * error**2 if kind == "mse" else huber_error(error, huber_delta)
 
     token_loss = f(value - target)
     binds: Tensor | None = None

@@ -32,7 +32,8 @@ from cases import (
     swapped,
 )
 from policyloss.explain.formula import Formula, Line, formula
-from policyloss.explain.traits import ELSEWHERE, fits, traits
+from policyloss.explain.framework_names import ELSEWHERE
+from policyloss.explain.traits import fits, traits
 from policyloss.explain.traps import TRAPS
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.presets import PRESETS as NAMED

@@ -17,7 +17,7 @@ from docs.names.options import OPTIONS
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.explain.traits import ELSEWHERE
+from policyloss.explain.framework_names import ELSEWHERE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/names.md").read_text(encoding="utf-8")
 ROWS: list[Row] = [row for rows in OPTIONS.values() for row in rows]

@@ -38,7 +38,7 @@ def evaluate(
     log-probs may be lists too.
     """
     leaf = rows(logp).clone().requires_grad_()
-    for name in ("rollout_logp", "ref_logp", "entropy"):
+    for name in ("rollout_logp", "ref_logp", "teacher_logp", "entropy"):
         if others.get(name) is not None:
             others[name] = rows(others[name])
     entropy = others.get("entropy")

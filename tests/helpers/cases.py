@@ -27,6 +27,7 @@ RATIOS = (
     pl.SequenceRatio(),
     pl.SequenceRatio(grad="token", anchor="rollout"),
     pl.SequenceProduct(log_clamp=(-1.5, None)),
+    pl.TokenRatio(anchor="teacher"),
     pl.SegmentRatio(),
 )
 TRUSTS = (
@@ -82,6 +83,7 @@ KLS = (
     pl.KL("k3", 0.1, weight="ratio"),
     pl.KL("k3", 0.1, clamp=0.4, value_clamp=0.03, anchor="old"),
     pl.KL("k2", 0.1, anchor="rollout"),
+    pl.KL("k1", 0.1, grad="k2", weight="detached_ratio", weight_max=1.1, anchor="teacher"),
 )
 AGGREGATES = (
     pl.TokenMean(),
@@ -217,7 +219,8 @@ def make_batch(
     ref = (old + noise(spread)).clamp(max=-0.01)
     entropy = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
     groups = torch.tensor([70, 11, 70, 99, 11, -5, 42])[torch.arange(rows) % 7]
-    tensors = [x.to(dtype) for x in (logp, old, rollout, ref, entropy, 1.5 * noise(1.0))]
+    teacher = 0.5 * (ref + logp) - 0.1
+    tensors = [x.to(dtype) for x in (logp, old, rollout, ref, teacher, entropy, 1.5 * noise(1.0))]
     return Batch(*tensors, mask, groups, lengths, width)
 
 

@@ -36,7 +36,7 @@ class Evaluator:
             "mask": torch.ones(len(self.row), dtype=torch.bool),
             **{
                 name: getattr(batch, name)[valid]
-                for name in ("old_logp", "rollout_logp", "ref_logp", "advantages")
+                for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
             },
         }
         for line in formula.lines:

@@ -53,14 +53,13 @@ def test_cut_completions_may_be_left_out() -> None:
     assert pack.completion_lengths.tolist() == [2, 3, 0, 2]
 
 
-@pytest.mark.parametrize("budget", [1, 4, 7, 8, 100])
-def test_cuts_hold_every_sequence_once(budget: int) -> None:
-    pack = Pack.of(SAMPLES)
-    parts = pack.cut(budget)
-    assert all(sum(part.lengths) <= budget or len(part.lengths) == 1 for part in parts)
-    for name, x in pack.tokens.items():
-        assert torch.equal(torch.cat([part.tokens[name] for part in parts]), x)
-    assert torch.cat([part.sequences["rewards"] for part in parts]).tolist() == [1.0, 0.0, 0.0, 3.0]
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [3, 0], [2], [1, 1]])
+def test_a_selection_is_what_a_pack_of_its_samples_is(chosen: list[int]) -> None:
+    found, expected = Pack.of(SAMPLES).select(chosen), Pack.of([SAMPLES[i] for i in chosen])
+    assert found.lengths == expected.lengths
+    for part, other in ((found.tokens, expected.tokens), (found.sequences, expected.sequences)):
+        assert part.keys() == other.keys()
+        assert all(torch.equal(x, other[name]) for name, x in part.items())
 
 
 def test_select_keeps_the_order_asked_for() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import policyloss as pl
+from policyloss.train.attention import Rows
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
@@ -114,12 +115,12 @@ def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
         **options,
     }
     config = TrainConfig(**options)
-    policy = Policy(model)
+    policy = Policy(model, Rows())
     made = Learner(config, spec, HERE, policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     if "ref_logp" in spec.reads:
-        made.reference = Policy(llama(9)).requires_grad_(False)
+        made.reference = Policy(llama(9), Rows()).requires_grad_(False)
     if config.with_critic:
-        made.critic = Critic(model)
+        made.critic = Critic(model, Rows())
         nn.init.normal_(made.critic.head.weight, generator=torch.Generator().manual_seed(2))
         made.critic_optimizer = torch.optim.SGD(made.critic.parameters(), lr=0.01)
     return made
@@ -247,14 +248,10 @@ def test_a_pack_does_not_look_across_sequences(make: Any) -> None:
         torch.testing.assert_close(
             found, torch.cat([alone(model, s) for s in batch]), rtol=0, atol=1e-12
         )
-        values = Critic(model)
+        values = Critic(model, Rows())
         nn.init.normal_(values.head.weight)
-        packed = values(micro["ids"][None], micro["position_ids"][None])[0]
-        single = [
-            values(p["ids"][None], p["position_ids"][None])[0]
-            for p in (part.micro_batch() for part in Pack.of(batch).cut(1))
-        ]
-        torch.testing.assert_close(packed, torch.cat(single), rtol=0, atol=1e-12)
+        single = [values(Pack.of([s]).micro_batch()) for s in batch]
+        torch.testing.assert_close(values(micro), torch.cat(single), rtol=0, atol=1e-12)
 
 
 def test_every_sequence_is_seen_once_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,10 +389,7 @@ def test_the_critic_learns_the_clipped_value_loss() -> None:
     def values() -> list[Tensor]:
         rows = []
         for s in batch:
-            whole = torch.cat([s.prompt_ids, s.completion_ids])[None, :-1]
-            rows.append(
-                twin(whole, torch.arange(whole.shape[1])[None])[0, s.prompt_ids.shape[0] - 1 :]
-            )
+            rows.append(twin(Pack.of([s]).micro_batch())[s.prompt_ids.shape[0] - 1 :])
         return rows
 
     learned = learn(made, batch)

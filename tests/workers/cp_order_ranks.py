@@ -252,6 +252,15 @@ SCANS: dict[str, Callable[..., Tensor]] = {
     "reinforce_pp": lambda r, v, m, last, **layout: advantage.reinforce_pp(
         r, m, 0.7, **{"group": "local", **layout}
     ),
+    "iw_opd": lambda r, v, m, last, **layout: advantage.iw_opd(
+        v, 0.5 * v, m, 0.8, 0.7, r, **layout
+    ),
+    "centered_kl": lambda r, v, m, last, positions=None, **layout: advantage.centered_kl(
+        v, 0.5 * v, m, 0.7, r, **{"group": "local", **layout}
+    ),
+    "kl_in_reward": lambda r, v, m, last, **layout: advantage.kl_in_reward(
+        r, v, 0.5 * v, m, 0.7, estimator="k3", **layout
+    ),
 }
 PADDED_ONLY = ("optimal_token_baseline",)
 

@@ -262,16 +262,10 @@ def gdpo(
         rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids
     )
     k, dtype = rewards.shape[1], compute_dtype(rewards)
-    weight = (
-        rewards.new_ones(k, dtype=dtype)
-        if weights is None
-        else _weights(weights, k, rewards.device)
-    )
-    counts = (
-        torch.ones_like(group_ids)
-        if lengths is None
-        else per_sequence("lengths", lengths, group_ids)
-    )
+    weight = _weights([1.0] * k if weights is None else weights, k, rewards.device)
+    counts = torch.ones_like(group_ids)
+    if lengths is not None:
+        counts = per_sequence("lengths", lengths, group_ids)
     (counts, group_ids, *columns), this_rank = of_all_ranks(
         group, counts, group_ids, *rewards.unbind(1)
     )

@@ -204,10 +204,7 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
-    """Rewards, ids and `more` columns of all ranks that share a statistic; ids keep their dtype.
-
-    All others are in float64.
-    """
+    """The columns of all ranks that share a statistic, in float64; ids keep their dtype."""
     wide = accumulator_dtype(rewards.device)
     return gather_rows(
         [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)
@@ -289,6 +286,17 @@ def whiten(
     check_flag("mean", mean)
     mask = as_mask(mask, x, like_called="x")
     dtype = compute_dtype(x)
+    return whitened(
+        fill(x.detach(), mask, dtype),
+        mask.to(accumulator_dtype(x.device)),
+        *shared_groups(group, cp_group),
+        mean=mean,
+        eps=eps,
+    )
+
+
+def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
+    """The groups whose ranks share a statistic over tokens: data ranks, context-parallel ranks."""
     check_group("cp_group", cp_group)
     if (
         group is None
@@ -296,14 +304,7 @@ def whiten(
         and dist.get_world_size(cp_group) == dist.get_world_size()
     ):
         group = "local"  # there are no ranks beside those of cp_group
-    return whitened(
-        fill(x.detach(), mask, dtype),
-        mask.to(accumulator_dtype(x.device)),
-        statistics_group(group),
-        cp_group,
-        mean=mean,
-        eps=eps,
-    )
+    return statistics_group(group), cp_group
 
 
 def whitened(

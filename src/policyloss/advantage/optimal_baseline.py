@@ -72,17 +72,12 @@ def optimal_token_baseline(
                 "bridge=False compares columns as they stand, which with cp_group are a shard's; "
                 "pass bridge=True."
             )
-        others = (
-            (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
-        )
+        others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
         sequences, reward = whole_sequences(
             rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others
         )
-        reward = (
-            sequences.padded(sequences.columns[-1])
-            if len(sequences.columns) > len(others)
-            else reward.squeeze(1)
-        )
+        by_token = len(sequences.columns) > len(others)
+        reward = sequences.padded(sequences.columns[-1]) if by_token else reward.squeeze(1)
         logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}

@@ -45,10 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found.
-
-    True in a boolean context if every property holds; `str()` is a table.
-    """
+    """What `check_loss` found: true if every property holds; `str()` is a table."""
 
     results: tuple[Result, ...]
 
@@ -98,9 +95,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in
-        `self.base`.
-        """
+        """`f` with its stop-gradients held as at `base`, and its value there in `self.base`."""
         with self:
             self.base = f(*base)
 
@@ -206,11 +201,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         return f"the loss of an ordinary batch is {value.item()}"
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
-    return (
-        ""
-        if gradient.any()
-        else "no token gets a gradient: is the result detached from logp and ratio?"
-    )
+    if not gradient.any():
+        return "no token gets a gradient: is the result detached from logp and ratio?"
+    return ""
 
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
@@ -249,18 +242,9 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
-    apart = Batch(
-        logp,
-        anchor,
-        anchor,
-        anchor,
-        ones,
-        advantages,
-        ones.bool(),
-        rows // 2,
-        lengths=torch.ones_like(rows),
-        width=1,
-    )
+    lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
+    rest = (anchor, anchor, anchor, anchor, ones, advantages, valid, groups, lengths)
+    apart = Batch(logp, *rest, width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 
@@ -280,9 +264,7 @@ def _direction(spec: LossSpec, batch: Batch) -> str:
 
 
 def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
-    it back.
-    """
+    """A limit must not bind only where a token moved *against* its advantage, never to return."""
     against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
     along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
     if (against == 0).any(0).all() and (along != 0).all():

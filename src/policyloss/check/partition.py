@@ -75,9 +75,7 @@ class PartitionReport:
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
-        """Raise an AssertionError with the report if the gradient moved, for a test of your
-        trainer.
-        """
+        """Raise an AssertionError with the report if the gradient moved, for a test."""
         if self.moved:
             raise AssertionError(str(self))
 
@@ -100,9 +98,7 @@ class PartitionReport:
         )
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
-        """For each cut: its name, the number of its pieces, how far the gradient moved, and by
-        which factor.
-        """
+        """For each cut: its name, its pieces, how far the gradient moved, and the factor."""
         return [
             (
                 cut.name,
@@ -241,9 +237,7 @@ class _Check:
         return gradient
 
     def _against(self, reference: Any) -> CutResult:
-        """Compare the batch, shared once among all ranks (or in one micro-batch), with
-        `reference`.
-        """
+        """Compare the batch, shared once among all ranks, with `reference`."""
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:
             raise InputError(

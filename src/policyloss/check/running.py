@@ -73,9 +73,7 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`. The next run depends on it, and ranks that run different
-        things would wait for each other forever.
-        """
+        """The first rank's `number`: ranks that run different things would wait for each other."""
         if self.size == 1:
             return number
         shares: list[Any] = [None] * self.size
@@ -97,9 +95,7 @@ class Ranks:
 
 
 class Steps:
-    """The user's step, run on pieces of one batch. `full_gradient` is that of the uncut batch, and
-    `tolerance` follows from its dtype.
-    """
+    """The user's step on pieces of one batch; the tolerance follows from the gradient's dtype."""
 
     def __init__(
         self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None

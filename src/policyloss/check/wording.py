@@ -10,9 +10,7 @@ from policyloss.check.diagnosis import LAWS, Experiment, Weighing
 
 
 class Place(NamedTuple):
-    """Where the pieces of a cut run: the words for one piece, for several and for their number, and
-    how to count over all of them.
-    """
+    """Where the pieces of a cut run: words for one, several and their number, and how to count."""
 
     one: str
     many: str
@@ -86,9 +84,7 @@ def weighing_words(weighing: Weighing, place: Place, packed: bool) -> str:
 
 
 def factor_words(power: int, place: Place) -> str:
-    """The diagnosis where the direction is right and the length is off by a power of the number of
-    pieces.
-    """
+    """The diagnosis where only the length is off, by a power of the number of pieces."""
     k, many = place.number, place.many
     if power > 0:
         return (
@@ -147,9 +143,7 @@ def _numbers(x: Tensor) -> str:
 
 
 def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
-    """The diagnosis of a comparison with a reference gradient. factor: None where the direction
-    differs too.
-    """
+    """The diagnosis against a reference. factor: None where the direction differs too."""
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
         return (

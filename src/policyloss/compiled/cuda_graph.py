@@ -1,6 +1,4 @@
-"""A function of tensors as a CUDA graph: one launch for all its kernels, without the Python and C++
-around each.
-"""
+"""A function of tensors as a CUDA graph: one launch for all its kernels."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Graphed:
 
 
 def can_be_graphed(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are on one GPU and own each of their elements (an expanded tensor has no
-    place to copy to).
-    """
+    """Whether all are on one GPU and own their elements (an expanded tensor has no place)."""
     device = tensors[0].device
     return device.type == "cuda" and all(
         x.device == device

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
 from policyloss.metrics import Invalid, Metrics, RecordPlaces
-from policyloss.presets import PresetName
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -69,39 +70,29 @@ def compiled_loss(
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(
-        spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph
-    )
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
 
 
 class Gradients(NamedTuple):
-    """`d loss / d logp` and `d loss / d entropy`, each like its tensor; entropy's is None where
-    none was given.
-    """
+    """`d loss / d logp` and `d loss / d entropy` (None without one), each like its tensor."""
 
     logp: Tensor
     entropy: Tensor | None
 
 
+@dataclass(eq=False, repr=False)
 class CompiledLoss:
     """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
 
-    def __init__(
-        self,
-        spec: LossSpec | PresetName | str,
-        *,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        two_stages: bool | None = None,
-        cuda_graph: bool = False,
-    ) -> None:
-        spec = ready_spec(spec)
-        self.spec = spec
-        self.dynamic = dynamic
-        self.options = options
-        self.two_stages = two_stages
-        self.cuda_graph = cuda_graph
-        self._is_data = spec.is_data
+    spec: LossSpec
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    two_stages: bool | None = None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = ready_spec(self.spec)
+        self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
         self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
 
@@ -188,19 +179,15 @@ class CompiledLoss:
         return graph, results
 
     def _traceable(self, inputs: Inputs) -> bool:
-        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no
-        callables.
-        """
+        """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
             return False
         if not all(
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
         ):
             return False
-        there = (
-            inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
-        )
-        return there and inputs.logp.numel() > 0
+        needed = (inputs.logp, inputs.advantages, inputs.mask)
+        return all(x is not None for x in needed) and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
@@ -237,10 +224,7 @@ class _Graph(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call: its tensors by name, and what is a constant of its graph.
-
-    `leaves`: the tensors that carry a gradient.
-    """
+    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
 
     tensors: dict[str, Tensor]
     dp_size: int | None
@@ -262,9 +246,7 @@ class _Call(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with the gradient of the same place in `known`
-    (see `_scaled`).
-    """
+    """`value`, which depends on each of `leaves` with a known gradient (see `_scaled`)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -325,9 +307,7 @@ def _eager_value_and_gradient(
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors, so that their values are data of the graph: they change from step to
-    step.
-    """
+    """The totals as tensors: their values change from step to step, so they are data."""
     numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
         numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
@@ -346,28 +326,18 @@ def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    extras = {
-        name.removeprefix("extras."): value
-        for name, value in x.items()
-        if name.startswith("extras.")
-    }
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
+
     named = {name: value for name, value in x.items() if "." not in name}
-    tokens = Inputs(**named, extras=extras).tokens()
+    tokens = Inputs(**named, extras=under("extras.")).tokens()
     if call.dp_size is None:
         return tokens, None
-    groups = (
-        GroupTokens(x["groups.ids"], x["groups.tokens"])
-        if "groups.ids" in x
-        else x.get("totals.groups")
-    )
-    statistics = {
-        name.removeprefix("statistics."): value
-        for name, value in x.items()
-        if name.startswith("statistics.")
-    }
-    return tokens, Totals(
-        x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None
-    )
+    counts, of_groups = under("totals."), under("groups.")
+    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
+    statistics = under("statistics.") or None
+    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
 
 
 def _compile(

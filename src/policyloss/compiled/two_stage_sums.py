@@ -48,9 +48,7 @@ def in_two_stages(module: GraphModule, n: int) -> GraphModule:
 
 
 def _cut(node: Node, n: int) -> int | str | None:
-    """G, the number of partial results of this reduction, or the symbol that stands for it; None to
-    leave it as it is.
-    """
+    """G, the number of partial results of a reduction or its symbol; None to leave it alone."""
     x = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
     if x is None or len(node.args) > 1:
         return None
@@ -60,9 +58,7 @@ def _cut(node: Node, n: int) -> int | str | None:
 
 
 def partials(rows: int, n: int) -> int:
-    """A divisor of n between FEWEST and MOST: `rows`, or rows cut evenly, or several rows taken
-    together; 0 if there is none.
-    """
+    """A divisor of n between FEWEST and MOST, made of rows cut or joined evenly; 0 if none."""
     if rows > MOST:
         return next(
             (

@@ -1,7 +1,4 @@
-"""One plain sentence for every slot of a loss, with its numbers.
-
-Each part has a method `sentence`; here they are put together.
-"""
+"""One plain sentence for every slot of a loss, put together from those of its parts."""
 
 from __future__ import annotations
 

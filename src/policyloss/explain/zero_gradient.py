@@ -46,10 +46,7 @@ class ZeroGradient:
 
 
 def zero_gradient(spec: LossSpec) -> ZeroGradient:
-    """The conditions for `spec`.
-
-    KL and entropy terms are left out: they move a token whatever these say.
-    """
+    """The conditions for `spec`; KL and entropy terms, which move any token, are left out."""
     if not hasattr(spec.trust, "slopes") or not hasattr(spec.ratio, "shared_over"):
         return ZeroGradient(known=False)
     slopes = spec.trust.slopes()
@@ -98,11 +95,9 @@ def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
 
 
 def _any_of(conditions: Conditions) -> str:
-    return (
-        " | ".join(f"({c.expression})" for c in conditions)
-        if conditions[1:]
-        else conditions[0].expression
-    )
+    if len(conditions) == 1:
+        return conditions[0].expression
+    return " | ".join(f"({c.expression})" for c in conditions)
 
 
 def _once(conditions: Conditions) -> Conditions:

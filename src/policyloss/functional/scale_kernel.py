@@ -29,10 +29,7 @@ def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK:
 
 
 def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write `x * factor` to `out`.
-
-    x, out: contiguous, of one size, no wider than float32. factor: 0-dim.
-    """
+    """Write `x * factor` to `out`: contiguous, of one size, at most float32; factor 0-dim."""
     n = x.numel()
     if n:
         in_place = x.data_ptr() == out.data_ptr()

@@ -74,6 +74,8 @@ def gradients_by_columns(
     for c in windows(w.shape[0], columns):
         z = room.logits(x.shape[0], c.stop - c.start)
         product(x, w[c].t(), z)
+        if rows.kept is not None:
+            rows.kept.restrict(z, c.start)
         part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
         dz = part.dlogits(z, room, s, dlogp, dentropy)
         if dhidden is not None:

@@ -18,6 +18,7 @@ from policyloss.head.backward import Gradients, Sums, Wanted
 from policyloss.head.head import Head, LogProbs
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.head.support import SupportArgument
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
 from policyloss.head.windows import (
     Batch,
@@ -66,6 +67,7 @@ def linear_policy_loss(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    support: SupportArgument | None = None,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
@@ -99,6 +101,7 @@ def linear_policy_loss(
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
+        support=support,
         **tensors,
     )
     decided = call.decide()
@@ -145,9 +148,10 @@ def _plan_of_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     entropy: bool = False,
+    support: SupportArgument | None = None,
 ) -> Plan:
     """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     return logprob_plan(
         head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan
     )
@@ -178,6 +182,7 @@ class _Call:
     temperature: float | Tensor
     softcap: float | None
     vocab_group: Any
+    support: SupportArgument | None
     head: Head
     inputs: Inputs
     step: Totals | None
@@ -202,6 +207,7 @@ class _Call:
         vocab_group: Any = None,
         plan: str | Plan = "auto",
         skip_zero_advantage: bool = False,
+        support: SupportArgument | None = None,
         **tensors: Unpack[SharedTensors],
     ) -> _Call:
         """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
@@ -210,11 +216,11 @@ class _Call:
                 "entropy is no argument of linear_policy_loss: the head computes it."
             )
         spec = ready_spec(spec)
-        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
         step = resolve(totals)
         stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
         inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
-        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
+        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, support, head)
         return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage)
 
     def decide(self) -> _Decided:
@@ -282,6 +288,7 @@ class _Call:
             plan=plan,
             softcap=self.softcap,
             vocab_group=self.vocab_group,
+            support=self.support,
         )
         entropy = out.entropy if entropy_has_slope(self.spec) else out.entropy.detach()
         loss = loss_of(self.spec, self.inputs.replace(logp=out.logp, entropy=entropy), self.step)

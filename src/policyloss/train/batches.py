@@ -1,5 +1,4 @@
-"""Completions as packs: sequences end to end, without padding,
-and cut into micro-batches by a budget of tokens.
+"""Completions as packs: sequences end to end, without padding.
 
 Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
 token it reads (`ids`) and the one it predicts (`targets`); `completion` is True where that one
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -95,31 +95,22 @@ class Pack:
 
     def select(self, chosen: Sequence[int]) -> Pack:
         """Some of the sequences, in this order."""
-        parts = {name: torch.split(x, self.lengths) for name, x in self.tokens.items()}
-        index = torch.tensor(list(chosen), device=self.tokens["ids"].device)
+        device, lengths = self.tokens["ids"].device, [self.lengths[i] for i in chosen]
+        starts = list(accumulate(self.lengths, initial=0))
+        places = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
+        tokens, sequences = torch.cat(places).to(device), torch.tensor(list(chosen), device=device)
         return Pack(
-            {name: torch.cat([x[i] for i in chosen]) for name, x in parts.items()},
-            {name: x[index] for name, x in self.sequences.items()},
-            [self.lengths[i] for i in chosen],
+            {name: x.index_select(0, tokens) for name, x in self.tokens.items()},
+            {name: x.index_select(0, sequences) for name, x in self.sequences.items()},
+            lengths,
         )
-
-    def cut(self, budget: int) -> list[Pack]:
-        """Packs of at most `budget` tokens (a longer sequence is a pack by itself), in order."""
-        bins: list[list[int]] = []
-        filled = 0
-        for i, n in enumerate(self.lengths):
-            if not bins or filled + n > budget:
-                bins.append([])
-                filled = 0
-            bins[-1].append(i)
-            filled += n
-        return [self.select(chosen) for chosen in bins]
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""
         return {
             **self.tokens,
             "cu_seqlens": self.cu_seqlens,
+            "lengths": self.lengths,
             "group_ids": self.sequences["group_ids"],
         }
 

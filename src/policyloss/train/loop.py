@@ -93,6 +93,8 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
+        if run is not None:
+            run.note(attention=self.learner.attention.name)
         self.collector = Collector(
             config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
         )
@@ -270,6 +272,7 @@ class Training:
         budget: dict[str, Any] = {
             "max_new_tokens": config.max_new_tokens,
             "batch_tokens": config.sampling_tokens,
+            "stop": config.stop,
         }
         with gathered(self.learner.policy):
             results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)

@@ -9,12 +9,14 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
+from policyloss.train.adapter import merged_weights
+from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 
@@ -53,8 +55,8 @@ def load(
 
 
 def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
-    """(body, weight, bias): logits = `body(input_ids=…, position_ids=…,
-    use_cache=False).last_hidden_state @ weight.T + bias`.
+    """(body, weight, bias): logits are the `logit_form` of
+    `body(…).last_hidden_state @ weight.T + bias`.
 
     weight: `[V, H]`, the embedding itself where the two are tied; bias: `[V]` or None.
     """
@@ -68,32 +70,45 @@ def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
     return body, head.weight, getattr(head, "bias", None)
 
 
+class LogitForm(NamedTuple):
+    """What a model makes of a product with its head: `cap · tanh(scale · product / cap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def logit_form(model: PreTrainedModel) -> LogitForm:
+    """As the model's config says; `load` compares it with the model's own logits."""
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    return LogitForm(
+        scale / float(getattr(config, "logits_scaling", None) or 1.0),
+        getattr(config, "final_logit_softcapping", None),
+    )
+
+
 class Critic(nn.Module):
     """A copy of a model's body, and one number per token:
     `V_t = w · hidden_t + b`, which is 0 before it has learned.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         super().__init__()
+        self.attention = attention
         body, weight, _ = parts(model)
         self.body = copy.deepcopy(body).requires_grad_(True)
         self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """int64 `[B, N]`, `[B, N]` → values `[B, N]`. One row may hold several sequences, whose
-        positions begin at 0 again.
-        """
-        hidden = self.body(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        values: Tensor = self.head(hidden).squeeze(-1)
+    def forward(self, micro: Mapping[str, Any]) -> Tensor:
+        """The values `[N]` of the tokens of a micro-batch."""
+        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
         return values
 
     def start_from(self, model: PreTrainedModel) -> None:
         """Take over the weights of the model's body, as they are now."""
-        self.body.load_state_dict(parts(model)[0].state_dict())
+        self.body.load_state_dict(merged_weights(parts(model)[0]))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -107,9 +122,9 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module what `weights` returned."""
-    for name, x in weights(module).items():
+def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of a module, as `weights` names them."""
+    for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
             stored = (
                 f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
@@ -202,6 +217,22 @@ def _complete(tokenizer: Any, model: str) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Have the model keep the inputs of its layers alone, and compute the rest again.
+
+    Transformers does so in layers that are in training mode, so they are; what is in them is not,
+    and dropout that a layer has itself is off, so that numbers stay.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            for name in [name for name in vars(layer) if "dropout" in name]:
+                setattr(layer, name, 0.0)
+
+
 @torch.no_grad()
 def _check_parts(model: PreTrainedModel, name: str) -> None:
     """Refuse a model that would silently be trained as another one than it samples as;
@@ -211,20 +242,14 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    gap = (nn.functional.linear(hidden, weight, bias).float() - logits).abs().max()
+    scale, softcap = logit_form(model)
+    logits = nn.functional.linear(hidden, weight, bias).float() * scale
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    gap = (logits - logits).abs().max()
     # Of the largest number: the same products in the same order.
-    rounding = 8 * torch.finfo(weight.dtype).eps
-    if not gap <= rounding * logits.abs().max():
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * logits.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
-            f"its head: {gap:.3g} apart. Models that scale or cap their logits are not supported "
-            "here."
-        )
-    # The same two tokens, twice.
-    packed = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state.float()
-    if not (packed[:, :2] - packed[:, 2:]).abs().max() <= rounding * packed.abs().max():
-        raise InputError(
-            f"{name!r} ({type(model).__name__}) does not keep the sequences of a pack apart: where "
-            "positions begin at 0 again, it still reads what came before. Such models are not "
-            "supported; Llama, Qwen, Mistral and GPT-2 are among those that are."
+            f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "
+            "says, and do nothing else to them."
         )

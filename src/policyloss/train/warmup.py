@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.train.models import parts
+from policyloss.train.models import logit_form, parts
 from policyloss.train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _tensors(
 def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """−mean log p(target) where `mask`; a scalar."""
     body, weight, bias = parts(model)
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    logp = pl.linear_logprobs(hidden[mask], weight, targets[mask], bias)
+    scale, softcap = logit_form(model)
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state[mask] * scale
+    logp = pl.linear_logprobs(hidden, weight, targets[mask], bias, softcap=softcap)
     assert isinstance(logp, Tensor)
     return -logp.mean()

@@ -165,6 +165,13 @@ class RunDir:
         replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
         self.config = config
 
+    def note(self, **facts: str) -> None:
+        """Add what was chosen for this start, or this resume, to environment.json."""
+        file = self.path / "environment.json"
+        started = _environment(file)
+        (started["resumed"][-1] if started["resumed"] else started).update(facts)
+        replace_file(file, to_json(started, "environment", indent=2))
+
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
@@ -291,13 +298,18 @@ def _version(name: str) -> str | None:
 
 def _note_resume(path: Path) -> None:
     """Add the environment of this resume to that of the start."""
+    started = _environment(path)
+    started["resumed"].append(environment())
+    replace_file(path, to_json(started, "environment", indent=2))
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
         started: Any = from_json(read_plain(path))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
-    resumed = resumed if isinstance(resumed, list) else []
-    replace_file(
-        path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2)
-    )
+    resumed = [x for x in resumed if isinstance(x, dict)] if isinstance(resumed, list) else []
+    return {**started, "resumed": resumed}

@@ -35,7 +35,7 @@ CHANGEABLE = (
         "reward_timeout",
         "nonfinite_limit",
     ),
-    *("device", "parallel", "unusable"),
+    *("device", "parallel", "unusable", "attention"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
 
