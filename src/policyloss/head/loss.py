@@ -310,10 +310,8 @@ class _Call:
 
         with torch.no_grad():
             log_probs, gradients = run(check=True)
-            logp, entropy = (
-                log_probs.logp.view(self.ids.shape),
-                log_probs.entropy.view(self.ids.shape),
-            )
+            logp = log_probs.logp.view(self.ids.shape)
+            entropy = log_probs.entropy.view(self.ids.shape)
             value = self._value(batch, logp, entropy)
         if not wanted.any:
             return HeadOutput(value.loss, value.metrics, logp, entropy)

@@ -109,8 +109,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         "stop": config.stop,
     }
     score = forgiving(task, options.reward_timeout, _warn)
-    found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
-    results = list(zip(examples, found.results, strict=True))
+    evaluation = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
+    results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
@@ -118,16 +118,16 @@ def eval_command(arguments: Sequence[str]) -> int:
         ]
         numbers = {
             "step": step,
-            "accuracy": found.accuracy,
+            "accuracy": evaluation.accuracy,
             "success": task.success,
-            "mean_length": found.mean_length,
+            "mean_length": evaluation.mean_length,
         }
         print(json.dumps({**numbers, "results": rows}, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
-        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} "
-        f"held-out prompts of {task.name}"
+        f"{options.run}, step {step}: accuracy {evaluation.accuracy:.3f}{reached} on "
+        f"{len(examples)} held-out prompts of {task.name}"
     )
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
@@ -164,7 +164,7 @@ def sample_command(arguments: Sequence[str]) -> int:
             "call."
         )
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
-    found = sample(
+    samples = sample(
         model,
         tokenizer,
         rows,
@@ -178,7 +178,7 @@ def sample_command(arguments: Sequence[str]) -> int:
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
-        for s in found[i * options.number : (i + 1) * options.number]:
+        for s in samples[i * options.number : (i + 1) * options.number]:
             print(
                 f"  {s.text!r}  logp "
                 f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"

@@ -197,21 +197,21 @@ class Learner:
         critic_norms: list[float] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
         updates = skipped = 0
-        for own in shares:
+        for mine in shares:
             first = fresh and not updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            found, norm, seen, good = self._update(
-                frozen, own, train=step >= self.config.critic_steps
+            update_metrics, norm, new_logp, good = self._update(
+                frozen, mine, train=step >= self.config.critic_steps
             )
             skipped += not good
-            metrics, norms = metrics + found, [*norms, norm]
-            _put(logp, seen)
+            metrics, norms = metrics + update_metrics, [*norms, norm]
+            _put(logp, new_logp)
             if first:
                 old = list(torch.split(old_logp, pack.lengths))
-                _put(old, seen)
+                _put(old, new_logp)
                 old_logp = torch.cat(old)
             if self.critic is not None:
-                value_metrics, critic_norm, good = self._update_critic(pack, own)
+                value_metrics, critic_norm, good = self._update_critic(pack, mine)
                 skipped += not good
                 values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
             updates += 1
@@ -335,15 +335,15 @@ class Learner:
         values = pack.tokens.get("old_values")
         return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
 
-    def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
+    def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
         none gets an empty one.
         """
-        if not own:
+        if not mine:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        parts = self._cut([pack.lengths[i] for i in own])
-        members = [[own[i] for i in part] for part in parts]
+        parts = self._cut([pack.lengths[i] for i in mine])
+        members = [[mine[i] for i in part] for part in parts]
         return [pack.select(chosen) for chosen in members], members
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
@@ -358,17 +358,17 @@ class Learner:
         return attention
 
     def _update(
-        self, pack: Pack, own: list[int], train: bool
+        self, pack: Pack, mine: list[int], train: bool
     ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each
         sequence. → also whether it was made.
         """
-        packs, members = self._micro_batches(pack, own)
+        packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
-        seen: dict[int, Tensor] = {}
+        logp_of: dict[int, Tensor] = {}
         # A rank with fewer micro-batches than another gets empty ones,
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
@@ -376,18 +376,22 @@ class Learner:
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
                 loss.backward()
             if chosen:
-                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+                logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(
-            self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train
+            self.policy,
+            self.optimizer,
+            metrics,
+            lambda: nonfinite_tokens(pack, mine, logp_of),
+            train,
         )
-        return metrics, norm, seen, good
+        return metrics, norm, logp_of, good
 
-    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
+    def _update_critic(self, pack: Pack, mine: list[int]) -> tuple[Metrics, float, bool]:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
-        packs, _ = self._micro_batches(pack, own)
+        packs, _ = self._micro_batches(pack, mine)
         step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
         metrics = Metrics()
         for micro in step:
@@ -405,7 +409,7 @@ class Learner:
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
         norm, good = self._stepped(
-            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {})
+            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, mine, {})
         )
         return metrics, norm, good
 

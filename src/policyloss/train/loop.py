@@ -240,13 +240,13 @@ class Training:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
-        own = [index[key] for key in completions.keys]
+        places = [index[key] for key in completions.keys]
         pack = (
             Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
-            if own
+            if places
             else Pack.nothing()
         )
-        return learner.learn(pack, own, len(keys), self.step, completions.greedy)
+        return learner.learn(pack, places, len(keys), self.step, completions.greedy)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""
@@ -256,21 +256,21 @@ class Training:
             torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
         ).tolist()
         mean = total / max(n, 1)
-        found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
-        found |= {f"value/{name}": x for name, x in learned.values.items()}
-        found |= {
+        row: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
+        row |= {f"value/{name}": x for name, x in learned.values.items()}
+        row |= {
             "advantage/mean": mean,
             "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
         }
-        found |= {
+        row |= {
             "grad_norm": learned.grad_norm,
             "updates": float(learned.updates),
             "skipped": float(learned.skipped),
         }
-        found["lr"] = self.config.lr * rate(self.config, self.step - 1)
+        row["lr"] = self.config.lr * rate(self.config, self.step - 1)
         if self.learner.critic is not None:
-            found["critic_grad_norm"] = learned.critic_grad_norm
-        return found | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
+            row["critic_grad_norm"] = learned.critic_grad_norm
+        return row | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
@@ -285,13 +285,13 @@ class Training:
         with gathered(self.learner.policy):
             results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        found = Evaluation.of(
+        evaluation = Evaluation.of(
             [result for share in self.ranks.gather(results) for result in share], task.success
         )
         return {
-            "eval/accuracy": found.accuracy,
-            "eval/reward": found.score,
-            "eval/length": found.mean_length,
+            "eval/accuracy": evaluation.accuracy,
+            "eval/reward": evaluation.score,
+            "eval/length": evaluation.mean_length,
         }
 
     def _last_good(self) -> str:

@@ -281,8 +281,8 @@ def _complete(
             alive, token, position = alive[going], token[going], position[going]
             mask = None if mask is None else mask[going]
         position = position + 1
-        seen = None if mask is None else mask[:, : width + t + 1]
-        logits = _next_logits(model, cache, token[:, None], seen, position[:, None])
+        attended = None if mask is None else mask[:, : width + t + 1]
+        logits = _next_logits(model, cache, token[:, None], attended, position[:, None])
     return tokens, logps
 
 
