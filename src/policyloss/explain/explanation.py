@@ -9,9 +9,8 @@ from typing import Any
 from policyloss.explain.diff import plain, shown
 from policyloss.explain.formula import Formula, formula
 from policyloss.explain.framework_names import Elsewhere
-from policyloss.explain.sentences import describe
 from policyloss.explain.sources import Sourced, nearest, sources
-from policyloss.explain.traits import elsewhere
+from policyloss.explain.traits import describe, elsewhere
 from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
