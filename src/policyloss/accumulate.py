@@ -222,13 +222,13 @@ class MicroBatch(Mapping[str, Any]):
                 f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); "
                 "put them there."
             )
-        given = {
+        present = {
             name: x
             for name, x in arguments.items()
             if x is not None or name in ("old_logp", "advantages", "mask")
         }
         self.is_used = True
-        return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
+        return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
         """The share of the step's loss that lies here, to call `backward()` on; its metrics are
@@ -335,8 +335,8 @@ def _counted(
             dp_size=dp_size,
         )
         return counts, len(micro_batches)
-    own, members = _share(micro_batches, cp_group)
-    tokens, sequences, numbers, with_ids = torch.stack(all_gather(own, group)).unbind(1)
+    share, members = _share(micro_batches, cp_group)
+    tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
     number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
@@ -358,8 +358,8 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     numbers = torch.tensor(
         [len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device
     )
-    own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
-    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack(
+    counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
+    return counts, lengths.new_zeros(2, 0) if ids is None else torch.stack(
         [ids.to(torch.int64), lengths]
     )
 
@@ -414,11 +414,11 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
                 and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))
             ):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
-    whole = {
+    joined = {
         name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)
     }
-    named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}
-    named["extras"] = {name.removeprefix("extras."): x for name, x in whole.items() if "." in name}
+    named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
+    named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
     if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
         named["advantages"] = named["advantages"].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
@@ -431,9 +431,9 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
     """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
             f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, "
-            f"got {seen}."
+            f"got {actual}."
         )
     return x.reshape(-1)

@@ -102,6 +102,7 @@ TRAINING = {
     "train": "train a language model with any of these losses",
     "eval": "evaluate the policy of a run on held-out prompts",
     "sample": "sample completions from the policy of a run",
+    "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
 }
 
@@ -162,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """What runs a command that reads its own options, or an error that says what to install."""
-    module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
+    modules = {"report": "policyloss.report.command", "export": "policyloss.train.export"}
+    module = modules.get(name, "policyloss.train.commands")
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, seen
+from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
@@ -103,7 +103,7 @@ class Inputs:
         if not isinstance(self.extras, Mapping):
             raise InputError(
                 "extras must be a mapping of names to token-shaped tensors, got "
-                f"{seen(self.extras)}."
+                f"{description(self.extras)}."
             )
         return dict(self.extras)
 

@@ -220,10 +220,10 @@ def aggregate_tokens(
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
     """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
             f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
-            f"{seen}."
+            f"{actual}."
         )
     return x
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from policyloss.arguments import seen
+from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
 from policyloss.parts.aggregate import (
     LengthWeighted,
@@ -627,7 +627,7 @@ def presets() -> tuple[str, ...]:
 def find_preset(name: str) -> Preset:
     """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
     if not isinstance(name, str):
-        raise SpecError(f"name must be the name of a preset, a string, got {seen(name)}.")
+        raise SpecError(f"name must be the name of a preset, a string, got {description(name)}.")
     known = match_name(name, PRESETS)
     if known is None:
         raise SpecError(unknown_name("preset", name, PRESETS))
@@ -651,7 +651,7 @@ def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec
     if isinstance(spec, str):
         return find_preset(spec).spec
     raise InputError(
-        f"{called} must be a LossSpec or the name of a preset, got {seen(spec)}; "
+        f"{called} must be a LossSpec or the name of a preset, got {description(spec)}; "
         "policyloss.presets() lists the names."
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
-from policyloss.arguments import seen
+from policyloss.arguments import description
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.parts.validate import Part, within
@@ -265,7 +265,7 @@ class LossSpec(Part):
         """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
-                f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
+                f"data must be a mapping, as LossSpec.to_dict makes it, got {description(data)}."
             )
         slots: dict[str, Any] = {}
         for key, value in data.items():

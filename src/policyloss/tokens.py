@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
@@ -69,7 +69,7 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
         raise InputError(
             f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got "
-            f"{seen(group_ids)}."
+            f"{description(group_ids)}."
         )
 
 

@@ -27,7 +27,7 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
     return inner * (size - 0.5 * inner)
 
 
-def held(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
+def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
     """`x` within bounds; at a bound its slope is 1 ("pass") or ½ ("half")."""
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
@@ -92,7 +92,7 @@ def value_loss(
         check_like("old_values", old_values, ("values", values))
     if clip is not None and old_values is not None:
         old = t.fill(old_values.detach())
-        clipped = f(held(value, old - clip, old + clip, boundary) - target)
+        clipped = f(clamped(value, old - clip, old + clip, boundary) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)

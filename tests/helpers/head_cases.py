@@ -306,7 +306,8 @@ def make_head_batch(
     shift = logp - tokens.logp
     wide = torch.promote_types(dtype, torch.float32)
     tokens = tokens.map(
-        lambda x: (x + shift).clamp(max=-1e-3), "logp", "old_logp", "rollout_logp", "ref_logp"
+        lambda x: (x + shift).clamp(max=-1e-3),
+        *("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp"),
     )
     return HeadBatch(hidden, weight, ids, tokens.map(lambda x: x.to(wide)))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, is_number, seen
+from policyloss.arguments import check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
@@ -294,7 +294,7 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
 
 def _check_discount(name: str, x: float) -> None:
     if not is_number(x) or not 0 <= x <= 1:
-        raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
+        raise InputError(f"{name} must be between 0 and 1, got {description(x)}.")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
-from policyloss.arguments import check_integer, seen
+from policyloss.arguments import check_integer, description
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
@@ -131,7 +131,8 @@ def check_loss(
         )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
         raise InputError(
-            f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}."
+            "loss must be a function of Tokens, a LossSpec or a preset's name, got "
+            f"{description(loss)}."
         )
     check_integer("seed", seed, 0)
     if isinstance(loss, (str, LossSpec)):
@@ -187,9 +188,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         out = spec.trust(t)
         x = out[0] if isinstance(out, tuple) else out
         if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             shapes.append(
-                f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}"
+                f"must return one number per token, shape {tuple(t.mask.shape)}; got {actual}"
             )
         return out
 

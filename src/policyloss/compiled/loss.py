@@ -24,7 +24,7 @@ from policyloss.functional.masking import accumulator_dtype, can_be_read, comput
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
-from policyloss.metrics import Invalid, Layout, Metrics
+from policyloss.metrics import Invalid, Metrics, RecordPlaces
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
@@ -121,7 +121,7 @@ class CompiledLoss:
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
             loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
-        return LossOutput(loss, Metrics.packed(graph.layout, packed))
+        return LossOutput(loss, Metrics.packed(graph.places, packed))
 
     @takes_tensors
     def value_and_gradient(
@@ -150,7 +150,7 @@ class CompiledLoss:
         like = (
             x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True)
         )
-        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(
+        return LossOutput(loss, Metrics.packed(graph.places, packed)), Gradients(
             next(like), next(like, None)
         )
 
@@ -167,16 +167,16 @@ class CompiledLoss:
             # them.
             sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
             tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
-        given = resolve(totals)
-        if given is not None:
-            tensors |= _numbers(given, logp.device)
-        call = _Call(tensors, None if given is None else given.dp_size, leaves)
+        step_totals = resolve(totals)
+        if step_totals is not None:
+            tensors |= _numbers(step_totals, logp.device)
+        call = _Call(tensors, None if step_totals is None else step_totals.dp_size, leaves)
         key = call.key
         graph = self._by_key.get(key) or self._graph(call, key)
-        found = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
-        if mask.dtype != torch.bool and can_be_read(mask) and found[1][-1] != 0:
+        results = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
+        if mask.dtype != torch.bool and can_be_read(mask) and results[1][-1] != 0:
             as_mask(mask, logp)  # complains, as the eager loss does
-        return graph, found
+        return graph, results
 
     def _traceable(self, inputs: Inputs) -> bool:
         """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
@@ -220,7 +220,7 @@ class _Graph(NamedTuple):
 
     run: Callable[..., list[Tensor]]
     fits: Callable[[Sequence[Tensor]], bool]
-    layout: Layout
+    places: RecordPlaces
 
 
 class _Call(NamedTuple):
@@ -296,28 +296,30 @@ def _eager_value_and_gradient(
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        found = iter(
+        gradients = iter(
             torch.autograd.grad(
                 out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
             )
         )
-    return LossOutput(out.loss.detach(), out.metrics), Gradients(next(found), next(found, None))
+    return LossOutput(out.loss.detach(), out.metrics), Gradients(
+        next(gradients), next(gradients, None)
+    )
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     """The totals as tensors: their values change from step to step, so they are data."""
-    found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
+    numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
-        found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
     elif totals.groups is not None:
-        found["totals.groups"] = totals.groups
-    found |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+        numbers["totals.groups"] = totals.groups
+    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
     wide = accumulator_dtype(device)
     return {
         name: x.to(device)
         if isinstance(x, Tensor)
         else torch.full((), float(x), device=device, dtype=wide)
-        for name, x in found.items()
+        for name, x in numbers.items()
     }
 
 
@@ -346,9 +348,9 @@ def _compile(
     two_stages: bool | None,
 ) -> _Graph:
     """The eager pipeline, its metrics and its gradients as one graph."""
-    layouts: list[Layout] = []
+    places: list[RecordPlaces] = []
 
-    def whole(*tensors: Tensor) -> list[Tensor]:
+    def fused_call(*tensors: Tensor) -> list[Tensor]:
         x = dict(zip(call.tensors, tensors, strict=True))
         # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
         wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
@@ -368,9 +370,9 @@ def _compile(
                     if not isinstance(record, Invalid)
                 }
             )
-        layouts.append(Layout(metrics))
+        places.append(RecordPlaces(metrics))
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
-        packed = Layout.pack(metrics, invalid)
+        packed = RecordPlaces.pack(metrics, invalid)
         if totals is not None:
             # The scale is known before the first token is read: the gradient is written once, as it
             # is.
@@ -383,9 +385,9 @@ def _compile(
     split = logp.is_cuda if two_stages is None else two_stages
     rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
     run, fits = fused(
-        whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
+        fused_call, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
     )
-    return _Graph(run, fits, layouts[0])
+    return _Graph(run, fits, places[0])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
@@ -53,7 +53,7 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
     if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
         raise InputError(
             "positions must be a tensor of integers, each token's place in its whole sequence, "
-            f"got {seen(positions)}."
+            f"got {description(positions)}."
         )
     check_tensor("positions", positions, like=("the tokens", tokens))
     if positions.shape != tokens.shape:

@@ -138,6 +138,7 @@ class Collector:
             top_k=config.top_k,
             uniforms=rows[places],
             batch_tokens=config.sampling_tokens,
+            stop=config.stop,
         )
         self.at("scoring")
         rewards = [self._reward(self.task.train[s.example], s) for s in found]
@@ -187,6 +188,7 @@ class Collector:
             top_k=0,
             uniforms=None,
             batch_tokens=self.config.sampling_tokens,
+            stop=self.config.stop,
         )
         rewards = {s.example: self._reward(self.task.train[s.example], s) for s in found}
         return torch.tensor(

@@ -46,6 +46,14 @@ class TrainConfig:
     trust_remote_code: bool = False
     """Run the Python files that come with the model. Never read from a run directory: name it again
     to resume or evaluate."""
+    system_prompt: str | None = None
+    """The first message of every prompt that has none of its own. Plain prompts become the messages
+    of a user."""
+    chat_template: Path | None = None
+    """A file with the chat template that prompts are written with, in place of the tokenizer's own.
+    Plain prompts become the messages of a user."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, beside the end token; it is cut before them."""
     unusable: Literal["refuse", "skip"] = "refuse"
     """What to do about prompts that the model cannot continue, such as too long ones: refuse to
     start and name them, or leave them out and name them."""
@@ -125,6 +133,20 @@ class TrainConfig:
     variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
     CUDA and in half precision), or in padded rows. By default the fastest that gives the model's
     own numbers; the run says which one it is."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of a layer again in the backward instead of keeping them: less
+    memory, more time, the same numbers."""
+    compile: bool = False
+    """Compile the model's body for learning (torch.compile). The first steps take minutes; numbers
+    change by rounding."""
+    lora_rank: int = 0
+    """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
+    weights. The model without adapters is the reference."""
+    lora_alpha: float | None = None
+    """Adapters are multiplied by this over their rank; by default twice the rank."""
+    lora_target: tuple[str, ...] = ()
+    """The names of the layers that get adapters, such as q_proj v_proj; by default every linear
+    layer but the head."""
     head: Literal["fused", "logits"] = "fused"
     """How the loss gets from hidden states to log-probabilities: window by window without keeping
     logits, or by all logits."""
@@ -140,7 +162,8 @@ class TrainConfig:
     """Supervised steps on the task's own answers before the first sample; by default those of the
     built-in task for model "tiny", and none otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights."""
+    """Of the weights. In bfloat16 the optimizer keeps each weight in float32 as well, so that small
+    steps add up."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -180,7 +203,7 @@ class TrainConfig:
         for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk", "nonfinite_limit"):
             _at_least(self, name, 1)
         every = ("eval_every", "checkpoint_every", "rollouts_every", "rollouts_rows")
-        for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps"):
+        for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps", "lora_rank"):
             _at_least(self, name, 0)
         for name in (
             "lr",
@@ -238,6 +261,12 @@ class TrainConfig:
                 f"{self.estimator!r} they have a gradient; use it with a group advantage such as "
                 "grpo."
             )
+        if not self.lora_rank and (self.lora_alpha is not None or self.lora_target):
+            raise InputError("--lora-alpha and --lora-target need --lora-rank.")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise InputError(f"--lora-alpha must be above 0, got {self.lora_alpha}.")
+        if "" in self.stop:
+            raise InputError("--stop must be texts that are not empty.")
         if self.task.endswith(".jsonl") and self.reward is None:
             raise InputError(f"--task {self.task} needs --reward exact, math or module:function.")
 

@@ -272,6 +272,7 @@ class Training:
         budget: dict[str, Any] = {
             "max_new_tokens": config.max_new_tokens,
             "batch_tokens": config.sampling_tokens,
+            "stop": config.stop,
         }
         with gathered(self.learner.policy):
             results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
+from policyloss.train.adapter import merged_weights
 from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
@@ -107,7 +108,7 @@ class Critic(nn.Module):
 
     def start_from(self, model: PreTrainedModel) -> None:
         """Take over the weights of the model's body, as they are now."""
-        self.body.load_state_dict(parts(model)[0].state_dict())
+        self.body.load_state_dict(merged_weights(parts(model)[0]))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -121,9 +122,9 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module what `weights` returned."""
-    for name, x in weights(module).items():
+def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of a module, as `weights` names them."""
+    for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
             seen = (
                 f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
@@ -214,6 +215,22 @@ def _complete(tokenizer: Any, model: str) -> None:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Have the model keep the inputs of its layers alone, and compute the rest again.
+
+    Transformers does so in layers that are in training mode, so they are; what is in them is not,
+    and dropout that a layer has itself is off, so that numbers stay.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            for name in [name for name in vars(layer) if "dropout" in name]:
+                setattr(layer, name, 0.0)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from policyloss.advantage.groups import check_rewards, per_sequence, rows_by_size
 from policyloss.advantage.returns import GAE
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.segments import group_index
@@ -181,7 +181,9 @@ def sequence_scores(token_rewards: Tensor) -> Tensor:
     """
     check_tensor("token_level_rewards", token_rewards, "float")
     if token_rewards.dim() != 2:
-        raise InputError(f"token_level_rewards must be a tensor [B, T], got {seen(token_rewards)}.")
+        raise InputError(
+            f"token_level_rewards must be a tensor [B, T], got {description(token_rewards)}."
+        )
     return token_rewards.detach().sum(dim=-1)
 
 

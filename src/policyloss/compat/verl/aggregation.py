@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_choice, seen
+from policyloss.arguments import check_choice, description
 from policyloss.compat.arguments import drop_in
 from policyloss.compat.counts import guard, guarded_mean, number, share
 from policyloss.compat.parts import seq_mean_token_mean
@@ -191,7 +191,9 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
     value of the estimator.
     """
     if not isinstance(kl_penalty, str):
-        raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
+        raise InputError(
+            f"kl_penalty must be the name of an estimator, got {description(kl_penalty)}."
+        )
     name = kl_penalty.removesuffix("+")
     if name == "full":
         raise NotOfferedError(

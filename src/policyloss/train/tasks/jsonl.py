@@ -1,5 +1,5 @@
-"""Tasks from a file of JSON lines, `{"prompt": …, "answer": …}`, with `"split": "held_out"` where
-the file has its own split.
+"""Tasks from a file of JSON lines: `{"prompt": …, "answer": …}`, or with "messages" in place of the
+prompt, and with `"split": "held_out"` where the file has its own split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import ListTask, Reward, normalised, numbered
+from policyloss.train.tasks.base import Example, ListTask, Reward, normalised
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -20,12 +20,13 @@ SPLITS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Row:
-    """One line. split: None if it does not say."""
+    """One line. split: None if it does not say. prompt: of messages, their contents."""
 
     prompt: str
     answer: str
     split: str | None
     meta: dict[str, Any]
+    messages: tuple[dict[str, str], ...]
 
 
 def file_task(path: Path, reward: Reward) -> ListTask:
@@ -55,11 +56,13 @@ def file_task(path: Path, reward: Reward) -> ListTask:
                 f"{path} leaves no prompt to {name}: it needs different prompts for training and "
                 "for evaluation."
             )
-    return ListTask(
-        str(path),
-        numbered((row.prompt, row.answer, row.meta) for row in train),
-        numbered((row.prompt, row.answer, row.meta) for row in held_out),
-        reward,
+    return ListTask(str(path), _examples(train), _examples(held_out), reward)
+
+
+def _examples(rows: list[Row]) -> tuple[Example, ...]:
+    """As a task holds them, each with its place as id."""
+    return tuple(
+        Example(row.prompt, row.answer, i, row.meta, row.messages) for i, row in enumerate(rows)
     )
 
 
@@ -96,6 +99,9 @@ def _row(line: bytes, where: str) -> Row:
         raise InputError(
             f'{where}: {type(found).__name__} where an object {{"prompt": …, "answer": …}} belongs.'
         )
+    messages = _messages(found, where)
+    if messages:
+        found["prompt"] = "\n".join(message["content"] for message in messages)
     for key in ("prompt", "answer"):
         if key not in found:
             raise InputError(
@@ -113,5 +119,32 @@ def _row(line: bytes, where: str) -> Row:
         raise InputError(
             f"{where}: 'split' is {split!r}; valid are {' and '.join(map(repr, SPLITS))}."
         )
-    meta = {key: value for key, value in found.items() if key not in ("prompt", "answer", "split")}
-    return Row(found["prompt"], found["answer"], split, meta)
+    named = ("prompt", "messages", "answer", "split")
+    meta = {key: value for key, value in found.items() if key not in named}
+    return Row(found["prompt"], found["answer"], split, meta, messages)
+
+
+def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
+    """The messages of a row; none if it has a prompt."""
+    if "messages" not in row:
+        return ()
+    messages, keys = row["messages"], {"role", "content"}
+    if "prompt" in row:
+        raise InputError(f"{where}: there are both 'prompt' and 'messages'; leave one out.")
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: 'messages' is {messages!r:.80}; write a list of messages.")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or set(message) != keys
+            or not all(isinstance(x, str) for x in message.values())
+        ):
+            raise InputError(
+                f"{where}: the message {message!r:.80} is not of the form "
+                '{"role": "user", "content": "…"}.'
+            )
+    if messages[-1]["role"] == "assistant":
+        raise InputError(
+            f"{where}: the last message is the assistant's; it must be one that is to be answered."
+        )
+    return tuple(messages)
