@@ -70,18 +70,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
+        plain_fields = ("title", "preset", "near", "paper", "note", "advantage", "advantage_source")
         return {
-            "title": self.title,
-            "preset": self.preset,
+            **{name: getattr(self, name) for name in plain_fields},
             "also": list(self.also),
-            "near": self.near,
-            "paper": self.paper,
-            "note": self.note,
-            "advantage": self.advantage,
-            "advantage_source": self.advantage_source,
-            "formula": [
-                {"name": line.name, "expression": line.expression} for line in self.formula.lines
-            ],
+            "formula": [line._asdict() for line in self.formula.lines],
             "formula_is_exact": self.formula.exact,
             "callables": [c._asdict() for c in self.formula.callables],
             "vocabulary": self.formula.vocabulary,
