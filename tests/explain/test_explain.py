@@ -21,6 +21,7 @@ from cases import (
     AGGREGATES,
     CORRECTIONS,
     KLS,
+    PULLS,
     PRESETS,
     RATIOS,
     REJECTED,
@@ -155,7 +156,7 @@ def test_no_part_is_left_out() -> None:
     lists = {
         ratio: RATIOS,
         trust: TRUSTS,
-        kl: KLS,
+        kl: PULLS,
         aggregate: AGGREGATES,
         correction: [c for cs in CORRECTIONS for c in cs],
     }

@@ -155,6 +155,7 @@ def test_one_row(plan: str) -> None:
         "ref_logp",
         "entropy",
         "advantages",
+        "divergence",
         "mask",
     )
     one = dataclasses.replace(

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.inputs import DIFFERENTIATED
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
 
-TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+TOKEN_TENSORS = (
+    *("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages"),
+    "divergence",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Batch:
     ref_logp: Tensor
     entropy: Tensor
     advantages: Tensor
+    divergence: Tensor
     mask: Tensor
     group_ids: Tensor
     lengths: Tensor
@@ -51,7 +56,8 @@ class Batch:
         # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
-        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
+        others = (old + mismatch, logp + noise(0.3), entropy, noise(1.0))
+        rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
@@ -104,6 +110,7 @@ class Batch:
             "rollout_logp",
             "ref_logp",
             "entropy",
+            "divergence",
             "cu_seqlens",
             "group_ids",
         )
@@ -125,8 +132,9 @@ class Batch:
         """
         logp = self.logp.detach().requires_grad_()
         others = self.others()
-        if spec.entropy_coef:
-            others["entropy"] = self.entropy.detach().requires_grad_()
+        for name in DIFFERENTIATED:
+            if name in spec.reads:
+                others[name] = getattr(self, name).detach().requires_grad_()
         out = policy_loss(spec, logp, **{**others, **kwargs})
         (gradient,) = torch.autograd.grad(out.loss, logp)
         return out.loss.detach(), gradient

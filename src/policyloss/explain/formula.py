@@ -40,6 +40,8 @@ VOCABULARY = {
     "kth_largest": "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)",
     "floor": "floor(x): x rounded down",
     "draw": "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given",
+    "divergence": "divergence: of the teacher's distribution and the policy's at the token, as the "
+    "words below say",
     "inf": "inf: no bound",
     "N": "N: tokens of the whole step (1 if there are none)",
     "B": "B: sequences of the whole step that have a token (1 if there are none)",
@@ -225,9 +227,18 @@ def _trust(spec: LossSpec) -> _Slot:
 
 
 def _kl(spec: LossSpec) -> _Slot:
-    if spec.kl is None:
-        return [], []
-    return _of_slot("kl", spec.kl, getattr(spec.ratio, "anchor", "old"), "kl")
+    lines: list[Line] = []
+    callables: list[CallableInSlot] = []
+    for part, line in _pull_lines(spec):
+        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
+        lines += of_part
+        callables += unknown
+    return lines, callables
+
+
+def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
+    """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
 
 
 class _Verdict(NamedTuple):
@@ -313,9 +324,9 @@ def _loss(spec: LossSpec) -> _Slot:
     policy = "weight * surrogate" if weighs(spec) else "surrogate"
     if rejects(spec) and spec.rejected == "keep":
         policy = f"where(keep, {policy}, 0)"
-    if spec.kl is not None:
-        coef = spec.kl.coef if is_part("kl", spec.kl) else 1.0
-        policy += f" + {number(coef)} * kl"
+    for part, line in _pull_lines(spec):
+        coef = part.coef if is_part("kl", part) else 1.0
+        policy += f" + {number(coef)} * {line}"
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     averaged = "surrogate" if policy == "surrogate" else "token_loss"

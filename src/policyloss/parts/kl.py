@@ -13,6 +13,7 @@ from torch import Tensor
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
 from policyloss.parts import validate
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.wording import spoken
 from policyloss.tokens import Tokens
 
@@ -96,4 +97,4 @@ class KL:
         return "KL", *(f"kl_{choice}" for choice in choices)
 
 
-VARIANTS = (KL,)
+VARIANTS = (KL, Divergence)

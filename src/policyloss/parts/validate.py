@@ -43,9 +43,9 @@ def interval(owner: Any, low: str, high: str) -> None:
         raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
 
 
-def log_clamp(owner: Any) -> None:
-    """Check `owner.log_clamp`: None, a number > 0, or a pair (low, high) with None for no bound."""
-    value = owner.log_clamp
+def log_clamp(owner: Any, field: str = "log_clamp") -> None:
+    """Check a clamp: None, a number > 0, or a pair (low, high) with None for no bound."""
+    value = getattr(owner, field)
     pair = (
         isinstance(value, tuple)
         and len(value) == 2
@@ -56,6 +56,6 @@ def log_clamp(owner: Any) -> None:
         return
     if value is not None and not (is_number(value) and value > 0):
         raise SpecError(
-            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a "
+            f"{type(owner).__name__}.{field} must be None, a number > 0 (meaning ±number) or a "
             f"pair (low, high), got {seen(value)}."
         )
