@@ -13,6 +13,7 @@ from torch import Tensor
 from policyloss.arguments import seen
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
+from policyloss.parts.divergence import Divergence
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class LossSpec:
     ratio: which probability ratio. trust: how a step is limited. correction: what is done about
     rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
     denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
-    None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
+    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or a
+    teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
     Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
     docs/custom.md).
     """
@@ -75,8 +76,11 @@ class LossSpec:
             check_part(slot, getattr(self, slot))
         for part in self.correction:
             check_part("correction", part)
-        if self.kl is not None:
-            check_part("kl", self.kl)
+        if isinstance(self.kl, (tuple, list)):
+            pulls = tuple(self.kl)
+            object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
+        for part in self.pulls:
+            check_part("kl", part)
         validate.choice(self, "rejected", REJECTED)
         validate.number(self, "entropy_coef", finite=True)
         self._check_fit()
@@ -97,6 +101,11 @@ class LossSpec:
                 "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
                 "Band or SequenceMask."
             )
+        if len([part for part in self.pulls if isinstance(part, Divergence)]) > 1:
+            raise SpecError(
+                "a loss has one Divergence at most, because a call carries one divergence per "
+                "token; add up the divergences of several teachers before the call."
+            )
         if self.rejected != "keep" and not self.correction:
             raise SpecError(
                 f"rejected={self.rejected!r} has no effect without a correction that rejects; add "
@@ -104,12 +113,22 @@ class LossSpec:
             )
 
     @property
+    def pulls(self) -> tuple[Any, ...]:
+        """The parts of the `kl` slot: none, one or several."""
+        if self.kl is None:
+            return ()
+        return self.kl if isinstance(self.kl, tuple) else (self.kl,)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The pull to a teacher's whole distribution, if there is one."""
+        return next((part for part in self.pulls if isinstance(part, Divergence)), None)
+
+    @property
     def is_data(self) -> bool:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
         parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
-        parts += [("correction", c) for c in self.correction] + (
-            [] if self.kl is None else [("kl", self.kl)]
-        )
+        parts += [("correction", c) for c in self.correction] + [("kl", k) for k in self.pulls]
         return all(
             any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts
         )
@@ -117,7 +136,7 @@ class LossSpec:
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        return self.reads_ratio_value or getattr(self.kl, "reads_ratio", False)
+        return self.reads_ratio_value or any(getattr(k, "reads_ratio", False) for k in self.pulls)
 
     @property
     def reads_ratio_value(self) -> bool:
@@ -125,9 +144,8 @@ class LossSpec:
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) in (
-            "ratio",
-            "detached_ratio",
+        return getattr(self.trust, "reads_ratio", True) or any(
+            getattr(part, "weight", None) in ("ratio", "detached_ratio") for part in self.pulls
         )
 
     @property
@@ -144,13 +162,14 @@ class LossSpec:
                 names.add(f"{part.source}_logp")
             elif not isinstance(part, correction.SelfNormalise):
                 names.update(("old_logp", "rollout_logp"))
-        if self.kl is not None:
-            names.add(f"{getattr(self.kl, 'anchor', 'ref')}_logp")
+        for part in self.pulls:
+            of = f"{getattr(part, 'anchor', 'ref')}_logp"
+            names.add("divergence" if isinstance(part, Divergence) else of)
         if self.entropy_coef:
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = (*LOGP_ARGUMENTS.values(), "entropy", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property
@@ -184,7 +203,7 @@ class LossSpec:
         `reads_logp = False`), and of a rejection by `logp` that changes denominators.
         """
         by_logp = self.corrections_by_logp
-        parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
+        parts = [self.ratio, self.trust, *by_logp, *self.pulls]
         reaches = {getattr(part, "reach", "batch") for part in parts}
         fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
             self.aggregate, "reads_logp", True
@@ -263,7 +282,9 @@ class LossSpec:
             "trust": _encode("trust", self.trust),
             "correction": [_encode("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": None if self.kl is None else _encode("kl", self.kl),
+            "kl": [_encode("kl", part) for part in self.pulls]
+            if isinstance(self.kl, tuple)
+            else next((_encode("kl", part) for part in self.pulls), None),
             "entropy_coef": self.entropy_coef,
             "aggregate": _encode("aggregate", self.aggregate),
         }
@@ -283,6 +304,8 @@ class LossSpec:
                 if not isinstance(value, (list, tuple)):
                     raise SpecError(f"correction must be a list of parts, got {value!r}.")
                 slots[key] = tuple(_decode(key, part) for part in value)
+            elif key == "kl" and isinstance(value, (list, tuple)):
+                slots[key] = tuple(_decode(key, part) for part in value)
             elif key in _VARIANTS and not (key == "kl" and value is None):
                 slots[key] = _decode(key, value)
             else:
@@ -297,7 +320,7 @@ class Slots(TypedDict, total=False):
     trust: Callable[[Tokens], trust.Surrogate | Tensor]
     correction: Correction | Sequence[Correction] | None
     rejected: Literal["keep", "renormalise", "drop_sequence"]
-    kl: Callable[[Tokens], Tensor] | None
+    kl: Callable[[Tokens], Tensor] | Sequence[Callable[[Tokens], Tensor]] | None
     entropy_coef: float
     aggregate: Callable[[Tokens], Tensor]
 

@@ -251,6 +251,7 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
         anchor,
         ones,
         advantages,
+        ones,
         ones.bool(),
         rows // 2,
         lengths=torch.ones_like(rows),

@@ -29,8 +29,8 @@ def describe(spec: LossSpec) -> dict[str, str]:
 def describe_slot(spec: LossSpec, slot: str) -> str:
     """What one slot of `spec` does; "" if nothing."""
     part = getattr(spec, slot)
-    if slot == "correction":
-        return "; and ".join(_sentence(c) for c in part)
+    if isinstance(part, tuple):
+        return "; and ".join(_sentence(one) for one in part)
     if slot == "rejected":
         return _REJECTED[part] if rejects(spec) else ""
     if slot == "entropy_coef":

@@ -67,9 +67,9 @@ def part_name(part: Any) -> str:
 
 def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
     value = getattr(spec, slot)
-    if slot == "correction":
-        return tuple(value)
-    return () if value is None else (value,)
+    if slot == "kl":
+        return spec.pulls
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _of_part(

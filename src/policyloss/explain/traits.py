@@ -18,7 +18,7 @@ def traits(spec: LossSpec) -> frozenset[str]:
     }
     words |= _trust_traits(spec.trust) | {
         type(spec.aggregate).__name__,
-        *getattr(spec.kl, "traits", ()),
+        *(word for part in spec.pulls for word in getattr(part, "traits", ())),
     }
     for part in spec.correction:
         words |= {type(part).__name__, *getattr(part, "traits", ())}
