@@ -303,23 +303,17 @@ class Learner:
         """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
         into the step's.
 
-        Without `old_logp`, the policy is the old one: its own log-probabilities are the old ones.
+        Without `old_logp`, the policy is the old one.
         """
         targets, temperature = micro["targets"], self.config.temperature
-        is_old = "old_logp" not in micro
-        if self.config.head == "fused" and not is_old:
-            options = {**micro.arguments(), "softcap": softcap, "temperature": temperature}
+        old = {} if "old_logp" in micro else {"old_logp": "current"}
+        if self.config.head == "fused":
+            options = {**micro.arguments(), **old, "softcap": softcap, "temperature": temperature}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
-        if self.config.head == "fused":
-            now = self._logprobs_head(micro, hidden, weight, bias, softcap)
-        else:
-            logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-            now = pl.logprobs(
-                logits, targets, temperature, entropy=True, mask=mask, softcap=softcap
-            )
-        old = {"old_logp": now.logp.detach()} if is_old else {}
+        logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
         return micro.loss(now.logp, entropy=now.entropy, **old), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
