@@ -84,7 +84,7 @@ class Inputs:
     @property
     def dtype(self) -> torch.dtype:
         """What the loss is computed in: float64 if any log-probability is, else float32."""
-        return compute_dtype(self.logp, *(getattr(self, name) for name in LOGP_ARGUMENTS.values()))
+        return compute_dtype(self.logp, *[getattr(self, name) for name in LOGP_ARGUMENTS.values()])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that was given, by name; one of `extras` as "extras.name"."""

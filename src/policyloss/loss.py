@@ -84,33 +84,30 @@ def policy_loss(
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
-    logp, entropy = inputs.logp, inputs.entropy
-    plain = (
-        inputs.cu_seqlens is None
-        and inputs.cp_group is None
-        and spec.is_data
-        and not isinstance(spec.ratio, SegmentRatio)
-    )
-    if (
-        torch.compiler.is_compiling()
-        and plain
-        and logp.requires_grad
-        and (entropy is None or not entropy.requires_grad)
-    ):
+    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
-        wide = logp.to(inputs.dtype)
+        wide = inputs.logp.to(inputs.dtype)
         gradient = torch.func.grad(
             lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
         )(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
-        return LossOutput(
-            with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics
-        )
+        total = with_known_gradient(wide, parts.total, gradient)
+        return LossOutput(total * parts.scale, parts.metrics)
     parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
+
+
+def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
+    """Whether value, metrics and gradient in `logp` are one loop over tokens, of parts of ours."""
+    if inputs.cu_seqlens is not None or inputs.cp_group is not None:
+        return False
+    if not spec.is_data or isinstance(spec.ratio, SegmentRatio):
+        return False
+    through_entropy = inputs.entropy is not None and inputs.entropy.requires_grad
+    return inputs.logp.requires_grad and not through_entropy
 
 
 class _Parts(NamedTuple):

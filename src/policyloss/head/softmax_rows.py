@@ -28,9 +28,10 @@ from policyloss.functional.triton_modules import kernels
 BLOCK = 192 << 10
 
 
-# The logit of an entry outside of a support: its exponential is 0, and unlike −inf it can be
-# multiplied by 0.
-ABSENT = -1e30
+# The logit of an entry outside of a support. Its exponential is 0; of a large finite number that
+# would not be sure, because a GPU rounds `u·scale − maximum` once where it rounds the maximum
+# twice.
+ABSENT = -math.inf
 
 
 class Scaling(NamedTuple):
@@ -157,7 +158,7 @@ def _scaled(z: Tensor, scaling: Scaling) -> Tensor:
         s = s + scaling.bias.to(s.dtype)
     if scaling.softcap is not None:
         capped = scaling.softcap * torch.tanh(s / scaling.softcap)
-        s = torch.where(s < ABSENT / 2, s, capped) if scaling.restricted else capped
+        s = torch.where(s == ABSENT, s, capped) if scaling.restricted else capped
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         return s * t.to(s.dtype).unsqueeze(-1)

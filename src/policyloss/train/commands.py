@@ -38,7 +38,7 @@ def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
     if "--resume" in arguments and not {"-h", "--help"} & set(arguments):
         return train(*read_resumed(arguments), offline="model" not in named_options(arguments))
-    return train(*read_arguments(arguments))
+    return train(*read_arguments(arguments), named_out="out" in named_options(arguments))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS, preset, read_loss
 from policyloss.spec import LossSpec
+from policyloss.train.help import help_text
 from policyloss.train.option_types import LARGEST, typed
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
@@ -27,12 +28,13 @@ ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_
 class TrainConfig:
     """Train a language model by reinforcement learning with any policy loss."""
 
+    # What is trained, and where it is written
     loss: str = "dapo"
     """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with
     --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
-    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and
-    "answer" in every line."""
+    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
+    "messages") and "answer" in every line."""
     reward: str | None = None
     """How a .jsonl task is scored: exact, math, or module:function."""
     success: float | None = None
@@ -58,7 +60,8 @@ class TrainConfig:
     """What to do about prompts that the model cannot continue, such as too long ones: refuse to
     start and name them, or leave them out and name them."""
     out: Path = Path("runs/latest")
-    """The run directory. One that holds a run is continued with --resume, and never overwritten."""
+    """The run directory. One that holds a run is continued with --resume, and never overwritten;
+    without --out, a new run goes into a directory beside it."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, with the options it was started with."""
     extend: int | None = None
@@ -69,6 +72,7 @@ class TrainConfig:
     seed: int = 0
     """Everything random follows from it."""
 
+    # Sampling
     prompts: int = 16
     """Prompts per step."""
     group_size: int = 8
@@ -93,6 +97,7 @@ class TrainConfig:
     staleness: int = 0
     """Train on completions that were sampled this many steps ago."""
 
+    # Advantages
     advantage: str | None = None
     """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those
     that the loss is defined with, and grpo if it goes with any."""
@@ -106,6 +111,7 @@ class TrainConfig:
     """Where old_logp comes from: a forward of the policy before its first update (decoupled),
     or the sampler (bypass)."""
 
+    # Learning
     epochs: int = 1
     """How often a step's completions are gone through."""
     minibatches: int = 2
@@ -151,6 +157,7 @@ class TrainConfig:
     """How the loss gets from hidden states to log-probabilities: window by window without keeping
     logits, or by all logits."""
 
+    # The critic, of losses with the advantage gae
     critic_lr: float = 1e-3
     """Learning rate of the critic."""
     value_clip: float = 0.2
@@ -158,9 +165,10 @@ class TrainConfig:
     critic_steps: int = 0
     """First steps in which only the critic is trained."""
 
+    # The start, the weights and the machine
     warmup_steps: int | None = None
-    """Supervised steps on the task's own answers before the first sample; by default those of the
-    built-in task for model "tiny", and none otherwise."""
+    """Supervised steps on the task's own answers before the first sample; by default some for the
+    model "tiny" on the built-in task, and none otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the weights. In bfloat16 the optimizer keeps each weight in float32 as well, so that small
     steps add up."""
@@ -174,6 +182,7 @@ class TrainConfig:
     """Seconds in one place after which the run says where it is and what it waits for;
     0 is never."""
 
+    # Evaluations, checkpoints and logs
     eval_every: int = 20
     """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
     eval_prompts: int = 256
@@ -373,6 +382,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     import tyro
 
     rest, changes = split_loss_options(arguments)
+    if {"-h", "--help"} & set(rest):
+        print(help_text(TrainConfig, "policyloss train"))
+        raise SystemExit(0)
     config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
     spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)

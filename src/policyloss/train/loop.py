@@ -29,12 +29,13 @@ from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
-from policyloss.train.run.directory import RunDir
+from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
 from policyloss.train.run.resumed_options import continued, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
+from policyloss.train.view.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
@@ -42,19 +43,24 @@ from policyloss.train.watch import Watch
 INTERRUPTED = 130
 
 
-def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
+def train(
+    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+) -> int:
     """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
     left a checkpoint, and said how to resume.
 
     A run that is resumed must have the options it was started with, but for those in
     `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
+    named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """
     if config.resume:
         config = continued(config, spec)
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
     ranks = Ranks.start(config.device, config.rank_timeout)
+    if not named_out:
+        config = replace(config, out=ranks.gather(free_directory(config.out))[0])
     with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         return Training(config, spec, ranks, run, offline).run()
 
@@ -100,6 +106,7 @@ class Training:
         )
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.hints = Hints(config, self.task.success, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
 
@@ -212,6 +219,7 @@ class Training:
         if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
             metrics |= self._evaluation()
         self._log(metrics, timing)
+        self.hints.look(metrics)
         every = config.rollouts_every
         if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
             shown = completions.samples[: config.rollouts_rows]
