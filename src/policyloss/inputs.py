@@ -44,6 +44,7 @@ class CallTensors(SharedTensors, total=False):
     """The optional tensors of a loss on log-probabilities that exist."""
 
     entropy: Tensor | None
+    divergence: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Inputs:
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     cu_seqlens: Tensor | None = None
     group_ids: Tensor | None = None
     cp_group: Any = None
@@ -129,7 +131,7 @@ class Inputs:
         # they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
         for name, x in named.items():
-            raw[name] = x if x is None or name == "entropy" else x.detach()
+            raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
         return Tokens(
@@ -137,8 +139,10 @@ class Inputs:
         )
 
 
+# What carries a gradient beside logp.
+DIFFERENTIATED = ("entropy", "divergence")
 TOKEN_SHAPED = tuple(
-    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy"
+    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name in DIFFERENTIATED
 )
 OPTIONAL = tuple(get_type_hints(CallTensors))
 

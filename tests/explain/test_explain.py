@@ -22,6 +22,7 @@ from cases import (
     AGGREGATES,
     CORRECTIONS,
     KLS,
+    PULLS,
     PRESETS,
     RATIOS,
     REJECTED,
@@ -157,7 +158,7 @@ def test_no_part_is_left_out() -> None:
     lists = {
         ratio: RATIOS,
         trust: TRUSTS,
-        kl: KLS,
+        kl: PULLS,
         aggregate: AGGREGATES,
         correction: [c for cs in CORRECTIONS for c in cs],
     }

@@ -165,6 +165,7 @@ def test_one_row(plan: str) -> None:
         "teacher_logp",
         "entropy",
         "advantages",
+        "divergence",
         "mask",
     )
     one = dataclasses.replace(

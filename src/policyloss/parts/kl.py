@@ -10,6 +10,7 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.validate import Part, Positive, within
 from policyloss.parts.wording import spoken
 from policyloss.tokens import Tokens
@@ -101,4 +102,4 @@ class KL(Part):
         return "KL", *(f"kl_{choice}" for choice in choices)
 
 
-VARIANTS = (KL,)
+VARIANTS = (KL, Divergence)
