@@ -384,4 +384,11 @@ PARTS = (
         "_SegmentSum.apply(x.to(torch.float32), offsets, ids)",
         "test_counts.py::test_sums_over_packs_are_rounded_once",
     ),
+    (
+        "bounds_of_fields_unread",
+        "parts/validate.py",
+        "checks += kind.__metadata__",
+        "checks += ()",
+        "test_spec.py::test_every_field_of_every_part_is_checked",
+    ),
 )
