@@ -151,7 +151,7 @@ def training_walk() -> Walk:
     sizes: dict[str, Any] = {
         "prompts": 1,
         "group_size": 2,
-        "minibatches": 1,
+        "minibatches": 2,
         "max_new_tokens": 2,
         "eval_prompts": 1,
     }
@@ -181,7 +181,7 @@ def training_walk() -> Walk:
         loop.RunDir.log,
         loop.store,
     )
-    about = "`policyloss train` with one step: sample, score, judge, update, write down."
+    about = "`policyloss train` with one step: sample, score, judge, update twice, write down."
     return Walk("One training step", about, call, stops)
 
 
