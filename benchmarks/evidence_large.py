@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.harness import environment, table, write_json
-from policyloss.train.config import TrainConfig, read_spec
+from policyloss.train.config import TrainConfig
+from policyloss.train.loss_options import read_spec
 from policyloss.train.loop import train
 from policyloss.train.tasks.base import Example
 

@@ -184,14 +184,16 @@ def sample_command(arguments: Sequence[str]) -> int:
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place."""
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
     config, spec = stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
         model=options.model or config.model,
         device=options.device,
-    ), spec
+    ), spec or pl.LossSpec()
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.train.tasks.base import Task
-from policyloss.train.tiny import tiny_model, tiny_tokenizer
+from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,9 +37,9 @@ def load(
     Weights are read from safetensors files only, and no code that comes with them is run, unless `trust_remote_code` says so.
     offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored weights that the model lacks.
     """
-    if model == "tiny":
+    if model in TINY:
         tokenizer = tiny_tokenizer(task)
-        found = tiny_model(tokenizer, seed).to(dtype)
+        found = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
         found, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)

@@ -17,6 +17,7 @@ from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy, adamw
 from policyloss.train.models import Critic, load, parts
 from policyloss.train.tasks import Task, make_task
+from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
@@ -85,7 +86,7 @@ def teach(
     """
     steps = config.warmup_steps
     if steps is None:
-        steps = WARMUP_STEPS if config.model == "tiny" else 0
+        steps = WARMUP_STEPS if config.model in TINY else 0
     if steps:
         warm_up(
             setup.model,
