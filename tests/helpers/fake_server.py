@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from policyloss.train.sampler import Rule, complete, uniforms
@@ -35,9 +37,10 @@ class FakeServer:
         self.port = 0
 
     def start(self) -> FakeServer:
-        """With the weights that it was started with, as a server after a restart."""
-        self.model: Any = AutoModelForCausalLM.from_pretrained(self.folder)
-        self.version = "default"
+        """Serve, with the weights of the folder."""
+        if not hasattr(self, "model"):
+            self.model: Any = AutoModelForCausalLM.from_pretrained(self.folder)
+        self.forget()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,6 +60,11 @@ class FakeServer:
         self.address = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         return self
+
+    def forget(self) -> None:
+        """Have the weights of the start again, as after a restart."""
+        self.load(self.folder)
+        self.version = "default"
 
     def stop(self) -> None:
         """From here on, connections to its port are refused."""
@@ -107,8 +115,7 @@ class FakeServer:
                 return {"weight_version": self.version}
             if path == "/collective_rpc":
                 assert body["method"] == "reload_weights"
-                folder = body["kwargs"]["weights_path"]
-                self.model = AutoModelForCausalLM.from_pretrained(folder)
+                self.load(body["kwargs"]["weights_path"])
             elif path == "/update_weight_version":
                 self.version = body["new_version"]
             elif path == "/inference/v1/generate":
@@ -116,6 +123,11 @@ class FakeServer:
             else:
                 assert path in ("/pause", "/resume"), path
             return {}
+
+    def load(self, folder: str) -> None:
+        """Read weights. (Two threads must not make models by transformers at one time.)"""
+        for file in Path(folder).glob("*.safetensors"):
+            self.model.load_state_dict(load_file(file), strict=False)
 
     def choices(self, prompt: list[int], p: dict[str, Any]) -> list[dict[str, Any]]:
         rule = Rule(p["temperature"], p["top_p"], p["top_k"])

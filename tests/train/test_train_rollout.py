@@ -261,13 +261,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
 def example_engine() -> str:
     """The engine that docs/rollout.md shows."""
     text = PAGE.read_text()
-    return text[
-        text.index("```python") + len("```python") : text.index("```\n", text.index("```python"))
-    ]
+    begin = text.index("```python") + len("```python")
+    return text[begin : text.index("```\n", begin)]
 
 
 def test_the_engine_of_the_page_trains(model: str, tmp_path: Path) -> None:
-    """By a path, and by the very numbers of the built-in sampler, because it samples as that does."""
+    """Named by a path, and with log-probabilities that are those of the learner."""
     file = tmp_path / "my_engine.py"
     file.write_text(example_engine())
     out = tmp_path / "run"

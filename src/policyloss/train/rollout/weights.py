@@ -39,7 +39,7 @@ class PolicyWeights:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             with _quiet():
-                self.model.save_pretrained(temporary, state_dict=tensors)
+                self.model.save_pretrained(temporary, state_dict=dict(tensors))  # it takes some out
             self._add_tied(temporary, tensors)
             self._tokenizer.save_pretrained(temporary)
             shutil.rmtree(folder, ignore_errors=True)
