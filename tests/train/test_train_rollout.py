@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from started import started_once
 from train_loop_ranks import lines, make_model, resume, train
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +41,7 @@ GOOD = Completion([20, END], [-0.5, -0.25], True, version=2)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:

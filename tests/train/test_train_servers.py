@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer
+from started import started_once
 from train_loop_ranks import lines, make_model, resume, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +31,7 @@ ONE = Ranks(0, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 @pytest.fixture(scope="module")
