@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.engines
-PATIENCE_S = 400.0  # for a start of vLLM, or a run of some steps, on a machine that does more
+PATIENCE_S = 900.0  # for a start of vLLM, or a run of some steps, on a machine that does more
 # The task and the model of `policyloss train`, with fewer prompts and larger steps.
 OPTIONS = {
     "steps": 8,
@@ -84,16 +84,20 @@ def trainer(out: Path, **options: Any) -> Process:
 def assert_sampled_by_the_policy(out: Path) -> None:
     """Step s + 1 was sampled with the weights of s steps, and vLLM's log-probabilities are those of
     the learner before its first update, in float32.
+
+    99 of 100 tokens are within 1e-5. The largest of thousands is what float32 leaves of this model:
+    transformers alone is up to 1.5e-5 from float64 on such tokens. One stale matrix is 1e-2.
     """
     rows = lines(out, "rollouts")
     assert {(row["step"], row["weights"]) for row in rows} == {(s + 1, s) for s in range(8)}
-    gaps = [
+    gaps = sorted(
         abs(x - y)
         for row in rows
         for x, y in zip(row["rollout_logp"], row["old_logp"], strict=True)
-    ]
+    )
     assert len(gaps) > 1000
-    assert max(gaps) <= 1e-5
+    assert gaps[len(gaps) * 99 // 100] <= 1e-5
+    assert gaps[-1] <= 5e-5
 
 
 def assert_learned(out: Path) -> None:
