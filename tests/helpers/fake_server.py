@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from policyloss.train.sampler import Rule, complete, uniforms
 
@@ -39,6 +38,8 @@ class FakeServer:
     def start(self) -> FakeServer:
         """Serve, with the weights of the folder."""
         if not hasattr(self, "model"):
+            from transformers import AutoModelForCausalLM
+
             self.model: Any = AutoModelForCausalLM.from_pretrained(self.folder)
         self.forget()
         outer = self

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from started import started_once
 from train_loop_ranks import lines, make_model, resume, train
-from transformers import AutoModelForCausalLM
 
 from policyloss.errors import InputError
 from policyloss.train.collect import Collector
@@ -42,6 +41,12 @@ GOOD = Completion([20, END], [-0.5, -0.25], True, version=2)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(started_once(tmp_path_factory, "small_model", make_model))
+
+
+def loaded(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:
@@ -93,7 +98,7 @@ def test_too_few_completions_are_an_error() -> None:
 
 def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
     """The folder is one that anybody loads, and it replaces an older one as a whole."""
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -116,7 +121,7 @@ def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
 
 def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
     """What the policy learns meanwhile does not reach it before the next update."""
-    policy: Any = AutoModelForCausalLM.from_pretrained(model)
+    policy = loaded(model)
     copied = BuiltIn(policy, lambda: policy, 4096, copied=True)
     live = BuiltIn(policy, lambda: policy, 4096, copied=False)
     assert (copied.concurrent, live.concurrent) == (True, False)
@@ -141,7 +146,7 @@ def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
 
 
 def test_a_completion_depends_on_its_place_and_not_on_the_others(model: str) -> None:
-    policy: Any = AutoModelForCausalLM.from_pretrained(model)
+    policy = loaded(model)
     engine = BuiltIn(policy, lambda: policy, 4096, copied=False)
     together = [c.ids for group in engine.generate(PROMPTS, SAMPLING) for c in group]
     alone = [engine.generate([p], SAMPLING)[0] for p in reversed(PROMPTS)]

@@ -13,7 +13,6 @@ import torch
 from fake_server import FakeServer
 from started import started_once
 from train_loop_ranks import lines, make_model, resume, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
@@ -37,6 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def weights(model: str) -> PolicyWeights:
     """Other weights than those that the servers are started with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     policy = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         policy.model.embed_tokens.weight.mul_(0.7)
