@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, seen
+from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
@@ -71,9 +71,7 @@ class Inputs:
     def of(
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
-        """From the arguments of a loss function; an unknown name is an error that suggests the
-        nearest.
-        """
+        """From the arguments of a loss function; for an unknown name, suggest the nearest."""
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
@@ -86,7 +84,7 @@ class Inputs:
     @property
     def dtype(self) -> torch.dtype:
         """What the loss is computed in: float64 if any log-probability is, else float32."""
-        return compute_dtype(self.logp, *(getattr(self, name) for name in LOGP_ARGUMENTS.values()))
+        return compute_dtype(self.logp, *[getattr(self, name) for name in LOGP_ARGUMENTS.values()])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that was given, by name; one of `extras` as "extras.name"."""
@@ -104,7 +102,8 @@ class Inputs:
             return {}
         if not isinstance(self.extras, Mapping):
             raise InputError(
-                f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}."
+                "extras must be a mapping of names to token-shaped tensors, got "
+                f"{description(self.extras)}."
             )
         return dict(self.extras)
 
@@ -145,9 +144,7 @@ OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
 def takes_tensors(function: F) -> F:
-    """Show the names of `**tensors` in the signature of `function`, for `help` and for other
-    programs.
-    """
+    """Show the names of `**tensors` in the signature of `function`, for `help` and tools."""
     signature = inspect.signature(function)
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors

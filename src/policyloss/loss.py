@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: a 0-dim tensor to call `backward()` on.
-
-    `metrics`: what happened, as records that add up.
-    """
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: what happened, as records that add up."""
 
     loss: Tensor
     metrics: Metrics
@@ -85,38 +82,32 @@ def policy_loss(
 
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
-    """`policy_loss` of arguments that are put together already.
-
-    step: the given totals, None if this call is the step.
-    """
+    """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
-    logp, entropy = inputs.logp, inputs.entropy
-    plain = (
-        inputs.cu_seqlens is None
-        and inputs.cp_group is None
-        and spec.is_data
-        and not isinstance(spec.ratio, SegmentRatio)
-    )
-    if (
-        torch.compiler.is_compiling()
-        and plain
-        and logp.requires_grad
-        and (entropy is None or not entropy.requires_grad)
-    ):
+    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
-        wide = logp.to(inputs.dtype)
+        wide = inputs.logp.to(inputs.dtype)
         gradient = torch.func.grad(
             lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
         )(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
-        return LossOutput(
-            with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics
-        )
+        total = with_known_gradient(wide, parts.total, gradient)
+        return LossOutput(total * parts.scale, parts.metrics)
     parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
+
+
+def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
+    """Whether value, metrics and gradient in `logp` are one loop over tokens, of parts of ours."""
+    if inputs.cu_seqlens is not None or inputs.cp_group is not None:
+        return False
+    if not spec.is_data or isinstance(spec.ratio, SegmentRatio):
+        return False
+    through_entropy = inputs.entropy is not None and inputs.entropy.requires_grad
+    return inputs.logp.requires_grad and not through_entropy
 
 
 class _Parts(NamedTuple):
@@ -128,9 +119,7 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
-    does not.
-    """
+    """Raise if the entropy bonus would train nothing: `logp` has a gradient, entropy none."""
     logp: Any = inputs.logp
     entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
@@ -158,10 +147,7 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
 
 
 def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens.
-
-    step: the given totals, None if this call is the step.
-    """
+    """The slots in order, on one call's tokens. step: the totals, None if this call is it."""
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
@@ -232,13 +218,12 @@ def aggregate_tokens(
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
-    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast
-    to a wrong loss.
-    """
+    """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}."
+            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
+            f"{actual}."
         )
     return x
 
@@ -252,9 +237,10 @@ def corrected_tokens(
             name not in step.statistics for name in spec.statistics_names
         ):
             raise InputError(
-                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
-                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
-                'tensors, or pass totals="local" if this call is the whole batch.'
+                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, "
+                "covariances or a mean weight), which counting the mask does not give: make the "
+                "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
+                'totals="local" if this call is the whole batch.'
             )
         t = replace(t, measured=step.statistics)
     corrected = combine(spec.correction, t)

@@ -1,4 +1,6 @@
-"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts however the call is made."""
+"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts
+however the call is made.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_errors_name_the_extra_and_the_argument() -> None:
     ids=lambda f: f.__qualname__,
 )
 def test_every_function_shows_every_tensor_it_takes(function: Any) -> None:
-    """A new input is a line of `CallTensors` and a field of `Inputs`; nothing else names them all."""
+    """A new input is a line of `CallTensors` and a field of `Inputs`;
+    nothing else names them all.
+    """
     shown = set(inspect.signature(function).parameters)
     assert set(OPTIONAL) - shown == ({"entropy"} if function is pl.linear_policy_loss else set())
     assert {*OPTIONAL, "logp", "old_logp", "advantages", "mask"} == set(Inputs.__dataclass_fields__)

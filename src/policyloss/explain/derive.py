@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from policyloss.explain.algebra import TRUE, unstopped
-from policyloss.explain.expression import Expression, name, parse
+from policyloss.explain.expression import TRUE, Expression, name, parse, unstopped
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
 from policyloss.parts.correction import Corrected
 from policyloss.parts.trust import Surrogate
@@ -99,9 +98,8 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                for label in reversed(
-                    code.co_varnames[first:]
-                ):  # the last name is the most telling
+                # The last name is the most telling.
+                for label in reversed(code.co_varnames[first:]):
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
                         self.record(value.expression, label)

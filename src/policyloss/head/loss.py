@@ -18,6 +18,7 @@ from policyloss.head.backward import Gradients, Sums, Wanted
 from policyloss.head.head import Head, LogProbs
 from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.head.support import SupportArgument
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
 from policyloss.head.windows import (
     Batch,
@@ -66,6 +67,7 @@ def linear_policy_loss(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    support: SupportArgument | None = None,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
@@ -99,6 +101,7 @@ def linear_policy_loss(
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
+        support=support,
         **tensors,
     )
     decided = call.decide()
@@ -145,9 +148,10 @@ def _plan_of_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     entropy: bool = False,
+    support: SupportArgument | None = None,
 ) -> Plan:
     """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     return logprob_plan(
         head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan
     )
@@ -178,6 +182,7 @@ class _Call:
     temperature: float | Tensor
     softcap: float | None
     vocab_group: Any
+    support: SupportArgument | None
     head: Head
     inputs: Inputs
     step: Totals | None
@@ -202,6 +207,7 @@ class _Call:
         vocab_group: Any = None,
         plan: str | Plan = "auto",
         skip_zero_advantage: bool = False,
+        support: SupportArgument | None = None,
         **tensors: Unpack[SharedTensors],
     ) -> _Call:
         """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
@@ -210,19 +216,18 @@ class _Call:
                 "entropy is no argument of linear_policy_loss: the head computes it."
             )
         spec = ready_spec(spec)
-        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
         step = resolve(totals)
         stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
         inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
-        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
+        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, support, head)
         return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage)
 
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        t = replace(
-            t, raw={**t.raw, "logp": None}
-        )  # a part that reads it before it is computed is an error
+        # A part that reads it before it is computed is an error.
+        t = replace(t, raw={**t.raw, "logp": None})
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
@@ -246,14 +251,20 @@ class _Call:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            hint = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            hint = (
+                "a callable says how far it looks by its attribute `reach`, an aggregation by "
+                "`reads_logp = False`"
+            )
             return "batch", f"a part of it may look at any token ({hint})"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return (
                 "batch",
-                "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)",
+                (
+                    "it needs numbers of the whole batch first; measure them and pass "
+                    "totals=policyloss.measure(…)"
+                ),
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -263,7 +274,8 @@ class _Call:
         """The loss on log-probabilities that carry the gradient themselves."""
         if self.skip_zero_advantage and self.spec.follows_advantage:
             raise InputError(
-                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason})."
+                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
+                f"({plan.reason})."
             )
         out = linear_logprobs(
             self.hidden,
@@ -276,6 +288,7 @@ class _Call:
             plan=plan,
             softcap=self.softcap,
             vocab_group=self.vocab_group,
+            support=self.support,
         )
         entropy = out.entropy if entropy_has_slope(self.spec) else out.entropy.detach()
         loss = loss_of(self.spec, self.inputs.replace(logp=out.logp, entropy=entropy), self.step)
@@ -284,18 +297,21 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
             batch, work, plan.rows
         )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[LogProbs, Gradients]:
-            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
-            return run_windows(head, batch, found, sums, check=check)
+            sums = Sums(
+                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
+            )
+            return run_windows(head, batch, all_windows, sums, check=check)
 
         with torch.no_grad():
-            seen, gradients = run(check=True)
-            logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
+            log_probs, gradients = run(check=True)
+            logp = log_probs.logp.view(self.ids.shape)
+            entropy = log_probs.entropy.view(self.ids.shape)
             value = self._value(batch, logp, entropy)
         if not wanted.any:
             return HeadOutput(value.loss, value.metrics, logp, entropy)
@@ -331,25 +347,24 @@ class _Call:
 
 
 def run_windows(
-    head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool
+    head: Head, batch: Batch, all_windows: list[Window], sums: Sums, *, check: bool
 ) -> tuple[LogProbs, Gradients]:
     """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
     wanted. check: the ids too.
     """
-    seen = _walk(
-        head, batch, found, sums, check
-    )  # the logits are gone when the gathered gradients are multiplied
-    return seen, sums.finished()
+    # The logits are gone when the gathered gradients are multiplied.
+    log_probs = _walk(head, batch, all_windows, sums, check)
+    return log_probs, sums.finished()
 
 
-def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool) -> LogProbs:
+def _walk(head: Head, batch: Batch, all_windows: list[Window], sums: Sums, check: bool) -> LogProbs:
     stray: Callable[[], list[int]] | None = None
     logp, entropy = (
         torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
         for _ in range(2)
     )
-    room = head.room(max((w.size for w in found), default=0))
-    for window in found:
+    room = head.room(max((w.size for w in all_windows), default=0))
+    for window in all_windows:
         rows = head.rows(window.rows)
         z, s = head.forward(rows, room)
         assert s.entropy is not None
@@ -357,9 +372,8 @@ def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool
         if window.backward and sums.wanted.any:
             sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
         if check and stray is None:
-            stray = later(
-                strays(head, batch.rows)
-            )  # asked when the device has work, so that it need not wait for the question
+            # Asked when the device has work, so that it need not wait for the question.
+            stray = later(strays(head, batch.rows))
     if stray is not None:
         refuse_strays(stray(), head, batch.rows)
     return LogProbs(logp, entropy)

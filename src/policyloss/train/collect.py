@@ -1,4 +1,6 @@
-"""The completions of a step: prompts drawn in an order that follows from the seed, sampled, scored, and filtered."""
+"""The completions of a step: prompts drawn in an order that follows from the seed, sampled,
+scored, and filtered.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ class Collector:
         self.rollout.engine.close()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has some of the groups, whole; together they are one batch."""
+        """Sample and score the completions of one step. Every rank has some of the groups, whole;
+        together they are one batch.
+        """
         config = self.config
         kept: list[Sample] = []
         wanted, groups, everything, failed = config.prompts, 0, [], 0
@@ -183,7 +187,9 @@ class Collector:
         return self.rollout.samples(wanted, self._sampling())
 
     def _next(self) -> Example:
-        """The next prompt: all of them in an order of their own in each pass, but for those that cannot be used."""
+        """The next prompt: all of them in an order of their own in each pass,
+        but for those that cannot be used.
+        """
         size = len(self.task.train)
         while True:
             turn, place = divmod(self.cursor, size)
@@ -193,7 +199,9 @@ class Collector:
                 return self.task.train[chosen]
 
     def _reward(self, example: Example, s: Sample) -> float:
-        """The reward, or NaN where the task's function failed on this completion, which is told and left out."""
+        """The reward, or NaN where the task's function failed on this completion,
+        which is told and left out.
+        """
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
         try:
@@ -215,13 +223,14 @@ class Collector:
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Of all completions that were sampled, kept or not, on all ranks."""
-        own = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
+        outcomes = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
         equal = sum(not _differ(group) for group in _grouped(samples))
-        shares = self.ranks.gather((own, equal, failed))
+        shares = self.ranks.gather((outcomes, equal, failed))
         rows = [row for share in shares for row in share[0]]
         if not rows:
             raise PolicyLossError(
-                "the reward function failed on every completion of a step, so there is nothing to learn from; see the messages."
+                "the reward function failed on every completion of a step, so there is nothing to "
+                "learn from; see the messages."
             )
         rewards = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
         lengths = torch.tensor([float(n) for _, n, _ in rows], dtype=torch.float64)

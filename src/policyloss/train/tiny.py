@@ -24,8 +24,8 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    seen = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
-    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(seen)])}
+    letters = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(letters)])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
@@ -40,7 +40,9 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 def tiny_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
 ) -> PreTrainedModel:
-    """A Llama with 138 thousand random weights that follow from `seed`; the generator of the caller is left as it was."""
+    """A Llama with 138 thousand random weights that follow from `seed`;
+    the generator of the caller is left as it was.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

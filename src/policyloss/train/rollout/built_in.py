@@ -55,7 +55,7 @@ class BuiltIn:
     def update_weights(self, weights: Weights, version: int) -> None:
         """Copy the weights, unless the policy itself samples."""
         if self._model is not self._live:
-            load_weights(self._model, weights_of(self._live))
+            load_weights(weights_of(self._model), weights_of(self._live))
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
         self._version = version

@@ -21,7 +21,7 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     """The engine, and what it needs in a run."""
     weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
-    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer)
+    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop)
 
 
 def _engine(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from policyloss.train.models import parts
 from policyloss.train.rollout.protocol import Engine, Prompt, Sampling, Weights, checked
-from policyloss.train.sampler import Sample, as_samples, encode, end_ids
+from policyloss.train.sampler import Sample, as_samples, encode, end_ids, stopped
 
 
 class Wanted(NamedTuple):
@@ -23,13 +23,16 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Rollout:
-    """version: that of the weights that the engine has; None where it has none, or sleeps."""
+    """stop: texts that end a completion, which the engine does not know. version: that of the
+    weights that the engine has; None where it has none, or sleeps.
+    """
 
     name: str
     engine: Engine
     weights: Weights
     model: Any
     tokenizer: Any
+    stop: tuple[str, ...] = ()
     version: int | None = None
 
     def ready(self, version: int) -> None:
@@ -60,7 +63,7 @@ class Rollout:
             for one, tokens in zip(wanted, ids, strict=True)
             for _ in range(one.number)
         ]
-        return as_samples(
+        samples = as_samples(
             self.tokenizer,
             [row[:2] for row in rows],
             [row[2] for row in rows],
@@ -68,6 +71,7 @@ class Rollout:
             set(sampling.end_ids),
             self.version,
         )
+        return [stopped(self.tokenizer, s, self.stop) for s in samples]
 
     def sampling(self, *, draw: int, seed: int, max_new_tokens: int, **rule: Any) -> Sampling:
         """How to draw, with the tokens that end a completion of this model."""

@@ -14,21 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from policyloss.train.adapter import merged_weights, written_whole
 from policyloss.train.distributed import Ranks
-from policyloss.train.models import weights
+from policyloss.train.run.shards import local_part
 
 TIED = "tied.safetensors"
 
 
 class PolicyWeights:
-    """Those of a Hugging Face model, sharded over ranks or not."""
+    """Those of a Hugging Face model, sharded over ranks or not, adapters merged."""
 
     def __init__(self, model: Any, tokenizer: Any, ranks: Ranks) -> None:
         self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Complete tensors by name, one after the other: of a sharded model, no rank holds all."""
-        for name, x in self.model.state_dict().items():
+        for name, x in merged_weights(self.model).items():
             yield name, (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
     def save(self, folder: Path) -> None:
@@ -38,8 +39,8 @@ class PolicyWeights:
         if first:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-            with _quiet():
-                self.model.save_pretrained(temporary, state_dict=dict(tensors))  # it takes some out
+            with _quiet(), written_whole(self.model):  # a copy, because it takes tied tensors out
+                self.model.save_pretrained(temporary, state_dict=dict(tensors))
             self._add_tied(temporary, tensors)
             self._tokenizer.save_pretrained(temporary)
             shutil.rmtree(folder, ignore_errors=True)
@@ -50,7 +51,10 @@ class PolicyWeights:
         """Write the second name of tied weights too, which Hugging Face leaves out: where vLLM
         keeps the head apart from the embedding, as it does on a CPU, it would keep its old head.
         """
-        names = sorted(tensors.keys() - weights(self.model).keys())
+        owners: dict[int, str] = {}
+        for name, x in merged_weights(self.model).items():
+            owners.setdefault(local_part(x).data_ptr(), name)
+        names = sorted(tensors.keys() - owners.values())
         if not names:
             return
         save_file({name: tensors[name].clone() for name in names}, folder / TIED)

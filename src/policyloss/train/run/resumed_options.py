@@ -24,7 +24,8 @@ from policyloss.train.loss_options import change_spec, read_spec, split_loss_opt
 from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.directory import RunDir
 
-# How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
+# How a run is watched, stored and placed, which changes none of its numbers;
+# these may be others when it goes on.
 CHANGEABLE = (
     *(
         "track",
@@ -35,10 +36,11 @@ CHANGEABLE = (
         "reward_timeout",
         "nonfinite_limit",
     ),
-    *("device", "parallel", "unusable", "rollout", "rollout_timeout", "rollout_memory"),
+    *("device", "parallel", "unusable", "attention"),
+    *("rollout", "rollout_timeout", "rollout_memory"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
-# What may name code, or an address: to train, all of them are used, and to evaluate the reward alone.
+# What may name code, or an address. To train, all of these are used; to evaluate, the reward.
 _MAY_BE_CODE = ("reward", "loss", "advantage", "rollout")
 
 
@@ -152,7 +154,7 @@ def refuse_changes(
 
 
 def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
-    """The loss as config.json holds it: its numbers, or `{"code": name}` if it is none but code."""
+    """The loss as config.json holds it: its numbers, or `{"code": name}` if it is code."""
     return {"code": name} if spec is None or not spec.is_data else spec.to_dict()
 
 
@@ -173,9 +175,9 @@ def refuse_unnamed_code(
             )
     if config.trust_remote_code and "trust_remote_code" not in named:
         raise InputError(
-            f"{config.out / 'config.json'} says that code which comes with the model {config.model!r} is "
-            "to be run. A run directory is only data: if you trust that code, say so yourself: "
-            "--trust-remote-code"
+            f"{config.out / 'config.json'} says that code which comes with the model "
+            f"{config.model!r} is to be run. A run directory is only data: if you trust that "
+            "code, say so yourself: --trust-remote-code"
         )
 
 
