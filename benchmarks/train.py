@@ -35,7 +35,7 @@ from benchmarks.harness import environment, table, time_interleaved, write_json
 from benchmarks.train_workers import Size
 from policyloss.errors import PolicyLossError
 from policyloss.train.attention import Packed
-from policyloss.train.config import read_spec
+from policyloss.train.loss_options import read_spec
 from policyloss.train.distributed import Ranks
 from policyloss.train.loop import Training
 
