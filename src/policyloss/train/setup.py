@@ -20,6 +20,7 @@ from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy, adamw
 from policyloss.train.models import Critic, load, parts
 from policyloss.train.tasks import Task, make_task
+from policyloss.train.teacher import load_teacher
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
@@ -83,6 +84,8 @@ def build(
         critic_optimizer,
     )
     learner.warn = warn
+    if config.teacher is not None:
+        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
     return Setup(task, tokenizer, model, learner)
 
 
