@@ -177,8 +177,8 @@ PARTS = (
     (
         "sequence_mask_weights_swapped",
         _CORRECTION,
-        'if self.weight == "token":\n            w =',
-        'if self.weight != "token":\n            w =',
+        'if self.weight == "token": return',
+        'if self.weight != "token":\n            return',
         _CORRECTIONS + "test_weight",
     ),
     (
