@@ -120,7 +120,9 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term would train nothing: `logp` has a gradient, its entropy or divergence none."""
+    """Raise if a term would train nothing: `logp` has a gradient,
+    its entropy or divergence none.
+    """
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):

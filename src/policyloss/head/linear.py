@@ -127,7 +127,9 @@ def linear_logprobs(
 
 
 class Outputs(NamedTuple):
-    """What is computed of each row. comparison: the teacher, if the divergence from it is wanted."""
+    """What is computed of each row. comparison: the teacher,
+    if the divergence from it is wanted.
+    """
 
     logp: bool = True
     entropy: bool = False
@@ -338,7 +340,9 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
 
 
 def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
-    """`known`, the numbers of all n rows (None before the first), with those of the rows at `at`."""
+    """`known`, the numbers of all n rows (None before the first),
+    with those of the rows at `at`.
+    """
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
     for everywhere, x in zip(known, numbers, strict=True):
