@@ -104,6 +104,7 @@ EXTRAS = {
         "math_verify",
         "numpy",
         "reasoning_gym",
+        "vllm",
         "rich",
         "safetensors",
         "tokenizers",

@@ -42,6 +42,7 @@ class Divergence:
     """
 
     reach: ClassVar[str] = "token"
+    teaches: ClassVar[bool] = True
 
     kind: Literal["forward", "reverse", "jsd", "generalised"]
     coef: float

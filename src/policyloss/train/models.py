@@ -18,7 +18,7 @@ from policyloss.errors import InputError
 from policyloss.train.adapter import merged_weights
 from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
-from policyloss.train.tiny import tiny_model, tiny_tokenizer
+from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,9 +43,9 @@ def load(
     offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored
     weights that the model lacks.
     """
-    if model == "tiny":
+    if model in TINY:
         tokenizer = tiny_tokenizer(task)
-        loaded = tiny_model(tokenizer, seed).to(dtype)
+        loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
         loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
