@@ -53,7 +53,8 @@ def policy_loss(
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
-    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t − entropy_coef · entropy_t)`
+    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t −
+    entropy_coef · entropy_t)`
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
 
