@@ -53,7 +53,8 @@ def policy_loss(
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
-    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t − entropy_coef · entropy_t)`
+    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t −
+    entropy_coef · entropy_t)`
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
 
@@ -122,7 +123,9 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term would train nothing: `logp` has a gradient, its entropy or divergence none."""
+    """Raise if a term would train nothing: `logp` has a gradient,
+    its entropy or divergence none.
+    """
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):

@@ -84,7 +84,7 @@ def slope_total(slopes_of_rows: Tensor, measure: Measure) -> Tensor:
     return slopes_of_rows.sum(-1)
 
 
-def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
+def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     """The divergence of rows that hold every entry. `[..., V]`, `[..., V]` → `[...]`."""
     if measure.form == "generalised":  # the probabilities of either row sum to 1
         measure = measure._replace(kind="reverse")
@@ -92,7 +92,9 @@ def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
 
 
 def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """The gradient of `whole` by the student's logits: `slopes − p_s·Σ slopes`. → `[..., V]`."""
+    """The gradient of `of_distributions` by the student's logits: `slopes − p_s·Σ slopes`.
+    → `[..., V]`.
+    """
     each = slopes(student, teacher, measure)
     return each - student.exp() * slope_total(each, measure).unsqueeze(-1)
 
@@ -124,7 +126,8 @@ def support_slopes(
     student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     each = slopes(student, teacher, measure)
     # The tail's log-probability falls as those of the support rise:
-    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, with no slope.
+    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held,
+    # with no slope.
     through_tail = torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)
     return each[..., :-1] - p * through_tail
 

@@ -195,8 +195,8 @@ def comparison_of(
         return Comparison(*of_student, logits=teacher.detach().reshape(-1, entries))
     if not isinstance(teacher, Teacher):
         raise InputError(
-            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a tensor "
-            f"of logits, got {description(teacher)}."
+            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a "
+            f"tensor of logits, got {description(teacher)}."
         )
     return Comparison(*of_student, head=_teacher_head(teacher, head, tokens))
 
@@ -221,8 +221,9 @@ def _of_top_k(teacher: TopK, measure: Measure, head: Head, tokens: tuple[int, ..
     _check_tokens("teacher.ids", teacher.ids, tokens, "K")
     if measure.support in ("student", "union"):
         raise InputError(
-            f"support={measure.support!r} needs the teacher's probability of entries that a TopK may "
-            "not hold; pass a TopK of the entries that you mean with support=None, or a Teacher."
+            f"support={measure.support!r} needs the teacher's probability of entries that a TopK "
+            "may not hold; pass a TopK of the entries that you mean with support=None, or a "
+            "Teacher."
         )
     k = teacher.ids.shape[-1]
     ids = teacher.ids.reshape(-1, k).to(torch.int64)
@@ -245,6 +246,6 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
     n = min(theirs, ours)
     how = cut.format(n=n) if theirs > ours else f"weight[:{n}] and bias[:{n}] of the student"
     raise InputError(
-        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first {n} "
-        f"entries are the same tokens, compare those: pass {how}."
+        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first "
+        f"{n} entries are the same tokens, compare those: pass {how}."
     )

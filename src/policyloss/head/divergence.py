@@ -102,8 +102,8 @@ def divergence(
         )
     if isinstance(teacher, Teacher):
         raise InputError(
-            "divergence compares logits that exist; with a Teacher use linear_divergence, which makes "
-            "the logits of both models a window at a time."
+            "divergence compares logits that exist; with a Teacher use linear_divergence, which "
+            "makes the logits of both models a window at a time."
         )
     check_vocabulary("logits", logits, logits.shape[-1])
     check_softcap(softcap)

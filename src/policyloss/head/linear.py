@@ -127,7 +127,9 @@ def linear_logprobs(
 
 
 class Outputs(NamedTuple):
-    """What is computed of each row. comparison: the teacher, if the divergence from it is wanted."""
+    """What is computed of each row. comparison: the teacher,
+    if the divergence from it is wanted.
+    """
 
     logp: bool = True
     entropy: bool = False
@@ -330,15 +332,17 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
     room = comparison.room(numbers.divergence.shape[0], ctx.plan.columns)
 
     def columns(c: slice) -> Compared:
-        whole = isinstance(numbers, PairStatistics)
-        teacher = comparison.teacher_rows(at, room, c) if whole else None
+        is_full = isinstance(numbers, PairStatistics)
+        teacher = comparison.teacher_rows(at, room, c) if is_full else None
         return Compared(comparison.measure, numbers, teacher, head.vocabulary.first + c.start)
 
     return columns
 
 
 def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
-    """`known`, the numbers of all n rows (None before the first), with those of the rows at `at`."""
+    """`known`, the numbers of all n rows (None before the first),
+    with those of the rows at `at`.
+    """
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
     for everywhere, x in zip(known, numbers, strict=True):

@@ -115,8 +115,10 @@ class Divergence:
         limit = self.clamp
         low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)
         clamp = " and ".join(bounds_in_words(low, high))
-        held = f", held at {clamp.removeprefix('at ')}" if clamp else ""
-        return f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{held}{by}"
+        limited = f", held at {clamp.removeprefix('at ')}" if clamp else ""
+        return (
+            f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{limited}{by}"
+        )
 
     def _support_in_words(self) -> str:
         whose = {
