@@ -14,7 +14,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.run.directory import free_directory
 from policyloss.train.run.lock import Lock
 from policyloss.train.setup import warmup_steps
-from policyloss.train.view.hints import LONG_PATIENCE, PATIENCE, Hints
+from policyloss.train.hints import LONG_PATIENCE, PATIENCE, Hints
 
 # Sixteen groups of eight with different rewards, some completions cut, some right.
 GOOD = {

@@ -75,15 +75,15 @@ def base_trained(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """The weights of a model without adapters that says the same, by the names of that model."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
         if _is_of_adapter(name):
             continue
         layer, inside, rest = name.partition(".base_layer.")
         if inside and rest == "weight":
             x = x + model.get_submodule(layer).get_delta_weight("default").to(x.dtype)
-        found[f"{layer}.{rest}" if inside else name] = x
-    return found
+        weights[f"{layer}.{rest}" if inside else name] = x
+    return weights
 
 
 def _is_of_adapter(name: str) -> bool:

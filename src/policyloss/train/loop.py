@@ -35,7 +35,7 @@ from policyloss.train.run.resumed_options import continued, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
-from policyloss.train.view.hints import Hints
+from policyloss.train.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
