@@ -27,6 +27,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, gathered
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.finite import NotFiniteError
+from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
 from policyloss.train.run.directory import RunDir, free_directory
@@ -35,7 +36,6 @@ from policyloss.train.run.resumed_options import continued, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
-from policyloss.train.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
