@@ -147,11 +147,12 @@ def training_walk() -> Walk:
     """One step of the reference trainer."""
     from policyloss.train import collect, learner, loop
     from policyloss.train.config import TrainConfig
+    from policyloss.train.rollout.built_in import BuiltIn
 
     sizes: dict[str, Any] = {
         "prompts": 1,
         "group_size": 2,
-        "minibatches": 2,
+        "minibatches": 2,  # the first update has no old policy but itself
         "max_new_tokens": 2,
         "eval_prompts": 1,
     }
@@ -167,7 +168,8 @@ def training_walk() -> Walk:
         loop.train,
         loop.Training._step,
         loop.Collector.collect,
-        collect.sample,
+        collect.Rollout.samples,
+        BuiltIn.generate,
         collect.scored,
         loop.Pack.of,
         learner.Learner.learn,
@@ -177,11 +179,11 @@ def training_walk() -> Walk:
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,
-        loop.evaluate,
+        loop.answered,
         loop.RunDir.log,
         loop.store,
     )
-    about = "`policyloss train` with one step: sample, score, judge, update twice, write down."
+    about = "`policyloss train` with one step: sample, score, judge, update, write down."
     return Walk("One training step", about, call, stops)
 
 

@@ -11,7 +11,7 @@ count as sequences of their width).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,9 +94,9 @@ def accumulate(
     return step
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's
-    loss.
+    """One optimizer step, made by `accumulate`: iterate once, and take each micro-batch's loss.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -106,26 +106,14 @@ class Accumulation:
     merged over the micro-batches whose loss was taken so far.
     """
 
-    def __init__(
-        self,
-        spec: LossSpec,
-        totals: Totals,
-        counts: Totals,
-        group: Any = None,
-        cp_group: Any = None,
-    ) -> None:
-        self.spec = spec
-        self.totals = totals
-        self.counts = counts
-        self.group = group
-        self.cp_group = cp_group
-        self.metrics = Metrics()
-        self._micro_batches: list[MicroBatch] = []
-        self._iterated = False
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for r in self.metrics.values() for p in r.parts), torch.device("cpu"))
+    spec: LossSpec
+    totals: Totals
+    counts: Totals
+    group: Any = None
+    cp_group: Any = None
+    metrics: Metrics = field(default_factory=Metrics, init=False)
+    _micro_batches: list[MicroBatch] = field(default_factory=list, init=False)
+    _iterated: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
         """The number of micro-batches, the same on every rank of `group`."""
@@ -159,9 +147,9 @@ class Accumulation:
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
         if unused:
-            metrics = metrics + Metrics(
-                {"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))}
-            )
+            devices = (part.device for r in metrics.values() for part in r.parts)
+            number = torch.tensor(unused, device=next(devices, torch.device("cpu")))
+            metrics = metrics + Metrics({"unused_micro_batches": Invalid(number)})
         for group in (self.group, self.cp_group):
             metrics = metrics if group is None else metrics.all_reduce(group)
         if unused or self.group is not None or self.cp_group is not None:

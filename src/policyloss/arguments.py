@@ -61,13 +61,18 @@ def check_tensor(
         )
 
 
-def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
+def check_like(
+    name: str,
+    x: Any,
+    like: tuple[str, Tensor],
+    kind: Kind = "number",
+    fix: str = "they must be equal",
+) -> None:
     """Raise unless `x` has the shape and the device of `like`, another argument with its name."""
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they "
-            "must be equal."
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; {fix}."
         )
 
 

@@ -262,9 +262,8 @@ class Metrics(Mapping[str, Record]):
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
-        if not isinstance(records, (dict, type(None))) or not all(
-            isinstance(r, Record) for r in (records or {}).values()
-        ):
+        values = list(records.values()) if isinstance(records, dict) else [None]
+        if records is not None and [r for r in values if not isinstance(r, Record)]:
             raise InputError(
                 "records must be a dict of names to records (Stat, …), as a loss makes them, got "
                 f"{description(records)}."

@@ -168,7 +168,7 @@ TRAIN = (
     (
         "old_logp_of_the_first_update_is_lost",
         "train/learner.py",
-        "_put(old, seen)",
+        "_put(old, new_logp)",
         "pass",
         "test_train_learner.py::test_old_log_probabilities_are_the_policy_s_or_the_sampler_s",
     ),

@@ -105,6 +105,7 @@ EXTRAS = {
         "numpy",
         "peft",
         "reasoning_gym",
+        "vllm",
         "rich",
         "safetensors",
         "tokenizers",

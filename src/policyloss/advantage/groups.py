@@ -23,10 +23,10 @@ from policyloss.arguments import (
     check_choice,
     check_flag,
     check_group,
+    check_like,
     check_number,
     check_tensor,
     description,
-    fits_kind,
 )
 from policyloss.errors import InputError
 from policyloss.functional.collectives import (
@@ -327,17 +327,7 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
             f"rewards must be one number per sequence, a tensor [S], got {description(rewards)}; "
             "sum token rewards first."
         )
-    if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
-        raise InputError(
-            "group_ids must be a tensor of integers, one per sequence, got "
-            f"{description(group_ids)}."
-        )
-    check_tensor("group_ids", group_ids, like=("rewards", rewards))
-    if group_ids.shape != rewards.shape:
-        raise InputError(
-            f"group_ids has shape {tuple(group_ids.shape)} but rewards have "
-            f"{tuple(rewards.shape)}; give one id each."
-        )
+    check_like("group_ids", group_ids, ("rewards", rewards), "integer", "give one id each")
 
 
 def check_numbers(eps: float, ddof: int) -> None:

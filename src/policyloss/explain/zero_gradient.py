@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explain.algebra import FALSE, binary, unstopped
-from policyloss.explain.expression import constant
+from policyloss.explain.expression import FALSE, binary, constant, unstopped
 from policyloss.explain.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec

@@ -352,5 +352,5 @@ class GeometricClip(Part):
     def slopes(self) -> tuple[Slopes, ...]:
         above = f"(advantages > 0) & (log_ratio > {number(self.eps_high)})"
         below = f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})"
-        held = (Condition(above, "held from above"), Condition(below, "held from below"))
-        return (Slopes(through_ratio=(NO_ADVANTAGE, *held), within_sequence=True),)
+        conditions = (Condition(above, "held from above"), Condition(below, "held from below"))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *conditions), within_sequence=True),)

@@ -52,6 +52,17 @@ def without_adapter(model: Any) -> Iterator[None]:
         model.enable_adapters()
 
 
+@contextmanager
+def written_whole(model: Any) -> Iterator[None]:
+    """Inside, transformers writes the model and not its adapters alone."""
+    adapted = has_adapter(model)
+    model._hf_peft_config_loaded = False
+    try:
+        yield
+    finally:
+        model._hf_peft_config_loaded = adapted
+
+
 def has_adapter(model: Any) -> bool:
     """Whether `add_adapter` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
@@ -75,15 +86,15 @@ def base_trained(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """The weights of a model without adapters that says the same, by the names of that model."""
-    weights: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
         if _is_of_adapter(name):
             continue
         layer, inside, rest = name.partition(".base_layer.")
         if inside and rest == "weight":
             x = x + model.get_submodule(layer).get_delta_weight("default").to(x.dtype)
-        weights[f"{layer}.{rest}" if inside else name] = x
-    return weights
+        merged[f"{layer}.{rest}" if inside else name] = x
+    return merged
 
 
 def _is_of_adapter(name: str) -> bool:

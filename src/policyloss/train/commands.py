@@ -109,8 +109,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         "stop": config.stop,
     }
     score = forgiving(task, options.reward_timeout, _warn)
-    found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
-    results = list(zip(examples, found.results, strict=True))
+    evaluation = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
+    results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
@@ -118,16 +118,16 @@ def eval_command(arguments: Sequence[str]) -> int:
         ]
         numbers = {
             "step": step,
-            "accuracy": found.accuracy,
+            "accuracy": evaluation.accuracy,
             "success": task.success,
-            "mean_length": found.mean_length,
+            "mean_length": evaluation.mean_length,
         }
         print(json.dumps({**numbers, "results": rows}, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
-        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} "
-        f"held-out prompts of {task.name}"
+        f"{options.run}, step {step}: accuracy {evaluation.accuracy:.3f}{reached} on "
+        f"{len(examples)} held-out prompts of {task.name}"
     )
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
@@ -164,7 +164,7 @@ def sample_command(arguments: Sequence[str]) -> int:
             "call."
         )
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
-    found = sample(
+    samples = sample(
         model,
         tokenizer,
         rows,
@@ -178,7 +178,7 @@ def sample_command(arguments: Sequence[str]) -> int:
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
-        for s in found[i * options.number : (i + 1) * options.number]:
+        for s in samples[i * options.number : (i + 1) * options.number]:
             print(
                 f"  {s.text!r}  logp "
                 f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
@@ -201,14 +201,16 @@ def _as_in_training(
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place."""
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
     config, spec = stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
         model=options.model or config.model,
         device=options.device,
-    ), spec
+    ), spec or pl.LossSpec()
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
@@ -233,7 +235,7 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     index = checked_index(chosen, sums=True)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
-    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )

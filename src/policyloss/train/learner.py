@@ -82,7 +82,7 @@ class Learned:
 
 @dataclass
 class Learner:
-    """The policy, its critic and reference (if there are), and how they learn.
+    """The policy, its critic, reference and teacher (if there are), and how they learn.
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
     the last good one. `warn` is told of each. stores_frozen: whether weights that are never trained
@@ -98,6 +98,7 @@ class Learner:
     reference: nn.Module | None = None
     critic: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
+    teacher: nn.Module | None = None
     updates: int = field(default=0)
     skipped_in_a_row: int = 0
     stores_frozen: bool = True
@@ -179,10 +180,6 @@ class Learner:
         makes the same minibatches.
         """
         pack = self._frozen(pack.to(self.ranks.device))
-        judged = self._judged(pack, greedy)
-        pack = pack.with_tokens(advantages=judged.advantages)
-        if judged.returns is not None:
-            pack = pack.with_tokens(returns=judged.returns)
         place = {index: i for i, index in enumerate(indices)}
         shares = [
             [place[index] for index in chosen if index in place]
@@ -191,29 +188,35 @@ class Learner:
                 total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
             )
         ]
-        # A loss that is measured before its first backward reads the old ones there already.
-        fresh = self.config.old_logp == "recompute" and not self.spec.needs_statistics
+        # A loss that is measured before its first backward reads the old ones there already; so do
+        # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
+        early = self.spec.needs_statistics or self.advantages_by_teacher
+        fresh = self.config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
+        judged = self._judged(pack.with_tokens(old_logp=old_logp), greedy)
+        pack = pack.with_tokens(advantages=judged.advantages)
+        if judged.returns is not None:
+            pack = pack.with_tokens(returns=judged.returns)
         metrics, values = Metrics(), Metrics()
         norms: list[float] = []
         critic_norms: list[float] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
         updates = skipped = 0
-        for own in shares:
+        for mine in shares:
             first = fresh and not updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            found, norm, seen, good = self._update(
-                frozen, own, train=step >= self.config.critic_steps
+            update_metrics, norm, new_logp, good = self._update(
+                frozen, mine, train=step >= self.config.critic_steps
             )
             skipped += not good
-            metrics, norms = metrics + found, [*norms, norm]
-            _put(logp, seen)
+            metrics, norms = metrics + update_metrics, [*norms, norm]
+            _put(logp, new_logp)
             if first:
                 old = list(torch.split(old_logp, pack.lengths))
-                _put(old, seen)
+                _put(old, new_logp)
                 old_logp = torch.cat(old)
             if self.critic is not None:
-                value_metrics, critic_norm, good = self._update_critic(pack, own)
+                value_metrics, critic_norm, good = self._update_critic(pack, mine)
                 skipped += not good
                 values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
             updates += 1
@@ -240,9 +243,35 @@ class Learner:
                 reference = self.reference or self.policy
                 ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
             pack = pack.with_tokens(ref_logp=ref_logp)
+        if self.teacher is not None:
+            teacher_logp = self._of_pack(pack, partial(self.logprobs, self.teacher))
+            pack = pack.with_tokens(teacher_logp=teacher_logp)
         if self.critic is not None:
             pack = pack.with_tokens(old_values=self._of_pack(pack, self._values))
         return pack
+
+    @property
+    def advantages_by_teacher(self) -> bool:
+        """Whether the teacher speaks through the advantages: it does where the loss reads none."""
+        taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
+        return self.teacher is not None and not taught
+
+    @torch.no_grad()
+    def _teacher_of(self, micro: Any) -> pl.Teacher | None:
+        """The teacher's hidden states at a micro-batch, and its head; None if the loss reads none.
+
+        They are made for each micro-batch anew, so that no more of them are held.
+        """
+        if self.teacher is None or self.spec.divergence is None:
+            return None
+
+        def head(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+        ) -> pl.Teacher:
+            return pl.Teacher(hidden, weight, bias, self.config.temperature, softcap)
+
+        teacher: pl.Teacher = self.teacher(micro, head)
+        return teacher
 
     @torch.no_grad()
     def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
@@ -306,24 +335,31 @@ class Learner:
         """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
         into the step's.
 
-        Without `old_logp`, the policy is the old one: its own log-probabilities are the old ones.
+        Without `old_logp`, the policy is the old one.
         """
         targets, temperature = micro["targets"], self.config.temperature
-        is_old = "old_logp" not in micro
-        if self.config.head == "fused" and not is_old:
-            options = {**micro.arguments(), "softcap": softcap, "temperature": temperature}
+        more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
+        teacher = self._teacher_of(micro)
+        if self.config.head == "fused":
+            options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
+            options["teacher"] = teacher
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
-        if self.config.head == "fused":
-            now = self._logprobs_head(micro, hidden, weight, bias, softcap)
-        else:
-            logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-            now = pl.logprobs(
-                logits, targets, temperature, entropy=True, mask=mask, softcap=softcap
+        logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
+        if self.spec.divergence is not None and teacher is not None:
+            more["divergence"] = pl.linear_divergence(
+                hidden,
+                weight,
+                teacher,
+                **self.spec.divergence.measure._asdict(),
+                temperature=temperature,
+                mask=mask,
+                bias=bias,
+                softcap=softcap,
             )
-        old = {"old_logp": now.logp.detach()} if is_old else {}
-        return micro.loss(now.logp, entropy=now.entropy, **old), now.logp.detach()
+        return micro.loss(now.logp, entropy=now.entropy, **more), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
@@ -336,17 +372,24 @@ class Learner:
             greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
         greedy = None if greedy is None else greedy.to(self.ranks.device)
         values = pack.tokens.get("old_values")
-        return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
+        return judge(
+            self.config,
+            pack,
+            values=values,
+            greedy=greedy,
+            group=self.ranks.statistics,
+            by_teacher=self.advantages_by_teacher,
+        )
 
-    def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
+    def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
         none gets an empty one.
         """
-        if not own:
+        if not mine:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        parts = self._cut([pack.lengths[i] for i in own])
-        members = [[own[i] for i in part] for part in parts]
+        parts = self._cut([pack.lengths[i] for i in mine])
+        members = [[mine[i] for i in part] for part in parts]
         return [pack.select(chosen) for chosen in members], members
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
@@ -361,17 +404,17 @@ class Learner:
         return attention
 
     def _update(
-        self, pack: Pack, own: list[int], train: bool
+        self, pack: Pack, mine: list[int], train: bool
     ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each
         sequence. → also whether it was made.
         """
-        packs, members = self._micro_batches(pack, own)
+        packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
-        seen: dict[int, Tensor] = {}
+        logp_of: dict[int, Tensor] = {}
         # A rank with fewer micro-batches than another gets empty ones,
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
@@ -379,18 +422,22 @@ class Learner:
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
                 loss.backward()
             if chosen:
-                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+                logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(
-            self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train
+            self.policy,
+            self.optimizer,
+            metrics,
+            lambda: nonfinite_tokens(pack, mine, logp_of),
+            train,
         )
-        return metrics, norm, seen, good
+        return metrics, norm, logp_of, good
 
-    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
+    def _update_critic(self, pack: Pack, mine: list[int]) -> tuple[Metrics, float, bool]:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
-        packs, _ = self._micro_batches(pack, own)
+        packs, _ = self._micro_batches(pack, mine)
         step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
         metrics = Metrics()
         for micro in step:
@@ -408,7 +455,7 @@ class Learner:
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
         norm, good = self._stepped(
-            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {})
+            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, mine, {})
         )
         return metrics, norm, good
 

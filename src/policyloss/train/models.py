@@ -18,7 +18,7 @@ from policyloss.errors import InputError
 from policyloss.train.adapter import merged_weights
 from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
-from policyloss.train.tiny import tiny_model, tiny_tokenizer
+from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,15 +43,15 @@ def load(
     offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored
     weights that the model lacks.
     """
-    if model == "tiny":
+    if model in TINY:
         tokenizer = tiny_tokenizer(task)
-        found = tiny_model(tokenizer, seed).to(dtype)
+        loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
-        found, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
+        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
-    found.to(device).eval()
-    _check_parts(found, model)
-    return found, tokenizer
+    loaded.to(device).eval()
+    _check_parts(loaded, model)
+    return loaded, tokenizer
 
 
 def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
@@ -126,12 +126,12 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
     """Copy stored tensors into those of a module, as `weights` names them."""
     for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
-            seen = (
+            stored = (
                 f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
             )
             raise InputError(
-                f"the checkpoint has {seen} for {name}, which is {tuple(x.shape)} here; the model "
-                "must be the same."
+                f"the checkpoint has {stored} for {name}, which is {tuple(x.shape)} here; the "
+                "model must be the same."
             )
         x.copy_(tensors[name])
 
@@ -158,7 +158,7 @@ def _stored(
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
-        found, loading = AutoModelForCausalLM.from_pretrained(
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
         )
     # Files of any origin are read by another package: whatever it raises, they cannot be used.
@@ -175,15 +175,15 @@ def _stored(
             f"config.json, tokenizer files and weights as safetensors.{hint}"
         ) from error
     _check_weights(model, loading, warn)
-    return cast("PreTrainedModel", found), cast("PreTrainedTokenizerBase", tokenizer)
+    return cast("PreTrainedModel", loaded), cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def _check_weights(model: str, found: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Refuse a model of which weights are missing: they would be drawn at random and trained
     as if they were the model's.
     """
-    missing, extra = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    other = sorted(str(row[0]) for row in found["mismatched_keys"])
+    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    other = sorted(str(row[0]) for row in loading["mismatched_keys"])
     for names, what in (
         (missing, "are missing"),
         (other, "have another shape than its config.json says"),
@@ -240,14 +240,14 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     """
     body, weight, bias = parts(model)
     ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-    own = model(input_ids=ids, use_cache=False).logits.float()
+    expected = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     scale, softcap = logit_form(model)
     logits = nn.functional.linear(hidden, weight, bias).float() * scale
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    gap = (logits - own).abs().max()
+    gap = (logits - expected).abs().max()
     # Of the largest number: the same products in the same order.
-    if not gap <= 8 * torch.finfo(weight.dtype).eps * own.abs().max():
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
             f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "

@@ -294,7 +294,7 @@ def environment() -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
