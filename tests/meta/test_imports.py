@@ -103,6 +103,7 @@ EXTRAS = {
     "train": {
         "math_verify",
         "numpy",
+        "peft",
         "reasoning_gym",
         "vllm",
         "rich",
