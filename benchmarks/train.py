@@ -35,9 +35,9 @@ from benchmarks.harness import environment, table, time_interleaved, write_json
 from benchmarks.train_workers import Size
 from policyloss.errors import PolicyLossError
 from policyloss.train.attention import Packed
-from policyloss.train.loss_options import read_spec
 from policyloss.train.distributed import Ranks
 from policyloss.train.loop import Training
+from policyloss.train.loss_options import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 # The learning phase with a dense mask, as it was measured before: completion tokens per second on

@@ -136,4 +136,32 @@ TRAIN = (
         "s.group % world == rank",
         "test_train_completions.py::test_the_share_of_a_rank",
     ),
+    (
+        "a_completion_of_other_weights_is_taken",
+        "train/rollout/protocol.py",
+        "if one.version != version:",
+        "if False:",
+        "test_train_rollout.py::test_what_an_engine_must_not_return",
+    ),
+    (
+        "every_draw_has_the_same_seeds",
+        "train/rollout/protocol.py",
+        "{sampling.seed} {sampling.draw} {self.place}",
+        "{sampling.seed} 5 {self.place}",
+        "test_train_rollout.py::test_seeds_follow_from_the_run_the_draw_and_the_place",
+    ),
+    (
+        "a_function_of_two_arguments_is_a_loss",
+        "train/user_code.py",
+        "_needed(value) == 1",
+        "_needed(value) >= 1",
+        "test_train_own_code.py::test_what_is_no_loss",
+    ),
+    (
+        "an_advantage_gets_nothing_that_it_names",
+        "train/advantages.py",
+        "more = {name: x for name, x in offers.items() if name in names}",
+        "more = {}",
+        "test_train_own_code.py::test_an_advantage_of_ones_own",
+    ),
 )

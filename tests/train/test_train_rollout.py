@@ -145,6 +145,50 @@ def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
     assert sampled(copied) == sampled(live) != before
 
 
+def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
+    """An engine gets a model without adapters that says the same, in memory and as a folder."""
+    from transformers import AutoTokenizer
+
+    from policyloss.train.adapter import add_adapter
+
+    plain, policy = loaded(model), loaded(model)
+    add_adapter(policy, TrainConfig(lora_rank=2))
+    with torch.no_grad():
+        for name, x in policy.named_parameters():
+            if "lora_B" in name:
+                x.fill_(0.05)
+    weights = PolicyWeights(
+        policy, AutoTokenizer.from_pretrained(model), Ranks(0, 1, torch.device("cpu"))
+    )
+    ids = torch.tensor([[20, 30, 31, 32]])
+    with torch.no_grad():
+        wanted, before = policy(ids).logits, plain(ids).logits
+        plain.load_state_dict(dict(weights.tensors()))
+        weights.save(tmp_path / "weights")
+        again = loaded(str(tmp_path / "weights"))(ids).logits
+        assert (wanted - before).abs().max() > 0.01
+        torch.testing.assert_close(plain(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(again, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_on_a_gpu_samples_beside_the_learner(model: str) -> None:
+    """On a stream of its own, in a thread, while the default stream changes the policy."""
+    policy = loaded(model).cuda()
+    engine = BuiltIn(policy, lambda: policy, 4096, copied=True)
+    weights: Any = None
+    engine.update_weights(weights, 0)
+    expected = [c.ids for group in engine.generate(PROMPTS, SAMPLING) for c in group]
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(engine.generate(PROMPTS, SAMPLING)))
+    thread.start()
+    with torch.no_grad():
+        for _ in range(50):
+            policy.model.embed_tokens.weight.mul_(0.99)
+    thread.join()
+    assert [c.ids for group in results[0] for c in group] == expected
+
+
 def test_a_completion_depends_on_its_place_and_not_on_the_others(model: str) -> None:
     policy = loaded(model)
     engine = BuiltIn(policy, lambda: policy, 4096, copied=False)
