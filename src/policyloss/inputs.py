@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
+# As `old_logp`: the policy is the old one, as in the first update after sampling.
+CURRENT = "current"
 
 
 class SharedTensors(TypedDict, total=False):
@@ -44,6 +46,7 @@ class CallTensors(SharedTensors, total=False):
     """The optional tensors of a loss on log-probabilities that exist."""
 
     entropy: Tensor | None
+    divergence: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class Inputs:
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     cu_seqlens: Tensor | None = None
     group_ids: Tensor | None = None
     cp_group: Any = None
@@ -75,6 +79,11 @@ class Inputs:
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
+        if isinstance(old_logp, str):
+            if old_logp != CURRENT:
+                raise InputError(unknown_name("old_logp", old_logp, (CURRENT,)))
+            check_tensor("logp", logp, "float")
+            old_logp = logp.detach()
         return cls(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **tensors)
 
     def replace(self, **changes: Any) -> Self:
@@ -129,7 +138,7 @@ class Inputs:
         # they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
         for name, x in named.items():
-            raw[name] = x if x is None or name == "entropy" else x.detach()
+            raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
         return Tokens(
@@ -137,8 +146,10 @@ class Inputs:
         )
 
 
+# What carries a gradient beside logp.
+DIFFERENTIATED = ("entropy", "divergence")
 TOKEN_SHAPED = tuple(
-    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy"
+    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name in DIFFERENTIATED
 )
 OPTIONAL = tuple(get_type_hints(CallTensors))
 

@@ -82,6 +82,8 @@ FORMULAS = {
     "rejected_fraction/<part>": "share of valid tokens that this correction rejects",
     "kl_ref": "Σ kl / n, to the KL part's anchor: the estimate before coef (weight included)",
     "entropy": "Σ entropy / n",
+    "divergence": "Σ divergence / n: of the teacher's distribution and the current policy's, before "
+    "clamp, weight and coef",
 }
 
 
@@ -119,6 +121,8 @@ def policy_metrics(
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
     if t.has("entropy"):
         records["entropy"] = Stat(t.entropy.sum(), n)
+    if t.has("divergence"):
+        records["divergence"] = Stat(t.divergence.sum(), n)
     return Metrics(records)
 
 

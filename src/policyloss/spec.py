@@ -13,6 +13,7 @@ from torch import Tensor
 from policyloss.arguments import description
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.validate import Part, within
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
@@ -48,8 +49,8 @@ class LossSpec(Part):
     ratio: which probability ratio. trust: how a step is limited. correction: what is done about
     rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
     denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
-    None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
+    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or a
+    teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
     Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
     docs/custom.md).
     """
@@ -69,6 +70,9 @@ class LossSpec(Part):
         if not isinstance(parts, (tuple, list)):
             parts = (parts,)
         object.__setattr__(self, "correction", tuple(parts))
+        if isinstance(self.kl, (tuple, list)):
+            pulls = tuple(self.kl)
+            object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
         for slot in _VARIANTS:
             for part in self.parts_in(slot):
                 check_part(slot, part)
@@ -91,11 +95,28 @@ class LossSpec(Part):
                 "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
                 "Band or SequenceMask."
             )
+        if len([part for part in self.pulls if isinstance(part, Divergence)]) > 1:
+            raise SpecError(
+                "a loss has one Divergence at most, because a call carries one divergence per "
+                "token; add up the divergences of several teachers before the call."
+            )
         if self.rejected != "keep" and not self.correction:
             raise SpecError(
                 f"rejected={self.rejected!r} has no effect without a correction that rejects; add "
                 "one or use 'keep'."
             )
+
+    @property
+    def pulls(self) -> tuple[Any, ...]:
+        """The parts of the `kl` slot: none, one or several."""
+        if self.kl is None:
+            return ()
+        return self.kl if isinstance(self.kl, tuple) else (self.kl,)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The pull to a teacher's whole distribution, if there is one."""
+        return next((part for part in self.pulls if isinstance(part, Divergence)), None)
 
     @property
     def is_data(self) -> bool:
@@ -104,15 +125,16 @@ class LossSpec(Part):
         return all(type(part) in known_parts(slot).values() for slot, part in parts)
 
     def parts_in(self, slot: str) -> tuple[Any, ...]:
-        """The parts that fill a slot: none, one, or several corrections."""
-        if slot == "correction":
-            return tuple(self.correction)
-        return () if slot == "kl" and self.kl is None else (getattr(self, slot),)
+        """The parts that fill a slot: none, one, or several."""
+        if slot == "kl":
+            return self.pulls
+        value = getattr(self, slot)
+        return value if isinstance(value, tuple) else (value,)
 
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        return self.reads_ratio_value or getattr(self.kl, "reads_ratio", False)
+        return self.reads_ratio_value or any(getattr(k, "reads_ratio", False) for k in self.pulls)
 
     @property
     def reads_ratio_value(self) -> bool:
@@ -120,9 +142,8 @@ class LossSpec(Part):
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) in (
-            "ratio",
-            "detached_ratio",
+        return getattr(self.trust, "reads_ratio", True) or any(
+            getattr(part, "weight", None) in ("ratio", "detached_ratio") for part in self.pulls
         )
 
     @property
@@ -139,13 +160,14 @@ class LossSpec(Part):
                 names.add(f"{part.source}_logp")
             elif not isinstance(part, correction.SelfNormalise):
                 names.update(("old_logp", "rollout_logp"))
-        if self.kl is not None:
-            names.add(f"{getattr(self.kl, 'anchor', 'ref')}_logp")
+        for part in self.pulls:
+            of = f"{getattr(part, 'anchor', 'ref')}_logp"
+            names.add("divergence" if isinstance(part, Divergence) else of)
         if self.entropy_coef:
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = (*LOGP_ARGUMENTS.values(), "entropy", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property
@@ -179,7 +201,7 @@ class LossSpec(Part):
         `reads_logp = False`), and of a rejection by `logp` that changes denominators.
         """
         by_logp = self.corrections_by_logp
-        parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
+        parts = [self.ratio, self.trust, *by_logp, *self.pulls]
         reaches = {getattr(part, "reach", "batch") for part in parts}
         fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
             self.aggregate, "reads_logp", True
@@ -255,7 +277,9 @@ class LossSpec(Part):
             "trust": _encode("trust", self.trust),
             "correction": [_encode("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": None if self.kl is None else _encode("kl", self.kl),
+            "kl": [_encode("kl", part) for part in self.pulls]
+            if isinstance(self.kl, tuple)
+            else next((_encode("kl", part) for part in self.pulls), None),
             "entropy_coef": self.entropy_coef,
             "aggregate": _encode("aggregate", self.aggregate),
         }
@@ -275,6 +299,8 @@ class LossSpec(Part):
                 if not isinstance(value, (list, tuple)):
                     raise SpecError(f"correction must be a list of parts, got {value!r}.")
                 slots[key] = tuple(_decode(key, part) for part in value)
+            elif key == "kl" and isinstance(value, (list, tuple)):
+                slots[key] = tuple(_decode(key, part) for part in value)
             elif key in _VARIANTS and not (key == "kl" and value is None):
                 slots[key] = _decode(key, value)
             else:
@@ -289,7 +315,7 @@ class Slots(TypedDict, total=False):
     trust: Callable[[Tokens], trust.Surrogate | Tensor]
     correction: Correction | Sequence[Correction] | None
     rejected: Literal["keep", "renormalise", "drop_sequence"]
-    kl: Callable[[Tokens], Tensor] | None
+    kl: Callable[[Tokens], Tensor] | Sequence[Callable[[Tokens], Tensor]] | None
     entropy_coef: float
     aggregate: Callable[[Tokens], Tensor]
 

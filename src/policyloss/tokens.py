@@ -276,6 +276,17 @@ class Tokens(Layout):
         """The current policy's entropy at each token; may carry a gradient."""
         return fill(self.read("entropy"), self.mask, self.dtype)
 
+    @property
+    def divergence(self) -> Tensor:
+        """The divergence of the teacher's distribution at each token; may carry a gradient."""
+        if not self.has("divergence"):
+            raise InputError(
+                "this loss has a Divergence, which reads the divergence of each token; pass "
+                "divergence= to policy_loss (policyloss.linear_divergence and policyloss.divergence "
+                "make it), or teacher= to linear_policy_loss."
+            )
+        return fill(self.read("divergence"), self.mask, self.dtype)
+
     def anchor_logp(self, anchor: str) -> Tensor:
         """The log-probability of a frozen policy: "old", "rollout", "ref", "teacher", or "current"
         for `logp` itself, detached.

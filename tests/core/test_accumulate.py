@@ -185,7 +185,7 @@ def test_the_head_in_one_pass() -> None:
     for micro in step:
         rows = micro["where"][:, 0] // BATCH.width
         arguments = micro.arguments(ref_logp=None, rollout_logp=None)
-        arguments.pop("entropy")
+        del arguments["entropy"], arguments["divergence"]
         out = pl.linear_policy_loss(spec, hidden[rows], head, ids[rows], **arguments)
         total += gradient(out.loss, head)
         step.add(out.metrics)

@@ -20,7 +20,7 @@ BATCH = make_batch()
 HIDDEN, WEIGHT = torch.randn(*BATCH.mask.shape, 5), torch.randn(11, 5)
 IDS = torch.randint(0, 11, BATCH.mask.shape, generator=torch.Generator().manual_seed(0))
 ARGUMENTS = {name: x for name, x in BATCH.kwargs.items() if name != "logp"}
-OF_THE_HEAD = {name: x for name, x in ARGUMENTS.items() if name != "entropy"}
+OF_THE_HEAD = {name: x for name, x in ARGUMENTS.items() if name not in ("entropy", "divergence")}
 
 # Every public function that takes a spec, as one number that depends on which spec it was.
 TAKES_A_SPEC: dict[str, Callable[[Any], Any]] = {

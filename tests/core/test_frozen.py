@@ -13,7 +13,7 @@ from head_cases import make_head_batch
 from torch import Tensor
 
 import policyloss as pl
-from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch
+from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch, with_divergence
 
 FROZEN = ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
 _WEIGHTED = pl.LossSpec(
@@ -49,7 +49,8 @@ def test_only_logp_and_entropy_get_a_gradient(layout: str, per_sequence: bool) -
         frozen = leaves_of(batch, per_sequence)
         logp = batch.logp.clone().requires_grad_()
         entropy = batch.entropy.clone().requires_grad_()
-        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, "logp": logp, "entropy": entropy})
+        carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
+        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, **carried})
         moved, *others = torch.autograd.grad(out.loss, [logp, *frozen.values()], allow_unused=True)
         assert moved is not None, name
         assert {n for n, g in zip(frozen, others, strict=True) if g is not None} == set(), name

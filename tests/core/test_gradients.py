@@ -26,7 +26,10 @@ LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 
 def loss_of(spec: pl.LossSpec, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(logp: Tensor, entropy: Tensor) -> Tensor:
-        return pl.policy_loss(spec, **{**batch.kwargs, "logp": logp, "entropy": entropy}).loss
+        carried = {"logp": logp, "entropy": entropy}
+        if spec.divergence is not None:  # moves with the entropy, so that both are checked
+            carried["divergence"] = 0.2 + 0.3 * entropy
+        return pl.policy_loss(spec, **{**batch.kwargs, **carried}).loss
 
     return loss
 
@@ -64,7 +67,7 @@ CHECKS = {"every_entry": check_every_entry, "direction": check_direction}
 
 def check_spec(spec: pl.LossSpec, batch: Batch, check: Callable[..., None]) -> None:
     loss = loss_of(spec, batch)
-    if spec.entropy_coef:
+    if spec.entropy_coef or spec.divergence is not None:
         check(loss, batch.logp, batch.entropy)
     else:
         check(lambda logp: loss(logp, batch.entropy), batch.logp)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import assert_same, make_batch
-from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
+from policyloss.inputs import DIFFERENTIATED, OPTIONAL, TOKEN_SHAPED, Inputs
 
 BATCH = make_batch(seed=4)
 WEIGHT = torch.rand(
@@ -93,9 +93,9 @@ def test_micro_batches_carry_extras() -> None:
 
 
 def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
-    more = {"extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
-    eager = pl.policy_loss("ppo", **BATCH.kwargs, **more)
-    compiled = pl.compiled_loss("ppo")(**BATCH.kwargs, **more)
+    arguments = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
+    eager = pl.policy_loss("ppo", **arguments)
+    compiled = pl.compiled_loss("ppo")(**arguments)
     assert_same(compiled.loss, eager.loss, what="loss")
 
 
@@ -142,6 +142,7 @@ def test_every_function_shows_every_tensor_it_takes(function: Any) -> None:
     nothing else names them all.
     """
     shown = set(inspect.signature(function).parameters)
-    assert set(OPTIONAL) - shown == ({"entropy"} if function is pl.linear_policy_loss else set())
+    of_the_head = set(DIFFERENTIATED) if function is pl.linear_policy_loss else set()
+    assert set(OPTIONAL) - shown == of_the_head
     assert {*OPTIONAL, "logp", "old_logp", "advantages", "mask"} == set(Inputs.__dataclass_fields__)
     assert set(TOKEN_SHAPED) <= set(Inputs.__dataclass_fields__)

@@ -20,8 +20,8 @@ import policyloss as pl
 from cases import (
     AGGREGATES,
     CORRECTIONS,
-    KLS,
     PRESETS,
+    PULLS,
     RATIOS,
     SPECS,
     TOKEN_TENSORS,
@@ -65,7 +65,7 @@ def of_batch(name: str) -> Result:
         (ratio, RATIOS),
         (trust, TRUSTS),
         (correction, sum(CORRECTIONS, ())),
-        (kl, KLS),
+        (kl, PULLS),
         (aggregate, AGGREGATES),
     ],
     ids=["ratio", "trust", "correction", "kl", "aggregate"],

@@ -32,7 +32,7 @@ FULL = pl.LossSpec(
 
 def tokens_of(batch: Batch) -> list[dict[str, Any]]:
     """The valid tokens as plain Python numbers, each with the row it came from."""
-    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages", "divergence")
     found = []
     for i, row in enumerate(batch.mask.tolist()):
         found += [
@@ -101,6 +101,7 @@ def naive(batch: Batch) -> dict[str, float]:
         "rejected_fraction/Veto": mean([t["veto"] for t in tokens]),
         "kl_ref": mean([t["kl"] for t in tokens]),
         "entropy": mean([t["entropy"] for t in tokens]),
+        "divergence": mean([t["divergence"] for t in tokens]),
     }
 
 

@@ -17,6 +17,7 @@ from head_cases import (
     LOSS_PLANS,
     HeadBatch,
     LossRun,
+    arguments_of,
     forced_rows,
     leaf,
     loss_tolerance,
@@ -175,7 +176,8 @@ def run_with(spec: pl.LossSpec, batch: HeadBatch, frozen: bool, **kwargs: Any) -
     if not frozen:
         return run_loss(spec, batch, **kwargs)
     hidden = leaf(batch.hidden)
-    out = pl.linear_policy_loss(spec, hidden, batch.weight, batch.ids, **{**batch.kwargs, **kwargs})
+    arguments = arguments_of(spec, batch, **kwargs)
+    out = pl.linear_policy_loss(spec, hidden, batch.weight, batch.ids, **arguments)
     (dhidden,) = torch.autograd.grad(out.loss, hidden)
     return LossRun(out.loss.detach(), dhidden, torch.zeros_like(batch.weight), out.metrics)
 
@@ -207,7 +209,7 @@ def outcome(
     try:
         if call == "small windows":
             weight = batch.weight if frozen else leaf(batch.weight)
-            arguments = {**batch.kwargs, **kwargs, **chosen}
+            arguments = arguments_of(spec, batch, **kwargs, **chosen)
             chosen["plan"] = forced_rows(
                 pl.explain_plan(spec, leaf(batch.hidden), weight, batch.ids, **arguments), WINDOW
             )

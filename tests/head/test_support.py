@@ -269,6 +269,15 @@ def test_errors(support: Any, words: list[str]) -> None:
         assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_a_teacher_has_no_support() -> None:
+    batch = make_head_batch(seed=3)
+    spec = pl.LossSpec(kl=pl.Divergence("reverse", 1.0))
+    teacher = pl.Teacher(batch.hidden, batch.weight)
+    support = as_pair(kept_of(batch.ids, batch.weight.shape[0]))
+    with pytest.raises(pl.InputError, match="got a teacher and a support"):
+        run_loss(spec, batch, teacher=teacher, support=support)
+
+
 def test_the_plan_is_explained() -> None:
     plan = pl.explain_plan(None, CASE.hidden, CASE.weight, CASE.ids, support=SUPPORT)
     assert plan == pl.explain_plan(None, CASE.hidden, CASE.weight, CASE.ids)

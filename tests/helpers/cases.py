@@ -84,6 +84,9 @@ KLS = (
     pl.KL("k3", 0.1, clamp=0.4, value_clamp=0.03, anchor="old"),
     pl.KL("k2", 0.1, anchor="rollout"),
     pl.KL("k1", 0.1, grad="k2", weight="detached_ratio", weight_max=1.1, anchor="teacher"),
+    pl.Divergence("reverse", 0.2),
+    pl.Divergence("jsd", 0.2, weight="ratio", clamp=(None, 0.8)),
+    (pl.KL("k3", 0.1), pl.Divergence("forward", 0.2, clamp=0.9)),
 )
 AGGREGATES = (
     pl.TokenMean(),
@@ -97,6 +100,8 @@ AGGREGATES = (
     pl.LocalTokenMean(),
     pl.LocalSeqMeanTokenMean(),
 )
+# The parts of `KLS`, which holds pairs too.
+PULLS = tuple(part for parts in KLS for part in (parts if isinstance(parts, tuple) else (parts,)))
 LOCAL = (pl.LocalTokenMean, pl.LocalSeqMeanTokenMean)
 REJECTED = ("keep", "renormalise", "drop_sequence")
 
@@ -220,13 +225,19 @@ def make_batch(
     entropy = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
     groups = torch.tensor([70, 11, 70, 99, 11, -5, 42])[torch.arange(rows) % 7]
     teacher = 0.5 * (ref + logp) - 0.1
-    tensors = [x.to(dtype) for x in (logp, old, rollout, ref, teacher, entropy, 1.5 * noise(1.0))]
+    advantages = 1.5 * noise(1.0)
+    divergence = torch.rand(rows, width, generator=g, dtype=torch.float64)
+    tokens = (logp, old, rollout, ref, teacher, entropy, advantages, divergence)
+    tensors = [x.to(dtype) for x in tokens]
     return Batch(*tensors, mask, groups, lengths, width)
 
 
 class Result(NamedTuple):
     """What a call gives: the loss, its gradients as `[B, T]`,
     the metrics as records and as numbers.
+
+    dentropy: the gradient by the entropy and three times that by the divergence (see
+    `with_divergence`), so that a test follows both.
     """
 
     loss: Tensor
@@ -239,12 +250,18 @@ class Result(NamedTuple):
         return self.records.compute()
 
 
+def with_divergence(batch: Batch, entropy: Tensor) -> Tensor:
+    """The batch's divergence, with three times the gradient of `entropy`: one leaf carries both."""
+    return batch.divergence.detach() + 3 * (entropy - entropy.detach())
+
+
 def run(spec: pl.LossSpec, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:
     """`policy_loss` and its gradients with respect to logp
     and entropy (0 where the spec reads no entropy).
     """
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
-    arguments = {**batch.kwargs, "logp": logp, "entropy": entropy, "totals": totals, **kwargs}
+    carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
+    arguments = {**batch.kwargs, **carried, "totals": totals, **kwargs}
     out = pl.policy_loss(spec, **arguments)
     dlogp, dentropy = torch.autograd.grad(out.loss, (logp, entropy), allow_unused=True)
     assert dlogp is not None, "the loss is not connected to logp"

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
+from policyloss.functional.divergence import whole
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -262,8 +263,17 @@ class HeadBatch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """What `policy_loss` takes beside logp and entropy, on the device of the tests."""
-        given = {k: v for k, v in self.tokens.kwargs.items() if k not in ("logp", "entropy")}
+        computed = ("logp", "entropy", "divergence")
+        given = {k: v for k, v in self.tokens.kwargs.items() if k not in computed}
         return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in given.items()}
+
+    def teacher(self, dtype: torch.dtype | None = None) -> pl.Teacher:
+        """A teacher of width 5, whose hidden states follow from the student's: it is cut and packed as they are."""
+        g, (vocab, size) = generator(99), self.weight.shape
+        mixed = torch.randn(size, 5, generator=g).to(self.hidden)
+        hidden = torch.tanh(self.hidden.detach() @ mixed)
+        weight = torch.randn(vocab, 5, generator=g).to(hidden)
+        return pl.Teacher(hidden.to(dtype), weight.to(dtype), temperature=0.8)
 
     def packed(self) -> HeadBatch:
         """The same sequences end to end."""
@@ -327,10 +337,17 @@ class LossRun(NamedTuple):
         return self.records.compute()
 
 
+def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
+    """What `linear_policy_loss` takes after the ids, a teacher among them if the loss has a divergence."""
+    teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
+    return {**batch.kwargs, **teacher, **kwargs}
+
+
 def run_loss(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
     """`linear_policy_loss` and its gradients."""
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
-    out = pl.linear_policy_loss(spec, hidden, weight, batch.ids, **{**batch.kwargs, **kwargs})
+    arguments = arguments_of(spec, batch, **kwargs)
+    out = pl.linear_policy_loss(spec, hidden, weight, batch.ids, **arguments)
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
 
 
@@ -344,7 +361,8 @@ def run_oracle(
     draws that depend on their bits agree.
     """
     hidden, weight = leaf(batch.hidden, dtype), leaf(batch.weight, dtype)
-    call = {**batch.kwargs, **kwargs}
+    call = arguments_of(spec, batch, **kwargs)
+    teacher = call.pop("teacher", None)
     head = {name: call.pop(name, None) for name in ("bias", "softcap")}
     values = contract(
         hidden,
@@ -354,9 +372,23 @@ def run_oracle(
         mask=call["mask"].bool(),
         **head,
     )
-    logp, entropy = (x.to(batch.tokens.old_logp.dtype) for x in values)
+    wide = batch.tokens.old_logp.dtype
+    logp, entropy = (x.to(wide) for x in values)
+    if teacher is not None:
+        call["divergence"] = oracle_divergence(spec, hidden, weight, teacher, call["mask"]).to(wide)
     out = pl.policy_loss(spec, logp, entropy=entropy, **call)
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
+
+
+def oracle_divergence(
+    spec: pl.LossSpec, hidden: Tensor, weight: Tensor, teacher: pl.Teacher, mask: Tensor
+) -> Tensor:
+    """The divergence at temperature 1 of the student, by autograd through all logits."""
+    x = torch.where(mask.bool()[..., None], hidden, 0)
+    u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
+    student = (x @ weight.T).log_softmax(-1)
+    of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
+    return whole(student, of_teacher, spec.divergence.measure)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:

@@ -130,7 +130,18 @@ KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from([None, 10.0, 0.0625]),
     st.sampled_from(["ref", "old", "rollout", "teacher"]),
 )
+DIVERGENCES = st.builds(
+    pl.Divergence,
+    st.sampled_from(["forward", "reverse", "jsd", "generalised"]),
+    _numbers(0, 1),
+    beta=_numbers(0, 1),
+    weight=st.sampled_from([None, "ratio"]),
+    clamp=st.sampled_from([None, 0.5, (None, 0.25), (0.125, None)]),
+    tail=st.booleans(),
+)
 KLS = st.one_of(
+    DIVERGENCES,
+    st.tuples(st.builds(pl.KL, *KL_OPTIONS), DIVERGENCES),
     st.builds(pl.KL, *KL_OPTIONS, st.sampled_from([None, "ratio"]), *KL_BOUNDS),
     st.builds(
         pl.KL,

@@ -51,7 +51,11 @@ def given(batch: HeadBatch) -> dict[str, Any]:
     """What the loss takes beside hidden states, weight and ids;
     on the CPU, where these processes are.
     """
-    return {name: x for name, x in batch.tokens.kwargs.items() if name not in ("logp", "entropy")}
+    return {
+        name: x
+        for name, x in batch.tokens.kwargs.items()
+        if name not in ("logp", "entropy", "divergence")
+    }
 
 
 def on_cpu(batch: HeadBatch) -> HeadBatch:

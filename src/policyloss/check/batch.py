@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.inputs import DIFFERENTIATED
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS
 
-TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages")
+TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages", "divergence")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Batch:
     teacher_logp: Tensor
     entropy: Tensor
     advantages: Tensor
+    divergence: Tensor
     mask: Tensor
     group_ids: Tensor
     lengths: Tensor
@@ -50,8 +52,8 @@ class Batch:
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         ref = logp + noise(0.3)
-        teacher = 0.5 * (ref + logp) - 0.1
-        rest = (old + mismatch, ref, teacher, entropy, noise(1.0), mask)
+        others = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1, entropy, noise(1.0))
+        rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
@@ -109,8 +111,9 @@ class Batch:
         """Loss and gradient in logp (zero at masked positions by contract)."""
         logp = self.logp.detach().requires_grad_()
         others = self.others()
-        if spec.entropy_coef:
-            others["entropy"] = self.entropy.detach().requires_grad_()
+        for name in DIFFERENTIATED:
+            if name in spec.reads:
+                others[name] = getattr(self, name).detach().requires_grad_()
         out = policy_loss(spec, logp, **{**others, **kwargs})
         (gradient,) = torch.autograd.grad(out.loss, logp)
         return out.loss.detach(), gradient

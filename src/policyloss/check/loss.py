@@ -243,7 +243,7 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
     lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
-    rest = (anchor, anchor, anchor, anchor, ones, advantages, valid, groups, lengths)
+    rest = (anchor, anchor, anchor, anchor, ones, advantages, ones, valid, groups, lengths)
     apart = Batch(logp, *rest, width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)

@@ -22,7 +22,7 @@ from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
 from policyloss.functional.segments import Sequences, check_cu_seqlens
-from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
 from policyloss.metrics import Invalid, Metrics, RecordPlaces
 from policyloss.presets import PresetName, as_spec
@@ -74,10 +74,11 @@ def compiled_loss(
 
 
 class Gradients(NamedTuple):
-    """`d loss / d logp` and `d loss / d entropy` (None without one), each like its tensor."""
+    """`d loss` by `logp`, `entropy` and `divergence`, each like its tensor; None without one."""
 
     logp: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -117,7 +118,7 @@ class CompiledLoss:
         check_gradients(self.spec, inputs)
         if not self._traceable(inputs):
             return loss_of(self.spec, inputs, resolve(totals))
-        leaves = _requiring_grad(logp, inputs.entropy)
+        leaves = _requiring_grad(inputs)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
             loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
@@ -142,17 +143,17 @@ class CompiledLoss:
         graph behind it.
         """
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-        leaves = ("logp",) if inputs.entropy is None else ("logp", "entropy")
+        given = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
+        leaves = ("logp", *given)
         if not self._traceable(inputs):
             return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         gradients = _scaled(known, len(leaves), None)
-        like = (
-            x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True)
-        )
-        return LossOutput(loss, Metrics.packed(graph.places, packed)), Gradients(
-            next(like), next(like, None)
-        )
+        like = {
+            name: x.to(getattr(inputs, name).dtype)
+            for name, x in zip(leaves, gradients, strict=True)
+        }
+        return LossOutput(loss, Metrics.packed(graph.places, packed)), Gradients(**like)
 
     def _run(
         self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
@@ -281,12 +282,12 @@ def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Te
     return [gradient * factor for gradient in known[:count]]
 
 
-def _requiring_grad(logp: Tensor, entropy: Tensor | None) -> tuple[str, ...]:
-    """Which of the two carry a gradient in this call."""
+def _requiring_grad(inputs: Inputs) -> tuple[str, ...]:
+    """Which tensors carry a gradient in this call."""
     if not torch.is_grad_enabled():
         return ()
-    through_entropy = ("entropy",) if entropy is not None and entropy.requires_grad else ()
-    return ("logp", *through_entropy) if logp.requires_grad else through_entropy
+    given = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
+    return tuple(name for name, x in given.items() if x is not None and x.requires_grad)
 
 
 def _eager_value_and_gradient(
@@ -296,14 +297,11 @@ def _eager_value_and_gradient(
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        gradients = iter(
-            torch.autograd.grad(
-                out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
-            )
+        gradients = torch.autograd.grad(
+            out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
         )
-    return LossOutput(out.loss.detach(), out.metrics), Gradients(
-        next(gradients), next(gradients, None)
-    )
+    known = dict(zip(names, gradients, strict=True))
+    return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:

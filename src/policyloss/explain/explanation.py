@@ -53,7 +53,9 @@ class Explanation:
     @property
     def still_moved_by(self) -> str:
         """What still moves a token without gradient from the policy term, as a sentence or ""."""
-        terms = ["the KL term"] if self.spec.kl is not None else []
+        pulls, of_teacher = self.spec.pulls, self.spec.divergence is not None
+        terms = ["the KL term"] if len(pulls) > of_teacher else []
+        terms += ["the divergence from the teacher"] if of_teacher else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
         if not terms:

@@ -40,7 +40,7 @@ _PRECEDENCE = {
 }
 _UNARY, _ATOM = 6, 8
 # The names that carry a gradient; the others are constants of the loss.
-_CARRY_GRADIENT = frozenset(("logp", "entropy", "ratio", "log_ratio"))
+_CARRY_GRADIENT = frozenset(("logp", "entropy", "divergence", "ratio", "log_ratio"))
 _BOOLEAN_FUNCTIONS = ("seq_any", "seq_all", "run_all")
 
 

@@ -44,6 +44,10 @@ VOCABULARY = {
         "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
         "given"
     ),
+    "divergence": (
+        "divergence: of the teacher's distribution and the policy's at the token, as the words "
+        "below say"
+    ),
     "inf": "inf: no bound",
     "N": "N: tokens of the whole step (1 if there are none)",
     "B": "B: sequences of the whole step that have a token (1 if there are none)",
@@ -121,8 +125,7 @@ def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
     anchor = getattr(spec.ratio, "anchor", "old")
     trust = _of_slot("trust", spec.trust, anchor, "surrogate")
-    kl = ([], []) if spec.kl is None else _of_slot("kl", spec.kl, anchor, "kl")
-    parts = [_corrections(spec), _ratio(spec), trust, kl, _loss(spec)]
+    parts = [_corrections(spec), _ratio(spec), trust, _kl(spec), _loss(spec)]
     lines = [line for slot_lines, _ in parts for line in slot_lines]
     callables = tuple(c for _, unknown in parts for c in unknown)
     of_trust = _derived("trust", spec.trust, anchor)
@@ -212,6 +215,21 @@ def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
 
 
+def _kl(spec: LossSpec) -> _Slot:
+    lines: list[Line] = []
+    callables: list[CallableInSlot] = []
+    for part, line in _pull_lines(spec):
+        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
+        lines += of_part
+        callables += unknown
+    return lines, callables
+
+
+def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
+    """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
+
+
 class _Verdict(NamedTuple):
     """The lines of a correction's weight and of its test of which tokens to keep.
 
@@ -285,9 +303,9 @@ def _loss(spec: LossSpec) -> _Slot:
     policy = "weight * surrogate" if weighs(spec) else "surrogate"
     if rejects(spec) and spec.rejected == "keep":
         policy = f"where(keep, {policy}, 0)"
-    if spec.kl is not None:
-        coef = spec.kl.coef if is_part("kl", spec.kl) else 1.0
-        policy += f" + {number(coef)} * kl"
+    for part, line in _pull_lines(spec):
+        coef = part.coef if is_part("kl", part) else 1.0
+        policy += f" + {number(coef)} * {line}"
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     averaged = "surrogate" if policy == "surrogate" else "token_loss"

@@ -32,8 +32,8 @@ def describe(spec: LossSpec) -> dict[str, str]:
 def describe_slot(spec: LossSpec, slot: str) -> str:
     """What one slot of `spec` does; "" if nothing."""
     part = getattr(spec, slot)
-    if slot == "correction":
-        return "; and ".join(_sentence(c) for c in part)
+    if isinstance(part, tuple):
+        return "; and ".join(_sentence(one) for one in part)
     if slot == "rejected":
         return _REJECTED[part] if rejects(spec) else ""
     if slot == "entropy_coef":
@@ -55,7 +55,7 @@ def traits(spec: LossSpec) -> frozenset[str]:
     }
     words |= _trust_traits(spec.trust) | {
         type(spec.aggregate).__name__,
-        *getattr(spec.kl, "traits", ()),
+        *(word for part in spec.pulls for word in getattr(part, "traits", ())),
     }
     for part in spec.correction:
         words |= {type(part).__name__, *getattr(part, "traits", ())}

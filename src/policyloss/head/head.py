@@ -6,8 +6,9 @@ Legend: N tokens (rows of hidden), D hidden size, V vocabulary entries of this r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from policyloss.head.matmul import Room, mixed, product
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
 from policyloss.head.support import Kept, Support
 from policyloss.head.vocab_parallel import Vocabulary
+
+if TYPE_CHECKING:
+    from policyloss.head.comparison import Compared
 
 Index = Tensor | slice
 
@@ -75,39 +79,61 @@ class Head:
 
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
+        z = self.logits(rows, room)
+        partials = row_partials(z, rows.ids, rows.scaling, entropy)
+        return z, finished(self.vocabulary.merged(partials, self.ids_here(rows, z)))
+
+    def logits(self, rows: Rows, room: Room) -> Tensor:
+        """The logits of `rows`, in `room`."""
         z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
         product(rows.hidden, self.weight.t(), z)
         if rows.kept is not None:
             rows.kept.restrict(z)
-        here = (
-            (rows.ids >= 0) & (rows.ids < z.shape[1])
-            if self.vocabulary.group is not None
-            else rows.ids
-        )
-        return z, finished(
-            self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here)
-        )
+        return z
+
+    def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
+        """Which ids this rank holds; read only where the vocabulary is cut over ranks."""
+        if self.vocabulary.group is None:
+            return rows.ids
+        return (rows.ids >= 0) & (rows.ids < z.shape[1])
 
 
 class Rows(NamedTuple):
     """Some rows of a head.
 
     hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: what is done to
-    their logits. kept: the entries that they are normalised over; None for all.
+    their logits. kept: the entries that they are normalised over; None for all. compared: what is
+    known of their teacher, if they have one.
     """
 
     hidden: Tensor
     ids: Tensor
     scaling: Scaling
     kept: Kept | None = None
+    compared: Compared | None = None
 
     def dlogits(
-        self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None
+        self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
-        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
+        self.write_gradient(z, out, s, derivatives)
         return out
+
+    def write_gradient(
+        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Sequence[Tensor | None]
+    ) -> None:
+        """Write the gradient of the logits z to `out`, which may lie over z.
+
+        derivatives: of the loss by each row's logp, entropy and, with a teacher, divergence.
+        """
+        dlogp, dentropy, *others = derivatives
+        ddivergence = others[0] if others else None
+        if self.compared is not None and ddivergence is not None:
+            self.compared.write_gradient(z, out, self, s, dlogp, dentropy, ddivergence)
+            return
+        assert dlogp is not None
+        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
 
 
 def windows(n: int, rows: int) -> list[slice]:

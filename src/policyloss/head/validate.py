@@ -35,7 +35,7 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
         )
 
 
-def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
+def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
     """Where an inverse temperature is not a positive number, at valid positions."""
     unusable = ~((rate > 0) & rate.isfinite())
     return unusable if valid is None else unusable & valid
@@ -53,7 +53,7 @@ def strays(head: Head, valid: Tensor | None) -> Tensor:
     if head.support is not None:
         numbers += head.support.faults(head.ids, valid, head.vocabulary.size).unbind()
     if isinstance(head.inverse_temperature, Tensor):
-        numbers.append(_unusable(head.inverse_temperature, valid).sum())
+        numbers.append(unusable_temperatures(head.inverse_temperature, valid).sum())
     return torch.stack(numbers)
 
 
@@ -89,7 +89,7 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
             "must be False in mask."
         )
     if any(unusable) and isinstance(rate, Tensor):
-        place = int(_unusable(rate, valid).to(torch.uint8).argmax())
+        place = int(unusable_temperatures(rate, valid).to(torch.uint8).argmax())
         raise InputError(
             f"temperature holds {float(1 / rate[place])} at position {place} (counted over all "
             "tokens); it must be a positive number wherever mask is True."
@@ -170,9 +170,13 @@ def check_softcap(softcap: float | None) -> None:
         )
 
 
-def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
-    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together."""
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
+    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together.
+
+    of: how their names begin in errors.
+    """
+    of_hidden, of_weight, of_bias = (f"{of}{name}" for name in ("hidden", "weight", "bias"))
+    for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):
             raise InputError(
                 f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), "
@@ -180,36 +184,36 @@ def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
                 "of all ranks reach its shards ('avg' with totals as Totals.count makes them, "
                 "'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
-    check_tensor("hidden", hidden, "float")
-    check_tensor("weight", weight, "float")
+    check_tensor(of_hidden, hidden, "float")
+    check_tensor(of_weight, weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden "
-            "[..., D] and weight [V, D] with the same D (the weight of torch.nn.Linear(D, V) as "
-            "it is)."
+            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; give "
+            "hidden [..., D] and weight [V, D] with the same D (the weight of torch.nn.Linear(D, V) "
+            "as it is)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
     ):
         raise InputError(
-            f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got "
-            f"{description(bias)}."
+            f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), "
+            f"got {description(bias)}."
         )
     if bias is not None:
-        check_tensor("bias", bias)
+        check_tensor(of_bias, bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(
-            f"bias is on {bias.device} and weight on {weight.device}; they must be on one device."
+            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on one device."
         )
     if hidden.device != weight.device:
         raise InputError(
-            f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one "
-            "device."
+            f"{of_hidden} is on {hidden.device} and {of_weight} on {weight.device}; they must be "
+            "on one device."
         )
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
         raise InputError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's type, or "
-            "call under torch.autocast."
+            f"{of_hidden} is {hidden.dtype} and {of_weight} {weight.dtype}; cast one to the "
+            "other's type, or call under torch.autocast."
         )
 
 

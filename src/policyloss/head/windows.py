@@ -53,7 +53,7 @@ class Batch:
     step: the given totals, None if this call is the step. weight: None if there is no correction,
     or if one reads logp. corrections: those of the spec, in its order; beside one that reads logp,
     the others with their answer for the whole batch. live: tokens that may have a gradient, flat
-    bool.
+    bool. on_policy: old_logp is what logp will be.
     """
 
     spec: LossSpec
@@ -62,6 +62,7 @@ class Batch:
     weight: Tensor | None
     corrections: tuple[Any, ...]
     live: Tensor
+    on_policy: bool = False
 
     @cached_property
     def average(self) -> Tensor:
@@ -80,17 +81,17 @@ class Batch:
         """The tokens that count, flat bool."""
         return self.tokens.mask.reshape(-1)
 
-    def gradients(
-        self, window: Window, logp: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the
-        pipeline of `policy_loss`.
+    def gradients(self, window: Window, known: dict[str, Tensor]) -> list[Tensor | None]:
+        """The derivatives of the loss by what is known of a window's rows, `[R]` each, by autograd
+        over the pipeline of `policy_loss`.
+
+        known: logp, entropy and, with a teacher, divergence. Those of logp and, with a teacher, of
+        the divergence are never None.
         """
         with torch.enable_grad():
-            t, at = self._of(window, logp, entropy)
-            leaves = [
-                x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad
-            ]
+            t, at = self._of(window, known)
+            leaves = {name: x for name in known if (x := t.raw[name]) is not None}
+            moving = {name: x for name, x in leaves.items() if x.requires_grad}
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(
@@ -105,11 +106,18 @@ class Batch:
                 if self.average.dim() == 0
                 else self.average.reshape(-1)[at].view(t.mask.shape)
             )
-            slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
-        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[
-            :2
+            total = weighted_sum(each, average)
+            slopes = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
+        of_rows = {
+            name: self._of_rows(window, slope, known[name].dtype)
+            for name, slope in zip(moving, slopes, strict=True)
+        }
+        return [
+            torch.zeros_like(x)
+            if of_rows.get(name) is None and name != "entropy"
+            else of_rows.get(name)
+            for name, x in known.items()
         ]
-        return torch.zeros_like(logp) if dlogp is None else dlogp, dentropy
 
     @staticmethod
     def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -118,14 +126,13 @@ class Batch:
             return None
         return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
 
-    def _of(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tokens, Index]:
+    def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:
         """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole
         sequences.
         """
         at = window.rows if window.tokens is None else window.tokens
-        known = {"logp": logp, "entropy": entropy}
         if window.place is not None:
-            room = logp.new_zeros(self.rows[at].shape[0])
+            room = known["logp"].new_zeros(self.rows[at].shape[0])
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
         shape = (1, -1) if window.tokens is None else (-1,)
         raw: dict[str, Tensor | None] = {
@@ -133,11 +140,14 @@ class Batch:
             for name, x in self.tokens.raw.items()
             if name not in known
         }
-        with_slope = {"logp": True, "entropy": entropy_has_slope(self.spec)}
         raw |= {
-            name: x.detach().view(shape).requires_grad_(with_slope[name])
+            name: x.detach()
+            .view(shape)
+            .requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
             for name, x in known.items()
         }
+        if self.on_policy and raw["logp"] is not None:
+            raw["old_logp"] = raw["logp"].detach()
         mask = self.rows[at].view(shape)
         alone = window.cu_seqlens is None
         sequences = (
@@ -222,7 +232,7 @@ def _reaches_further() -> InputError:
     )
 
 
-def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
+def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
     """`t` (whose logp is not read) with everything that
     is known before its log-probabilities are.
     """
@@ -241,7 +251,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, step, weight, corrections, live)
+    return Batch(spec, t, step, weight, corrections, live, on_policy)
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:

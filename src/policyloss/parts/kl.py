@@ -10,6 +10,7 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.validate import Part, Positive, within
 from policyloss.parts.wording import spoken
 from policyloss.tokens import Tokens
@@ -49,6 +50,11 @@ class KL(Part):
                 f"KL.weight_max={self.weight_max!r} bounds a weight without gradient; "
                 f"use it with weight='detached_ratio', not with weight={self.weight!r}."
             )
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the pull is to a teacher."""
+        return self.anchor == "teacher"
 
     @property
     def reads_ratio(self) -> bool:
@@ -101,4 +107,4 @@ class KL(Part):
         return "KL", *(f"kl_{choice}" for choice in choices)
 
 
-VARIANTS = (KL,)
+VARIANTS = (KL, Divergence)

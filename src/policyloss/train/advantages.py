@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from policyloss.advantage import estimator, gae, reinforce_pp, whiten
+from policyloss.advantage import estimator, gae, iw_opd, opd, reinforce_pp, whiten
 from policyloss.errors import InputError
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
@@ -26,15 +26,46 @@ class Judged(NamedTuple):
 
 
 def judge(
+    config: TrainConfig,
+    pack: Pack,
+    *,
+    values: Tensor | None,
+    greedy: Tensor | None,
+    group: Any,
+    by_teacher: bool = False,
+) -> Judged:
+    """The advantages of a pack: those of its rewards, and a teacher's if `by_teacher`.
+
+    Other arguments as in `of_rewards`.
+    """
+    judged = of_rewards(config, pack, values=values, greedy=greedy, group=group)
+    share, tokens = config.reward_share, pack.tokens
+    if share != 1:
+        judged = judged._replace(advantages=share * judged.advantages)
+    if not by_teacher:
+        return judged
+    of_teacher = iw_opd if config.estimator == "iw_opd" else opd
+    advantages = of_teacher(
+        tokens["teacher_logp"],
+        tokens["old_logp"],
+        mask=tokens["mask"],
+        coef=config.teacher_coef,
+        base=judged.advantages.unsqueeze(0),
+        cu_seqlens=pack.cu_seqlens,
+    )
+    return judged._replace(advantages=advantages)
+
+
+def of_rewards(
     config: TrainConfig, pack: Pack, *, values: Tensor | None, greedy: Tensor | None, group: Any
 ) -> Judged:
-    """The advantages of a pack.
+    """The advantages of the rewards of a pack.
 
     values: `[N]` of the critic, for "gae". greedy: `[S]`, the reward of the greedy answer to each
     prompt, for "remax". group: the data-parallel ranks (or "local"), which share what is taken over
     the batch; the samples of a prompt lie on one of them.
     """
-    name = config.estimator
+    name = config.reward_estimator
     rewards = pack.sequences["rewards"]
     mask = pack.tokens["mask"]
     cu_seqlens = pack.cu_seqlens

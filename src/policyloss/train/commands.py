@@ -235,7 +235,7 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     index = checked_index(chosen, sums=True)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
-    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )

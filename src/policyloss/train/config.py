@@ -23,6 +23,7 @@ from policyloss.train.user_code import is_reference
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
 ENGINES = ("built-in", "vllm")
 LARGEST_RATE = 1e3  # of a learning rate; far beyond what can learn, and far from what overflows
+BY_TEACHER = ("opd", "iw_opd")  # estimators that read a teacher
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 
 
@@ -49,6 +50,13 @@ class TrainConfig:
     model: str = "tiny"
     """"tiny" makes a small model for the task on the spot, and "tiny32" one that vLLM can run on a
     CPU; else a local folder or a hub name of a causal language model."""
+    teacher: Path | None = None
+    """A teacher with the same tokenizer: the folder of a model, or a run directory. The loss reads
+    it (--loss gkd, opd_kl, …); if it does not, the teacher speaks through the advantages."""
+    teacher_coef: float = 1.0
+    """How much the teacher counts in the advantages; in a loss that reads it, --loss.kl.coef."""
+    reward_coef: float | None = None
+    """How much the advantages of the rewards count; by default 1, and 0 with a teacher."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model. Never read from a run directory: name it again
     to resume or evaluate."""
@@ -229,6 +237,7 @@ class TrainConfig:
             _at_least(self, name, 0)
         for name in (
             "lr",
+            "teacher_coef",
             "critic_lr",
             "weight_decay",
             "grad_clip",
@@ -259,14 +268,21 @@ class TrainConfig:
                 f"{self.prompts * self.group_size} completions of a step (--prompts × "
                 "--group-size)."
             )
-        if self.group_size == 1 and self.estimator in (
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "grpo_loo",
-            "opo",
-            "maxrl",
-            "gpg",
+        if self.reward_coef is not None:
+            _at_least(self, "reward_coef", 0)
+        if (
+            self.group_size == 1
+            and self.reward_share
+            and self.reward_estimator
+            in (
+                "grpo",
+                "dr_grpo",
+                "rloo",
+                "grpo_loo",
+                "opo",
+                "maxrl",
+                "gpg",
+            )
         ):
             raise InputError(
                 f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a "
@@ -277,6 +293,11 @@ class TrainConfig:
             raise InputError(
                 f"--passk {self.passk} must be below --group-size {self.group_size}: where a "
                 "subset holds all completions, every advantage is 0."
+            )
+        if self.dynamic_sampling and self.teacher is not None:
+            raise InputError(
+                "--dynamic-sampling drops groups whose rewards are equal, but a --teacher has "
+                "something to say of them; leave one of the two out."
             )
         if self.dynamic_sampling and self.estimator in ("gae", "reinforce_pp", "remax"):
             raise InputError(
@@ -297,6 +318,18 @@ class TrainConfig:
     def estimator(self) -> str:
         """The name of the advantage estimator."""
         return self.advantage or self.defined_with or "grpo"
+
+    @property
+    def reward_estimator(self) -> str:
+        """The estimator of the part of the advantages that comes from rewards."""
+        return "grpo" if self.estimator in BY_TEACHER else self.estimator
+
+    @property
+    def reward_share(self) -> float:
+        """What the advantages of rewards are multiplied by."""
+        if self.reward_coef is not None:
+            return self.reward_coef
+        return 1.0 if self.teacher is None else 0.0
 
     @property
     def defined_with(self) -> str | None:
@@ -430,4 +463,10 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
             "rollout they are the same numbers; use --old-logp recompute."
+        )
+    taught = any(getattr(part, "teaches", False) for part in spec.pulls)
+    if config.teacher is None and (taught or config.estimator in BY_TEACHER):
+        raise InputError(
+            f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
+            "give the folder of one, --teacher DIR."
         )

@@ -23,6 +23,7 @@ from policyloss.train.learner import Learner, Policy
 from policyloss.train.models import Critic, checkpoint_gradients, load, parts
 from policyloss.train.optimizers import adamw
 from policyloss.train.tasks import Task, make_task
+from policyloss.train.teacher import load_teacher
 from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
@@ -93,6 +94,8 @@ def build(
     )
     learner.warn = warn
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
+    if config.teacher is not None:
+        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
     return Setup(task, tokenizer, model, learner)
 
 
