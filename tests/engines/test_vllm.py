@@ -180,10 +180,10 @@ def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
     first.until(lambda: len(lines(out)) >= 3)
     server.process.kill()
     assert first.ended() == 2
-    said = first.log.read_text()
-    assert "no completions have come for 10 s (--rollout-timeout)" in said
-    assert f"the server {server.address} did not answer" in said
-    assert f"--resume --out {out} --rollout {server.address}" in said
+    printed = first.log.read_text()
+    assert "no completions have come for 10 s (--rollout-timeout)" in printed
+    assert f"the server {server.address} did not answer" in printed
+    assert f"--resume --out {out} --rollout {server.address}" in printed
 
     server.start()
     server.wait()

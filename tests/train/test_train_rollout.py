@@ -292,8 +292,8 @@ def test_an_error_while_it_samples_ahead_ends_the_run_in_words(
     with monkeypatch.context() as patch:
         patch.setattr(BuiltIn, "generate", generated)
         assert train(tmp_path / "run", model=model, staleness=1, steps=4) == 2
-    said = capsys.readouterr().err
-    assert "stopped in step 3: the engine is gone. The last good checkpoint is" in said
+    printed = capsys.readouterr().err
+    assert "stopped in step 3: the engine is gone. The last good checkpoint is" in printed
     assert resume(tmp_path / "run") == 0
 
 
@@ -344,9 +344,9 @@ def test_an_engine_is_code_that_a_run_directory_cannot_ask_for(
     assert train(out, model=model, steps=1, rollout=f"{file}:make") == 0
     capsys.readouterr()
     assert resume(out, extend=2) == 2
-    said = capsys.readouterr().err
-    assert f"names the rollout '{file}:make', which is code" in said
-    assert f"name it yourself: --rollout {file}:make" in said
+    printed = capsys.readouterr().err
+    assert f"names the rollout '{file}:make', which is code" in printed
+    assert f"name it yourself: --rollout {file}:make" in printed
     assert resume(out, extend=2, rollout=f"{file}:make") == 0
     assert resume(out, extend=3, rollout="built-in") == 0
     assert len(lines(out)) == 4
@@ -396,8 +396,8 @@ def test_the_tiny_model_for_vllm_has_other_heads() -> None:
     task = make_task("sort", reward=None, seed=0)
     heads = {}
     for name in ("tiny", "tiny32"):
-        made, _ = load(name, task, dtype=torch.float32, device="cpu", seed=0)
-        heads[name] = made.config.head_dim
+        tiny, _ = load(name, task, dtype=torch.float32, device="cpu", seed=0)
+        heads[name] = tiny.config.head_dim
     assert heads == {"tiny": 16, "tiny32": 32}
 
 
