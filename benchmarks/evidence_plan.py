@@ -18,8 +18,9 @@ from policyloss.train.config import TrainConfig, check_together, read_spec
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`
 
-# One setting for all: the trainer's defaults, with an evaluation every 5 steps. AdamW divides by the size of the gradient, so that
-# losses whose values differ a thousandfold (a sum and a mean over tokens) need no learning rates of their own.
+# One setting for all: the trainer's defaults, with an evaluation every 5 steps. AdamW divides by
+# the size of the gradient, so that losses whose values differ a thousandfold (a sum and a mean over
+# tokens) need no learning rates of their own.
 COMMON: Mapping[str, Any] = {
     "steps": 40,
     "eval_every": 5,
@@ -31,7 +32,9 @@ COMMON: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a preset is run. options: of `TrainConfig`, beside `COMMON`. changes: of the loss, as after `--loss.`. why: in words."""
+    """How a preset is run. options: of `TrainConfig`, beside `COMMON`. changes: of the loss, as
+    after `--loss.`. why: in words.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +49,8 @@ _STALE = Plan(
     why="corrects a mismatch, so completions are one step old",
 )
 
-# Every preset is a loss that people train with alone, so none is left out; a new preset without a line here fails a test.
+# Every preset is a loss that people train with alone, so none is left out;
+# a new preset without a line here fails a test.
 PLANS: Mapping[str, Plan] = {
     "ppo": _CRITIC,
     "ppo_dual_clip": _CRITIC,
@@ -54,7 +58,10 @@ PLANS: Mapping[str, Plan] = {
     "dr_grpo": Plan(
         {"advantage": "dr_grpo"},
         {"aggregate.horizon": TrainConfig.max_new_tokens},
-        why="its own advantages; the horizon is the longest completion here, as the preset's note asks",
+        why=(
+            "its own advantages; the horizon is the longest completion here, as the preset's note "
+            "asks"
+        ),
     ),
     "dapo": Plan(
         {"advantage": "grpo", "dynamic_sampling": True}, why="with the paper's dynamic sampling"
@@ -78,7 +85,10 @@ PLANS: Mapping[str, Plan] = {
     "icepop": _STALE,
     "seq_mask_tis": Plan(
         {"advantage": "grpo"},
-        why="its band of 0.1 % is that of two engines with the same weights, so completions are fresh",
+        why=(
+            "its band of 0.1 % is that of two engines with the same weights, so completions are "
+            "fresh"
+        ),
     ),
     "opsm": _STALE,
     "decoupled_ppo": Plan(
@@ -103,9 +113,9 @@ PLANS: Mapping[str, Plan] = {
     "aipo": Plan({"advantage": "grpo"}, why="measures against the sampler itself"),
 }
 
-# Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled them; two epochs of two
-# minibatches; the norm of the gradient is not limited, which would hide it. The three losses differ in the clip alone. With the
-# second learning rate ratios grow faster.
+# Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled
+# them; two epochs of two minibatches; the norm of the gradient is not limited, which would hide it.
+# The three losses differ in the clip alone. With the second learning rate ratios grow faster.
 CLIP_LOSSES = ("ppo", "ppo_dual_clip", "two_sided")
 CLIP_RATES = (1e-3, 3e-3)
 
@@ -169,15 +179,16 @@ class Job:
         """Of every option and number: a result that bears another one is of another experiment."""
         config = self.config(Path("-"))
         check_together(config, self.spec)
-        options = {
-            name: x for name, x in config.to_dict().items() if name != "extend"
-        }  # of a run that is resumed
+        # Of a run that is resumed.
+        options = {name: x for name, x in config.to_dict().items() if name != "extend"}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
 
 def jobs(seeds: int, only: Iterable[str] = (), common: Mapping[str, Any] = COMMON) -> list[Job]:
-    """All runs, seed by seed so that every loss has a number early. only: presets, `dual_clip`, or nothing: all."""
+    """All runs, seed by seed so that every loss has a number early. only: presets, `dual_clip`,
+    or nothing: all.
+    """
     wanted = set(only)
     for name in wanted:
         if name not in PLANS and name != CLIP_STUDY:

@@ -89,7 +89,10 @@ def loss_walk() -> Walk:
         weighted_total,
         policy_metrics,
     )
-    about = "`pl.policy_loss` with a correction and a KL term. A loss is a straight line over the slots of its spec."
+    about = (
+        "`pl.policy_loss` with a correction and a KL term. A loss is a straight line over the "
+        "slots of its spec."
+    )
     return Walk("A tensor to the loss", about, call, stops)
 
 
@@ -205,7 +208,8 @@ def walked(walk: Walk) -> list[Stop]:
         except ValueError:
             before = stops[-1].name if stops else "the start"
             raise LookupError(
-                f"{walk.title}: after {before}, {name} is not reached there (docs/architecture_walks.py)"
+                f"{walk.title}: after {before}, {name} is not reached there "
+                "(docs/architecture_walks.py)"
             ) from None
         file = Path(function.__code__.co_filename).resolve().relative_to(PACKAGE).as_posix()
         stops.append(Stop(name, file, first_sentence(_docstring(function))))

@@ -1,4 +1,5 @@
-"""policyloss: the loss functions of LLM reinforcement learning, as short compositions of orthogonal parts.
+"""policyloss: the loss functions of LLM reinforcement learning,
+as short compositions of orthogonal parts.
 
 import policyloss as pl
 spec = pl.preset("dapo")

@@ -73,9 +73,10 @@ def accumulate(
     check_group("cp_group", cp_group)
     if spec.needs_statistics and not callable(logp):
         raise InputError(
-            "this loss needs numbers of the whole step that its mask does not give (survivors of a rejection, covariances or a "
-            "mean weight): pass logp=, a function that returns a micro-batch's current log-probabilities; or take a spec without "
-            'them (rejected="keep", no SelfNormalise, CovClip or CovKL).'
+            "this loss needs numbers of the whole step that its mask does not give (survivors of a "
+            "rejection, covariances or a mean weight): pass logp=, a function that returns a "
+            "micro-batch's current log-probabilities; or take a spec without them "
+            '(rejected="keep", no SelfNormalise, CovClip or CovKL).'
         )
     group = data_parallel_group(group, cp_group)
     counts, number = _counted(micro_batches, group, cp_group, dp_size)
@@ -133,8 +134,9 @@ class Accumulation:
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._iterated:
             raise InputError(
-                "this step was iterated already, and a second time would add its gradients again; call policyloss.accumulate anew "
-                "for the next optimizer step, also on the same micro-batches."
+                "this step was iterated already, and a second time would add its gradients again; "
+                "call policyloss.accumulate anew for the next optimizer step, also on the same "
+                "micro-batches."
             )
         self._iterated = True
         return iter(self._micro_batches)
@@ -209,14 +211,16 @@ class MicroBatch(Mapping[str, Any]):
         for name in tensors:
             if name in _COUNTED:
                 raise InputError(
-                    f"{name} cannot be replaced now: the step was counted with the micro-batch's own."
+                    f"{name} cannot be replaced now: the step was counted with the micro-batch's "
+                    "own."
                 )
             if name not in _REPLACEABLE:
                 raise InputError(unknown_name("tensor", name, _REPLACEABLE))
         arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
         if arguments["advantages"] is None:
             raise InputError(
-                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there."
+                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); "
+                "put them there."
             )
         given = {
             name: x
@@ -250,30 +254,32 @@ def _check(micro_batches: Any) -> None:
     """Raise unless `micro_batches` is a sequence of mappings that hold a mask."""
     if not isinstance(micro_batches, Sequence):
         raise InputError(
-            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the step is counted before it "
-            "begins: collect an iterator's by list(…), and put a single micro-batch in a list."
+            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the "
+            "step is counted before it begins: collect an iterator's by list(…), and put a "
+            "single micro-batch in a list."
         )
     for i, data in enumerate(micro_batches):
         if not isinstance(data, Mapping):
             raise InputError(
-                f"micro_batches[{i}] must be a mapping of names to tensors, got {type(data).__name__}."
+                f"micro_batches[{i}] must be a mapping of names to tensors, got "
+                f"{type(data).__name__}."
             )
         if data.get("mask") is None:
             raise InputError(
-                f"micro_batches[{i}] has no mask (it has {', '.join(map(str, data)) or 'nothing'}); put it there."
+                f"micro_batches[{i}] has no mask (it has "
+                f"{', '.join(map(str, data)) or 'nothing'}); put it there."
             )
     with_groups = [data.get("group_ids") is not None for data in micro_batches]
     if any(with_groups) and not all(with_groups):
         raise InputError(
-            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give all of them or none."
+            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give "
+            "all of them or none."
         )
 
 
 @dataclass(frozen=True)
 class _Pack:
-    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where
-    sequences are in each of them.
-    """
+    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and where each has its sequences."""
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -290,7 +296,8 @@ class _Pack:
                 check_tensor("mask", mask)
                 if mask.is_meta:
                     raise InputError(
-                        "mask is on the device 'meta', which holds no values to count; move it to the loss's device."
+                        "mask is on the device 'meta', which holds no values to count; move it to "
+                        "the loss's device."
                     )
                 masks.append(as_mask(mask, mask).reshape(-1))
                 sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
@@ -298,7 +305,8 @@ class _Pack:
                     check_group_ids(group_ids, sequences)
                     if group_ids.is_meta:
                         raise InputError(
-                            "group_ids is on the device 'meta', which holds no values; move it to the mask's device."
+                            "group_ids is on the device 'meta', which holds no values; move it to "
+                            "the mask's device."
                         )
                     groups.append(group_ids.to(mask.device))
             except InputError as error:
@@ -357,9 +365,7 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the
-    forward of a sharded model.
-    """
+    """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
     if 0 in numbers:
         raise InputError(
             f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
@@ -369,14 +375,12 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
-    """The tokens of each prompt group, over the ranks of `group`.
-
-    members: `[2, S]` ids and lengths of this rank's sequences.
-    """
+    """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
     if min(members_of_each) < 0:
         rank = members_of_each.index(-1)
         raise InputError(
-            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none."
+            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks "
+            "or on none."
         )
     shares = all_gather(
         torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group
@@ -429,6 +433,7 @@ def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, got {seen}."
+            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, "
+            f"got {seen}."
         )
     return x.reshape(-1)

@@ -37,10 +37,7 @@ def seen(x: Any) -> str:
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
-    """Whether a tensor's dtype is of this kind.
-
-    Flags (bool) are numbers, but neither integers nor floating-point.
-    """
+    """Whether a dtype is of this kind. Flags are numbers, but neither integers nor floats."""
     if kind == "float":
         return x.is_floating_point()
     if kind == "integer":
@@ -51,10 +48,7 @@ def fits_kind(x: Tensor, kind: Kind) -> bool:
 def check_tensor(
     name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None
 ) -> None:
-    """Raise unless `x` is a dense tensor of this kind, on the device of `like`.
-
-    like: another argument, with its name.
-    """
+    """Raise unless `x` is a dense tensor of this kind, on the device of `like` (name, tensor)."""
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
         raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
     if x.layout != torch.strided:
@@ -68,14 +62,12 @@ def check_tensor(
 
 
 def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
-    """Raise unless `x` is a tensor of the shape and on the device of `like`.
-
-    like: another argument, with its name.
-    """
+    """Raise unless `x` has the shape and the device of `like`, another argument with its name."""
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal."
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they "
+            "must be equal."
         )
 
 
@@ -142,7 +134,8 @@ def check_group(name: str, group: Any) -> None:
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
-            f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it."
+            f"{name} was given, but torch.distributed is not initialised: call init_process_group, "
+            "or omit it."
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(

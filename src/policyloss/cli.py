@@ -1,6 +1,4 @@
-"""The `policyloss` command. Each subcommand is one small function that returns the text
-to print.
-"""
+"""The `policyloss` command. Each subcommand is a function that returns the text to print."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from policyloss.errors import PolicyLossError
 
 
 class Command:
-    """A subcommand: its name, one line about it, its arguments, and the function that returns its
-    text.
-    """
+    """A subcommand: its name, a line about it, its arguments, and what returns its text."""
 
     def __init__(
         self,
@@ -110,7 +106,10 @@ COMMANDS = (
         explain_trl_command,
         (
             "config",
-            "the path of a JSON file with options of the config; an option that is missing has TRL's default",
+            (
+                "the path of a JSON file with options of the config; an option that is missing has "
+                "TRL's default"
+            ),
         ),
     ),
     Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
@@ -127,7 +126,7 @@ TRAINING = {
 
 def _loss(name: str) -> Any:
     """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
-    import policyloss.compat.trl  # makes those parts known
+    import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)
@@ -151,9 +150,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for a wrong argument, or 130 after
-    Ctrl-C.
-    """
+    """Run the command line and return its exit code: 2 for a wrong argument, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot show a letter gets "?", not a traceback.
@@ -178,9 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that reads its options by itself, or an error that says what to
-    install.
-    """
+    """What runs a command that reads its own options, or an error that says what to install."""
     module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")

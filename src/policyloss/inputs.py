@@ -73,9 +73,7 @@ class Inputs:
     def of(
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
-        """From the arguments of a loss function; an unknown name is an error that suggests the
-        nearest.
-        """
+        """From the arguments of a loss function; for an unknown name, suggest the nearest."""
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
@@ -106,7 +104,8 @@ class Inputs:
             return {}
         if not isinstance(self.extras, Mapping):
             raise InputError(
-                f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}."
+                "extras must be a mapping of names to token-shaped tensors, got "
+                f"{seen(self.extras)}."
             )
         return dict(self.extras)
 
@@ -149,9 +148,7 @@ OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
 def takes_tensors(function: F) -> F:
-    """Show the names of `**tensors` in the signature of `function`, for `help` and for other
-    programs.
-    """
+    """Show the names of `**tensors` in the signature of `function`, for `help` and tools."""
     signature = inspect.signature(function)
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors

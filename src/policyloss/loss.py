@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: a 0-dim tensor to call `backward()` on.
-
-    `metrics`: what happened, as records that add up.
-    """
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: what happened, as records that add up."""
 
     loss: Tensor
     metrics: Metrics
@@ -86,10 +83,7 @@ def policy_loss(
 
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
-    """`policy_loss` of arguments that are put together already.
-
-    step: the given totals, None if this call is the step.
-    """
+    """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
     logp, others = inputs.logp, [getattr(inputs, name) for name in DIFFERENTIATED]
     plain = (
@@ -129,9 +123,7 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term would train nothing: `logp` carries a gradient, and the entropy of a bonus or
-    the divergence from a teacher does not.
-    """
+    """Raise if a term trains nothing: `logp` has a gradient, and its entropy or divergence none."""
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):
@@ -167,10 +159,7 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
 
 
 def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens.
-
-    step: the given totals, None if this call is the step.
-    """
+    """The slots in order, on one call's tokens. step: the totals, None if this call is it."""
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
@@ -244,13 +233,12 @@ def aggregate_tokens(
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
-    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast
-    to a wrong loss.
-    """
+    """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
         seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}."
+            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
+            f"{seen}."
         )
     return x
 
@@ -264,9 +252,10 @@ def corrected_tokens(
             name not in step.statistics for name in spec.statistics_names
         ):
             raise InputError(
-                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
-                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
-                'tensors, or pass totals="local" if this call is the whole batch.'
+                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, "
+                "covariances or a mean weight), which counting the mask does not give: make the "
+                "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
+                'totals="local" if this call is the whole batch.'
             )
         t = replace(t, measured=step.statistics)
     corrected = combine(spec.correction, t)

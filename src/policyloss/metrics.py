@@ -52,7 +52,8 @@ class Record:
         dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
         if not dense or part.dim() or part.device != (device or part.device):
             raise InputError(
-                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}."
+                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got "
+                f"{seen(part)}."
             )
 
     @property
@@ -77,13 +78,11 @@ class Record:
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of this one and `other`.
-
-        Sums are carried in float64 so that long runs do not lose counts.
-        """
+        """One record of both. Sums are in float64, so that long runs do not lose counts."""
         if type(self) is not type(other):
             raise InputTypeError(
-                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of two kinds apart."
+                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
+                "two kinds apart."
             )
         combine = _COMBINE[self.op]
         return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
@@ -122,10 +121,7 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of certain mistakes, taken without waiting for the device.
-
-    `Metrics.compute` raises unless it is 0.
-    """
+    """A count of certain mistakes, taken without waiting; `Metrics.compute` raises unless 0."""
 
 
 # What `Metrics.compute` says of each count that is not 0, where n stands for the count.
@@ -224,9 +220,8 @@ class ExplainedVariance(Record):
             return squares / count - (total / count) ** 2
 
         spread = variance(target, target_squares)
-        constant = (
-            spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
-        )  # no more than the rounding of the moments
+        # No more than the rounding of the moments.
+        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
@@ -271,7 +266,8 @@ class Metrics(Mapping[str, Record]):
             isinstance(r, Record) for r in (records or {}).values()
         ):
             raise InputError(
-                f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}."
+                "records must be a dict of names to records (Stat, …), as a loss makes them, got "
+                f"{seen(records)}."
             )
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[Layout, Tensor] | None = None
@@ -332,9 +328,8 @@ class Metrics(Mapping[str, Record]):
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             layout, packed = self._packed
-            return Metrics.packed(
-                layout, packed.cpu()
-            ).compute()  # one copy to the host, and the quotients there
+            # One copy to the host, and the quotients there.
+            return Metrics.packed(layout, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]

@@ -28,31 +28,51 @@ from policyloss.totals import Totals
 POSITIVE = 0.1
 
 FORMULAS = {
-    "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
+    "loss": (
+        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
+        "micro-batches and ranks"
+    ),
     "tokens": "valid tokens",
     "advantage_mean": "Σ advantages / n",
-    "clip_fraction": "share of valid tokens where the trust region binds in any way (upper, lower, dual or dropped)",
+    "clip_fraction": (
+        "share of valid tokens where the trust region binds in any way (upper, lower, dual or "
+        "dropped)"
+    ),
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
     "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
-    "clip_fraction_dual": "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the band and r > cap",
+    "clip_fraction_dual": (
+        "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the "
+        "band and r > cap"
+    ),
     "clip_fraction_dropped": "share that Clip-Cov's draw leaves out",
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
-    "nonfinite_tokens": "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite",
-    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token "
-    "can have: `compute` warns if they are more than half",
-    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond "
-    "the given totals of the whole step; `compute` warns",
-    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be "
-    "checked at once (a mask that is not bool, on a GPU or under torch.compile); `compute` raises "
-    "unless it is 0",
-    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could "
-    "not be checked at once; `compute` raises unless it is 0",
+    "nonfinite_tokens": (
+        "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite"
+    ),
+    "positive_logp_tokens": (
+        "valid tokens with a given log-probability above 0.1, which no token "
+        "can have: `compute` warns if they are more than half"
+    ),
+    "beyond_totals": (
+        "tokens (sequences, if the average divides by them) that a call has beyond "
+        "the given totals of the whole step; `compute` warns"
+    ),
+    "invalid_mask_values": (
+        "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a "
+        "mask that is not bool, on a GPU or under torch.compile); `compute` raises unless it is 0"
+    ),
+    "invalid_cu_seqlens": (
+        "calls whose cu_seqlens do not rise from 0 to N, only where that could "
+        "not be checked at once; `compute` raises unless it is 0"
+    ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
+    "kl_rollout_k1": (
+        "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer"
+    ),
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",
@@ -109,9 +129,7 @@ def policy_metrics(
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
-    either from the loss.
-    """
+    """Tokens with a number or log-probability that is none, which a clamp may hide."""
     given = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
@@ -128,9 +146,7 @@ def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
 
 
 def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is
-    the step, or one rank's share.
-    """
+    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
     if given is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
@@ -145,9 +161,8 @@ def _clipping(
     flags = {
         name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
     }
-    ours = (
-        type(spec.trust) in VARIANTS
-    )  # then a token has one flag at most, and a masked one none; a user's may do anything
+    # Then a token has one flag at most, and a masked one none; a user's may do anything.
+    ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
@@ -169,9 +184,8 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        raw = (
-            raw if per_token else fill(raw, t.mask)
-        )  # a token's log-ratio is 0 where masked already
+        # A token's log-ratio is 0 where masked already.
+        raw = raw if per_token else fill(raw, t.mask)
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)

@@ -65,7 +65,10 @@ class Preset:
 _PPO = "Schulman et al. 2017, arXiv 1707.06347, table 1: epsilon 0.2 scored best"
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
 _GSPO_RATIO = "GSPO, arXiv 2507.18071, equation 7"
-_DPPO_NOTE = "verl's example and SkyRL measure against the rollout policy: ratio=TokenRatio(anchor='rollout')."
+_DPPO_NOTE = (
+    "verl's example and SkyRL measure against the rollout policy: "
+    "ratio=TokenRatio(anchor='rollout')."
+)
 _CLIP = Clip(0.2, 0.2)
 
 _ALL = (
@@ -77,7 +80,10 @@ _ALL = (
         {
             "trust": _PPO,
             "aggregate": "the expectation over timesteps of equation 7",
-            "advantage": "arXiv 1707.06347, equations 11 and 12: generalised advantage estimation with a critic",
+            "advantage": (
+                "arXiv 1707.06347, equations 11 and 12: generalised advantage estimation with a "
+                "critic"
+            ),
         },
         advantage="gae",
     ),
@@ -88,9 +94,14 @@ _ALL = (
         LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
         {
             "trust": _PPO,
-            "trust.dual": "dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and SkyRL (clip_ratio_c)",
+            "trust.dual": (
+                "dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and "
+                "SkyRL (clip_ratio_c)"
+            ),
             "aggregate": "the expectation over timesteps",
-            "advantage": "Ye et al. 2019, arXiv 1912.09729: PPO's actor and critic, advantages by GAE",
+            "advantage": (
+                "Ye et al. 2019, arXiv 1912.09729: PPO's actor and critic, advantages by GAE"
+            ),
         },
         advantage="gae",
     ),
@@ -104,7 +115,10 @@ _ALL = (
             "kl": "DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3",
             "kl.coef": "DeepSeekMath, section 4.2: 0.04",
             "aggregate": "DeepSeekMath, equation 3: mean over outputs of token means",
-            "advantage": "DeepSeekMath, section 4.1.2: reward minus the group's mean, over its standard deviation",
+            "advantage": (
+                "DeepSeekMath, section 4.1.2: reward minus the group's mean, over its standard "
+                "deviation"
+            ),
         },
         advantage="grpo",
     ),
@@ -116,8 +130,14 @@ _ALL = (
         {
             "trust": _PPO,
             "aggregate": "arXiv 2503.20783, section 3.2: divide by a constant, not by the length",
-            "aggregate.horizon": "your run's generation budget: spec.with_horizon(tokens); 3000 tokens in the authors' runs",
-            "advantage": "arXiv 2503.20783, section 3.2: reward minus the group's mean, not divided by its deviation",
+            "aggregate.horizon": (
+                "your run's generation budget: spec.with_horizon(tokens); 3000 tokens in the "
+                "authors' runs"
+            ),
+            "advantage": (
+                "arXiv 2503.20783, section 3.2: reward minus the group's mean, not divided by its "
+                "deviation"
+            ),
         },
         advantage="dr_grpo",
     ),
@@ -142,7 +162,10 @@ _ALL = (
             "trust": _PPO,
             "aggregate": "TRL loss_type='bnpo': divide by the valid tokens of the batch",
         },
-        note="TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. Here the whole step counts.",
+        note=(
+            "TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. "
+            "Here the whole step counts."
+        ),
     ),
     Preset(
         "gspo",
@@ -176,7 +199,9 @@ _ALL = (
         "ROLL, agentic ratio_type=segment",
         LossSpec(ratio=SegmentRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         {
-            "ratio": "ROLL's segment ratio: the geometric mean over each contiguous run of the mask",
+            "ratio": (
+                "ROLL's segment ratio: the geometric mean over each contiguous run of the mask"
+            ),
             "trust": _GSPO_EPS,
             "aggregate": "as GSPO",
         },
@@ -187,10 +212,18 @@ _ALL = (
         "arXiv 2506.13585",
         LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
         {
-            "trust": "MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper bound",
-            "trust.ratio_max": "5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends; MiniMax-M1 prints none",
+            "trust": (
+                "MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper "
+                "bound"
+            ),
+            "trust.ratio_max": (
+                "5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends; MiniMax-M1 "
+                "prints none"
+            ),
             "aggregate": "MiniMax-M1, equation 4: sum over all tokens over their number",
-            "advantage": "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO",
+            "advantage": (
+                "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO"
+            ),
         },
         advantage="grpo",
     ),
@@ -200,11 +233,15 @@ _ALL = (
         "arXiv 2506.13585",
         LossSpec(trust=DetachedClip(0.9, 1.1, outside="zero_by_sign"), aggregate=TokenMean()),
         {
-            "trust": "MiniMax-M1, arXiv 2506.13585, equations 6 and 7: the unified form with a mask",
+            "trust": (
+                "MiniMax-M1, arXiv 2506.13585, equations 6 and 7: the unified form with a mask"
+            ),
             "trust.ratio_min": "ROLL's CISPO default, 1 - 0.1",
             "trust.ratio_max": "ROLL's CISPO default, 1 + 0.1",
             "aggregate": "MiniMax-M1, equation 6",
-            "advantage": "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO",
+            "advantage": (
+                "MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of GRPO"
+            ),
         },
         advantage="grpo",
     ),
@@ -219,9 +256,17 @@ _ALL = (
         ),
         {
             "ratio": "GLM-5, arXiv 2602.15763, equation 4: exp(logp - rollout_logp)",
-            "trust": "GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)",
-            "trust.ratio_min": "1 - 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print its own",
-            "trust.ratio_max": "1 + 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print its own",
+            "trust": (
+                "GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)"
+            ),
+            "trust.ratio_min": (
+                "1 - 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print "
+                "its own"
+            ),
+            "trust.ratio_max": (
+                "1 + 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not print "
+                "its own"
+            ),
             "aggregate": "token mean, as SkyRL's default",
         },
     ),
@@ -231,7 +276,10 @@ _ALL = (
         "arXiv 2511.20347",
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         {
-            "trust": "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's, verl's and SkyRL's defaults",
+            "trust": (
+                "SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's, "
+                "verl's and SkyRL's defaults"
+            ),
             "aggregate": "SAPO: mean over sequences of token means",
             "advantage": "SAPO, arXiv 2511.20347: group-normalised, as GRPO",
         },
@@ -257,7 +305,9 @@ _ALL = (
         {
             "trust": "GPG, arXiv 2504.02546: -A·logp, no ratio",
             "aggregate": "token mean, the default of verl's loss_mode='gpg'",
-            "advantage": "GPG, arXiv 2504.02546: group-centred, rescaled by the share of informative samples",
+            "advantage": (
+                "GPG, arXiv 2504.02546: group-centred, rescaled by the share of informative samples"
+            ),
         },
         advantage="gpg",
     ),
@@ -268,7 +318,9 @@ _ALL = (
         LossSpec(trust=Unbounded("logp"), aggregate=SeqMeanTokenSum()),
         {
             "trust": "Williams 1992: -A·logp",
-            "aggregate": "the gradient of the log-likelihood of a whole sequence: token sum, sequence mean",
+            "aggregate": (
+                "the gradient of the log-likelihood of a whole sequence: token sum, sequence mean"
+            ),
         },
     ),
     Preset(
@@ -303,7 +355,9 @@ _ALL = (
         LossSpec(trust=_CLIP, correction=Truncate(2.0, level="product"), aggregate=TokenMean()),
         {
             "trust": _PPO,
-            "correction": "verl rollout_correction, rollout_is='sequence': the product over the sequence",
+            "correction": (
+                "verl rollout_correction, rollout_is='sequence': the product over the sequence"
+            ),
             "correction.high": "verl's rollout_is_threshold default, 2",
             "aggregate": "token mean",
         },
@@ -341,8 +395,13 @@ _ALL = (
         LossSpec(trust=_CLIP, correction=OPSM(1e-4), aggregate=SeqMeanTokenMean()),
         {
             "trust": _PPO,
-            "correction": "DeepSeek-V3.2, arXiv 2512.02556, equation 9: drop negative-advantage sequences that drifted",
-            "correction.delta": "slime's default for --opsm-delta, 1e-4 (TRL's documentation suggests 0.5)",
+            "correction": (
+                "DeepSeek-V3.2, arXiv 2512.02556, equation 9: drop negative-advantage sequences "
+                "that drifted"
+            ),
+            "correction.delta": (
+                "slime's default for --opsm-delta, 1e-4 (TRL's documentation suggests 0.5)"
+            ),
             "aggregate": "as GRPO",
         },
     ),
@@ -356,7 +415,10 @@ _ALL = (
             "correction": "AReaL, arXiv 2505.24298: exp(old_logp - rollout_logp), not truncated",
             "correction.high": "no truncation in the paper; AReaL's code can cap it",
             "aggregate": "token mean",
-            "advantage": "the decoupled objective changes PPO's ratio alone (Hilton et al. 2021, arXiv 2110.00641): GAE",
+            "advantage": (
+                "the decoupled objective changes PPO's ratio alone (Hilton et al. 2021, arXiv "
+                "2110.00641): GAE"
+            ),
         },
         advantage="gae",
     ),
@@ -383,8 +445,12 @@ _ALL = (
         LossSpec(trust=CovKL(), aggregate=TokenMean()),
         {
             "trust": "arXiv 2505.22617, section 4.2, equations 13 and 14",
-            "trust.fraction": "arXiv 2505.22617, section 4.3: k = 2e-4 for the 32B model (2e-3 for the 7B)",
-            "trust.coef": "arXiv 2505.22617, section 4.3: beta = 1 (verl's configuration file ships 0.1)",
+            "trust.fraction": (
+                "arXiv 2505.22617, section 4.3: k = 2e-4 for the 32B model (2e-3 for the 7B)"
+            ),
+            "trust.coef": (
+                "arXiv 2505.22617, section 4.3: beta = 1 (verl's configuration file ships 0.1)"
+            ),
             "aggregate": "token mean, as verl",
         },
     ),
@@ -394,7 +460,10 @@ _ALL = (
         "arXiv 2602.04879",
         LossSpec(trust=ProbabilityBand("tv", 0.2, 0.2), aggregate=TokenMean()),
         {
-            "trust": "verl loss_mode='dppo_tv'; 0.2 on both sides is SkyRL's and prime-rl's default (verl's example runs 0.15)",
+            "trust": (
+                "verl loss_mode='dppo_tv'; 0.2 on both sides is SkyRL's and prime-rl's default "
+                "(verl's example runs 0.15)"
+            ),
             "trust.cap": "20, verl's fallback for clip_ratio_c in this loss",
             "aggregate": "token mean, as verl",
         },
@@ -406,7 +475,10 @@ _ALL = (
         "arXiv 2602.04879",
         LossSpec(trust=ProbabilityBand("kl", 0.05, 0.05), aggregate=TokenMean()),
         {
-            "trust": "verl loss_mode='dppo_kl'; 0.05 on both sides is verl's example run and SkyRL's recommendation",
+            "trust": (
+                "verl loss_mode='dppo_kl'; 0.05 on both sides is verl's example run and SkyRL's "
+                "recommendation"
+            ),
             "trust.cap": "20, verl's fallback for clip_ratio_c in this loss",
             "aggregate": "token mean, as verl",
         },
@@ -414,7 +486,8 @@ _ALL = (
     ),
     Preset(
         "prime_rl",
-        "prime-rl's default: a probability band and a quadratic pull, both against the rollout policy",
+        "prime-rl's default: a probability band and a quadratic pull, both against the rollout "
+        "policy",
         "prime-rl trainer.loss.type='default'",
         LossSpec(
             ratio=TokenRatio(anchor="rollout", log_clamp=None),
@@ -438,10 +511,16 @@ _ALL = (
         "arXiv 2405.19107",
         LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
         {
-            "trust": "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599: a quadratic penalty on the log-ratio",
+            "trust": (
+                "DRO, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599: a quadratic penalty on the "
+                "log-ratio"
+            ),
             "trust.beta": "ROLL's kimi15 default, tau = 0.1 (verl has no default)",
             "aggregate": "token mean, as verl",
-            "advantage": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: reward minus the mean of the sampled rewards",
+            "advantage": (
+                "Kimi k1.5, arXiv 2501.12599, section 2.3.2: reward minus the mean of the sampled "
+                "rewards"
+            ),
         },
         advantage="dr_grpo",
     ),
@@ -451,10 +530,16 @@ _ALL = (
         "arXiv 2503.14286",
         LossSpec(trust=TaperedNegative(1.0), aggregate=TokenMean()),
         {
-            "trust": "TOPR, arXiv 2503.14286, section 3: the ratio of negative examples is truncated to [0, 1]",
+            "trust": (
+                "TOPR, arXiv 2503.14286, section 3: the ratio of negative examples is truncated to "
+                "[0, 1]"
+            ),
             "aggregate": "token mean, as ROLL's default",
         },
-        note="The paper's ratio is the whole sequence's: use ratio=SequenceProduct() for that; ROLL and Trinity use the token's.",
+        note=(
+            "The paper's ratio is the whole sequence's: use ratio=SequenceProduct() for that; ROLL "
+            "and Trinity use the token's."
+        ),
     ),
     Preset(
         "up_grpo",
@@ -469,7 +554,9 @@ _ALL = (
             "trust.positive": "equation 15: -A times the ratio of the policy to itself, unbounded",
             "trust.negative": "equation 15: GRPO's symmetric clip with dual clip, unchanged",
             "trust.negative.eps_low": "0.2, verl's default of clip_ratio",
-            "trust.negative.eps_high": "0.2, verl's default of clip_ratio; it cannot bind where A <= 0",
+            "trust.negative.eps_high": (
+                "0.2, verl's default of clip_ratio; it cannot bind where A <= 0"
+            ),
             "trust.negative.dual": "3, verl's default of clip_ratio_c",
             "aggregate": "as GRPO: mean over outputs of token means",
         },
@@ -483,7 +570,10 @@ _ALL = (
         {
             "ratio": _GSPO_RATIO,
             "trust": "LUSPO, arXiv 2602.05261, section 5.1: epsilon 2e-3 and 2.5e-3",
-            "aggregate": "LUSPO, as in TRL's loss_type='luspo': sequence loss times length, mean over sequences",
+            "aggregate": (
+                "LUSPO, as in TRL's loss_type='luspo': sequence loss times length, mean over "
+                "sequences"
+            ),
             "advantage": "LUSPO, arXiv 2602.05261: as GSPO and GRPO",
         },
         advantage="grpo",
@@ -498,7 +588,10 @@ _ALL = (
             aggregate=TokenMean(),
         ),
         {
-            "ratio": "TRL loss_type='vespo': the product over the sequence, its log within [log 1e-8, 20]",
+            "ratio": (
+                "TRL loss_type='vespo': the product over the sequence, its log within [log "
+                "1e-8, 20]"
+            ),
             "trust": "TRL's defaults: k+ 2, lambda+ 3, k- 3, lambda- 2",
             "aggregate": "TRL loss_type='vespo': global token mean",
         },
@@ -538,8 +631,13 @@ _ALL = (
         ),
         {
             "ratio": "LlamaRL, arXiv 2505.24034: against the policy that sampled",
-            "trust": "-min(ratio, rho)·A for either sign: eps_high = rho - 1, dual = rho, no lower bound",
-            "trust.dual": "rho = 2, the low end of the range 2 to 10 that cosmos-rl suggests for aipo_rho, citing the paper",
+            "trust": (
+                "-min(ratio, rho)·A for either sign: eps_high = rho - 1, dual = rho, no lower bound"
+            ),
+            "trust.dual": (
+                "rho = 2, the low end of the range 2 to 10 that cosmos-rl suggests for aipo_rho, "
+                "citing the paper"
+            ),
             "aggregate": "token mean",
         },
     ),
@@ -620,7 +718,8 @@ def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec
     if isinstance(spec, str):
         return find_preset(spec).spec
     raise InputError(
-        f"{called} must be a LossSpec or the name of a preset, got {seen(spec)}; policyloss.presets() lists the names."
+        f"{called} must be a LossSpec or the name of a preset, got {seen(spec)}; "
+        "policyloss.presets() lists the names."
     )
 
 

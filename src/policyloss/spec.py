@@ -1,7 +1,4 @@
-"""`LossSpec`: a policy loss as a value.
-
-Seven slots, each filled by a part; nothing here computes anything.
-"""
+"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from policyloss.arguments import seen
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
 from policyloss.parts.divergence import Divergence
-from policyloss.tokens import Tokens
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -94,14 +91,15 @@ class LossSpec:
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
         if len(weighing) > 1:
             raise SpecError(
-                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, and use Reject, Veto or "
-                "SequenceMask(weight=None) to mask as well."
+                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, "
+                "and use Reject, Veto or SequenceMask(weight=None) to mask as well."
             )
         normalising = [c for c in self.correction if isinstance(c, correction.SelfNormalise)]
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
             raise SpecError(
-                "SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask."
+                "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
+                "Band or SequenceMask."
             )
         if len([part for part in self.pulls if isinstance(part, Divergence)]) > 1:
             raise SpecError(
@@ -110,7 +108,8 @@ class LossSpec:
             )
         if self.rejected != "keep" and not self.correction:
             raise SpecError(
-                f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'."
+                f"rejected={self.rejected!r} has no effect without a correction that rejects; add "
+                "one or use 'keep'."
             )
 
     @property
@@ -145,8 +144,9 @@ class LossSpec:
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return getattr(self.trust, "reads_ratio", True) or any(
-            getattr(part, "weight", None) == "ratio" for part in self.pulls
+        weights = {getattr(part, "weight", None) for part in self.pulls}
+        return getattr(self.trust, "reads_ratio", True) or not weights.isdisjoint(
+            ("ratio", "detached_ratio")
         )
 
     @property
@@ -170,7 +170,7 @@ class LossSpec:
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = ("old_logp", "rollout_logp", "ref_logp", "entropy", "divergence", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property
@@ -292,10 +292,7 @@ class LossSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`.
-
-        Strict: an unknown key, type or value is an error that names the valid ones.
-        """
+        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
                 f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
@@ -355,10 +352,7 @@ def has_fields(part: Any) -> bool:
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced.
-
-    Every part on the way is built again, and so checked.
-    """
+    """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
         new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]
@@ -383,7 +377,8 @@ def check_part(slot: str, part: Any) -> None:
         return
     if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
         raise SpecError(
-            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed."
+            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing "
+            "measurement is noticed."
         )
     for other, variants in _VARIANTS.items():
         if isinstance(part, variants):
@@ -446,15 +441,17 @@ def _decode(slot: str, data: Any) -> Any:
     variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(
-            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.'
+            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: '
+            f"{', '.join(variants)}."
         )
     name = data["type"]
     if not isinstance(name, str) or name not in variants:
         framework, dot, _ = str(name).partition(".")
         if dot:
             raise SpecError(
-                f"{slot} type {name!r} is named like a framework's own part; those are known once their drop-ins are "
-                f"loaded: import policyloss.compat.{framework} before reading the spec."
+                f"{slot} type {name!r} is named like a framework's own part; those are known once "
+                f"their drop-ins are loaded: import policyloss.compat.{framework} before reading "
+                "the spec."
             )
         raise SpecError(unknown_name(f"{slot} type", name, variants))
     make = variants[name]

@@ -27,9 +27,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both
-    integers.
-    """
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]`, `tokens` `[G]`."""
 
     ids: Tensor
     tokens: Tensor
@@ -39,7 +37,8 @@ class GroupTokens:
         check_like("GroupTokens.tokens", self.tokens, ("GroupTokens.ids", self.ids))
         if self.ids.dim() != 1:
             raise InputError(
-                f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}."
+                "GroupTokens.ids must be 1-D, the ids of the groups in rising order, got "
+                f"{seen(self.ids)}."
             )
 
 
@@ -76,7 +75,8 @@ class Totals:
             isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())
         ):
             raise InputError(
-                f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}."
+                "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
+                f"{seen(numbers)}."
             )
 
     @classmethod
@@ -112,9 +112,7 @@ class Totals:
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
-        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what
-        `totals="local"` stands for.
-        """
+        """The counts of one padded `[B, T]` mask alone: what `totals="local"` stands for."""
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
         return cls(
@@ -124,10 +122,7 @@ class Totals:
     def all_reduce(
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
     ) -> Totals:
-        """The counts of all data-parallel ranks together.
-
-        Without `torch.distributed`, or with one rank, the same counts.
-        """
+        """The counts of all data-parallel ranks together; unchanged on one rank."""
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
@@ -160,7 +155,8 @@ class Totals:
             )
         if self.statistics or other.statistics:
             raise InputError(
-                "measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step."
+                "measured statistics do not add up; call policyloss.measure once, on the tensors "
+                "of the whole step."
             )
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
@@ -194,9 +190,7 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
-    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no
-    others.
-    """
+    """The ranks with other sequences: `group`, by default all; None if there are no others."""
     check_group("group", group)
     check_group("cp_group", cp_group)
     if group is not None or not several_ranks():
@@ -206,15 +200,13 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     if dist.get_world_size(cp_group) == dist.get_world_size():
         return None
     raise InputError(
-        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=."
+        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as "
+        "group=."
     )
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
-    """Sum `tokens` by id.
-
-    Reads shapes back to the host, which counting may do: it runs once per step.
-    """
+    """Sum `tokens` by id. It reads shapes back to the host, which counting may do."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
@@ -234,17 +226,17 @@ def local_totals(t: Layout) -> Totals:
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """What the caller said about the step: given totals, or None for "this call is the whole
-    batch".
-    """
+    """The totals that the caller passed, or None for "this call is the whole batch"."""
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):
         raise InputError(f'totals must be a Totals, "local" or None, got {seen(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
-            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "
-            "Count it once per step: totals = policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and pass "
-            'totals= to every call; or pass totals="local" if this call really is the whole batch.'
+            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know "
+            "the denominator of the whole step. Count it once per step: totals = "
+            "policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and "
+            'pass totals= to every call; or pass totals="local" if this call really is the whole '
+            "batch."
         )
     return None

@@ -1,6 +1,4 @@
-"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals,
-packing and metrics.
-"""
+"""`value_loss`: the critic's clipped regression, aggregated and measured as the policy loss."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
 
 
 def held(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
-    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½
-    ("half").
-    """
+    """`x` within bounds; at a bound its slope is 1 ("pass") or ½ ("half")."""
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import policyloss as pl
 from policyloss.functional.divergence import (
     KINDS,
-    SUPPORTS,
+    TOPS,
     Measure,
     on_support,
     support_of,
@@ -177,7 +177,7 @@ def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
     z, teacher = rows()
     measure = measure._replace(tail=tail)
     student = z.log_softmax(-1)
-    for which in SUPPORTS:
+    for which in TOPS:
         ids, keep = support_of(student, teacher, which, z.shape[-1])
         s, t = student.gather(-1, ids), teacher.gather(-1, ids)
         value = on_support(s, t, measure, keep)
@@ -276,8 +276,11 @@ def test_a_divergence_in_the_slot() -> None:
     zero, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
     spec = pl.LossSpec(kl=pl.Divergence("reverse", 0.1, weight="ratio", clamp=(None, 1.0)))
     out = pl.policy_loss(spec, logp, old, zero, mask, divergence=divergence)
+    bounded = spec.with_fields(weight_max=1.25)
     # token 1: 0.1·e^0.5·0.5; token 2: 0.1·1·1.0 (held); the mean of the two.
     assert out.loss.item() == pytest.approx((0.05 * math.exp(0.5) + 0.1) / 2, rel=1e-14)
+    held = pl.policy_loss(bounded, logp, old, zero, mask, divergence=divergence)
+    assert held.loss.item() == pytest.approx((0.05 * 1.25 + 0.1) / 2, rel=1e-14)
     dlogp, ddivergence = torch.autograd.grad(out.loss, (logp, divergence))
     assert (dlogp == 0).all()
     assert ddivergence.tolist() == [[pytest.approx(0.05 * math.exp(0.5)), 0.0]]
@@ -346,11 +349,13 @@ def test_one_or_none_in_a_tuple() -> None:
         ({"beta": 1.5}, ["beta", "1.5", "between 0"]),
         ({"weight": 0.5}, ["weight", "0.5", "extras"]),
         ({"clamp": -1.0}, ["clamp", "-1.0"]),
+        ({"weight_max": 2.0}, ["weight_max", "2.0", "none"]),
+        ({"weight": "ratio", "weight_max": 0.0}, ["weight_max", "0.0"]),
         ({"tail": "yes"}, ["tail", "yes"]),
-        ({"support": "everyone", "k": 3}, ["support", "everyone", "union"]),
-        ({"support": "student"}, ["support='student'", "k=None", "give both"]),
-        ({"k": 3}, ["support=None", "k=3"]),
-        ({"support": "student", "k": 0}, ["k=0", "positive"]),
+        ({"top": "everyone", "k": 3}, ["top", "everyone", "union"]),
+        ({"top": "student"}, ["top='student'", "k=None", "give both"]),
+        ({"k": 3}, ["top=None", "k=3"]),
+        ({"top": "student", "k": 0}, ["k=0", "positive"]),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -385,7 +390,7 @@ def test_in_words() -> None:
         kl=(
             pl.KL("k3", 0.1),
             pl.Divergence(
-                "jsd", 0.5, beta=0.9, weight="ratio", clamp=(None, 4.0), support="union", k=100
+                "jsd", 0.5, beta=0.9, weight="ratio", clamp=(None, 4.0), top="union", k=100
             ),
         )
     )
@@ -394,7 +399,7 @@ def test_in_words() -> None:
     assert "kl_2 = min(divergence, 4) * sg(ratio)" in text
     assert "the JSD of student and teacher at beta 0.9" in text
     assert "the student's or the teacher's 100 most probable entries and one for the rest" in text
-    assert "held at most 4, times the ratio, which is not differentiated" in text
+    assert "held at most 4, times the ratio, without its gradient" in text
     assert "the KL term and the divergence from the teacher still move" in text
     assert "beta" not in str(pl.explain(pl.LossSpec(kl=pl.Divergence("reverse", 0.5))))
     named = pl.LossSpec(kl=pl.Divergence("forward", 1.0, weight="importance"))

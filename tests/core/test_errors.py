@@ -1,4 +1,6 @@
-"""Tensors that do not fit: each error is an InputError that names the argument and says what would fit."""
+"""Tensors that do not fit: each error is an InputError that names the argument
+and says what would fit.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,8 @@ def cu(*offsets, dtype=torch.int64):
     return torch.tensor(offsets, dtype=dtype)
 
 
-SQUARE = make_batch(
-    seed=1, rows=8
-)  # as many rows as columns: numbers per row look like numbers per column
+# As many rows as columns: numbers per row look like numbers per column.
+SQUARE = make_batch(seed=1, rows=8)
 
 
 def per_row(t):
@@ -185,7 +186,9 @@ def test_unused_tensors_are_still_checked():
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_batch_wide_losses_refuse_plain_counts(name):
-    """A loss that needs batch-wide numbers says how to measure them, and takes "local" for an answer."""
+    """A loss that needs batch-wide numbers says how to measure them,
+    and takes "local" for an answer.
+    """
     spec = pl.preset(name)
     counted = pl.Totals.count(BATCH.mask)
     with pytest.raises(pl.InputError, match=r"measure\(spec"):

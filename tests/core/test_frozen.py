@@ -1,4 +1,6 @@
-"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them is NaN at a dtype's edge."""
+"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them
+is NaN at a dtype's edge.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LOSSES = {
 
 
 def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
-    """The frozen tensors, each with a gradient to ask for; advantages one per token or one per sequence."""
+    """The frozen tensors, each with a gradient to ask for;
+    advantages one per token or one per sequence.
+    """
     actual = {name: getattr(batch, name).clone() for name in FROZEN}
     if per_sequence:
         actual["advantages"] = torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -82,7 +86,9 @@ def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
-    """At a log-ratio held at ln(max), or next to it, exp may be infinite: a clipped token still has gradient 0, not 0·inf."""
+    """At a log-ratio held at ln(max), or next to it, exp may be infinite:
+    a clipped token still has gradient 0, not 0·inf.
+    """
     edge = math.log(torch.finfo(dtype).max)
     limits: list[Any] = [
         math.nextafter(edge, 0),
@@ -92,7 +98,8 @@ def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
         edge + 1,
     ]
     for limit in [*limits, *((None, x) for x in limits)]:
-        # Ratios e^2·max held at about max, and e: with A = 1 both are clipped at 1.2, the loss is −1.2 and its slope 0.
+        # Ratios e^2·max held at about max, and e: with A = 1 both are clipped at 1.2,
+        # the loss is −1.2 and its slope 0.
         logp = torch.tensor([[0.0, 0.0]], dtype=dtype, requires_grad=True)
         old = torch.tensor([[-edge - 2, -1.0]], dtype=dtype)
         spec = pl.LossSpec(ratio=pl.TokenRatio(log_clamp=limit))

@@ -1,4 +1,6 @@
-"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts however the call is made."""
+"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts
+however the call is made.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
     hidden = torch.randn(*BATCH.mask.shape, 4, generator=generator, dtype=torch.float64)
     head = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 9, BATCH.mask.shape, generator=generator)
-    shared = {n: x for n, x in BATCH.kwargs.items() if n not in ("logp", "entropy", "advantages")}
+    left_out = ("logp", *DIFFERENTIATED, "advantages")
+    shared = {n: x for n, x in BATCH.kwargs.items() if n not in left_out}
 
     def slopes(spec: pl.LossSpec, advantages: Tensor, **extras: Any) -> list[Tensor]:
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -91,9 +94,9 @@ def test_micro_batches_carry_extras() -> None:
 
 
 def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
-    more = {"extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
-    eager = pl.policy_loss("ppo", **BATCH.kwargs, **more)
-    compiled = pl.compiled_loss("ppo")(**BATCH.kwargs, **more)
+    given = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
+    eager = pl.policy_loss("ppo", **given)
+    compiled = pl.compiled_loss("ppo")(**given)
     assert_same(compiled.loss, eager.loss, what="loss")
 
 
@@ -136,7 +139,9 @@ def test_errors_name_the_extra_and_the_argument() -> None:
     ids=lambda f: f.__qualname__,
 )
 def test_every_function_shows_every_tensor_it_takes(function: Any) -> None:
-    """A new input is a line of `CallTensors` and a field of `Inputs`; nothing else names them all."""
+    """A new input is a line of `CallTensors` and a field of `Inputs`;
+    nothing else names them all.
+    """
     shown = set(inspect.signature(function).parameters)
     of_the_head = set(DIFFERENTIATED) if function is pl.linear_policy_loss else set()
     assert set(OPTIONAL) - shown == of_the_head

@@ -1,7 +1,9 @@
-"""What must not matter does not: padding content and width, row order, layout, the shape of advantages, the dtype of the mask.
+"""What must not matter does not: padding content and width, row order, layout, the shape of
+advantages, the dtype of the mask.
 
-Held for every preset, every aggregation and every correction under every rejection mode (`cases.SPECS`), in loss, gradients and
-every metric; bit for bit where the arithmetic is the same, to 1e-12 where only the order of a sum differs.
+Held for every preset, every aggregation and every correction under every rejection mode
+(`cases.SPECS`), in loss, gradients and every metric; bit for bit where the arithmetic is the same,
+to 1e-12 where only the order of a sum differs.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from policyloss.parts import aggregate, correction, kl, ratio, trust
 
 BATCH = make_batch(seed=1)
 NAN, INF = float("nan"), float("inf")
-# All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each tensor starts elsewhere in it.
+# All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each
+# tensor starts elsewhere in it.
 GARBAGE = ((NAN,), (INF, -INF, 1e30, NAN, -1e30, INF))
 every_spec = pytest.mark.parametrize("name", SPECS)
 every_preset = pytest.mark.parametrize("name", PRESETS)
@@ -83,7 +86,9 @@ def test_masked_positions_change_nothing(name: str, layout: str) -> None:
 
 @every_spec
 def test_padded_equals_packed(name: str) -> None:
-    """Rows of length 0 become empty sequences of the pack; they and fully masked ones count for nothing in both layouts."""
+    """Rows of length 0 become empty sequences of the pack;
+    they and fully masked ones count for nothing in both layouts.
+    """
     assert_same_result(run(SPECS[name], BATCH.packed()), of_batch(name))
 
 
@@ -153,7 +158,9 @@ def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
 def test_half_precision_inputs_are_upcast_before_anything_else(
     name: str, dtype: torch.dtype
 ) -> None:
-    """The result of half-precision inputs is that of the same numbers in float32, the gradient rounded back once."""
+    """The result of half-precision inputs is that of the same numbers in float32,
+    the gradient rounded back once.
+    """
     half = BATCH.map(lambda x: x.to(dtype))
     result, expected = (
         run(SPECS[name], half),

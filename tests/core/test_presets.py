@@ -1,4 +1,6 @@
-"""The named losses: all there, each number with its source, each reading what it should, and no two the same by accident."""
+"""The named losses: all there, each number with its source, each reading what it should,
+and no two the same by accident.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_required_names():
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
 def test_every_choice_has_a_source(preset: Preset):
-    """A slot that is not the default, and a number that is not its part's default, needs an entry for it or for its slot."""
+    """A slot that is not the default, and a number that is not its part's default,
+    needs an entry for it or for its slot.
+    """
     default = pl.LossSpec()
     for slot, part in parts(preset.spec):
         if part == getattr(default, slot) and slot not in ("trust", "aggregate"):
@@ -135,7 +139,8 @@ def test_reads(name):
     assert pl.preset(name).reads == READS.get(name, ("old_logp",))
 
 
-# The numbers of the papers, written once more from the papers' side. (Where a framework's default stands in, the source says so.)
+# The numbers of the papers, written once more from the papers' side. (Where a framework's default
+# stands in, the source says so.)
 NUMBERS = {
     "ppo": {"trust": pl.Clip(0.2, 0.2), "aggregate": pl.TokenMean()},
     "ppo_dual_clip": {"trust": pl.Clip(0.2, 0.2, dual=3.0)},

@@ -1,4 +1,6 @@
-"""A LossSpec is a value: frozen, hashable, written and read as data without loss, and strict about what it accepts."""
+"""A LossSpec is a value: frozen, hashable, written and read as data without loss,
+and strict about what it accepts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SPECS = {
 }
 
 
-# --- A value -------------------------------------------------------------------------------------------------------------------
+# --- A value --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -92,7 +94,7 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
     )
 
 
-# --- What is read --------------------------------------------------------------------------------------------------------------
+# --- What is read ---------------------------------------------------------------------------------
 
 ENGINE = RolloutProduct()
 READS = [
@@ -138,7 +140,7 @@ def test_reads(spec, reads):
     assert spec.reads == reads
 
 
-# --- What is refused: each message names the field, the value seen and what would be right --------------------------------------
+# --- What is refused: each message names the field, the value seen and what would be right --------
 
 REFUSED = {
     "dual at 1": (
@@ -435,7 +437,7 @@ def test_errors_are_value_errors():
     assert issubclass(pl.PolicyLossError, ValueError)
 
 
-# --- Callables in slots --------------------------------------------------------------------------------------------------------
+# --- Callables in slots ---------------------------------------------------------------------------
 
 
 def halved(t: pl.Tokens) -> torch.Tensor:
@@ -449,7 +451,8 @@ def drop_first(t: pl.Tokens) -> pl.Corrected:
 
 
 CALLABLES = {
-    # At logp = −1, old = −1 − ln 2 (ratio 2) and A = (1, 1): the usual loss is −2 under Unbounded and TokenMean.
+    # At logp = −1, old = −1 − ln 2 (ratio 2) and A = (1, 1):
+    # the usual loss is −2 under Unbounded and TokenMean.
     "trust": (halved, -1.0),
     "ratio": (lambda t: t.log_ratio_to("old") * 2, -4.0),  # 2² = 4
     "correction": (drop_first, -1.0),  # one of two tokens left, both counted

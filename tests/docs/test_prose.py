@@ -1,4 +1,6 @@
-"""Texts are written for reading: lines that fit a page, an index in order, names that say what a thing is."""
+"""Texts are written for reading: lines that fit a page, an index in order,
+names that say what a thing is.
+"""
 
 from __future__ import annotations
 

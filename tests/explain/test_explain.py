@@ -1,7 +1,8 @@
-"""`explain` says what the code does: the printed formula is evaluated and compared with `policy_loss`, in value and gradient.
+"""`explain` says what the code does: the printed formula is evaluated and compared with
+`policy_loss`, in value and gradient.
 
-The evaluator (`formula_evaluator`) knows only the printed vocabulary. Batches are padded and ragged, with an empty row, a row that
-is all masked, and masks with holes.
+The evaluator (`formula_evaluator`) knows only the printed vocabulary. Batches are padded and
+ragged, with an empty row, a row that is all masked, and masks with holes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from cases import (
     AGGREGATES,
     CORRECTIONS,
     KLS,
-    PULLS,
     PRESETS,
+    PULLS,
     RATIOS,
     REJECTED,
     TRUSTS,
@@ -32,7 +33,8 @@ from cases import (
     swapped,
 )
 from policyloss.explain.formula import Formula, Line, formula
-from policyloss.explain.traits import ELSEWHERE, fits, traits
+from policyloss.explain.framework_names import ELSEWHERE
+from policyloss.explain.traits import fits, traits
 from policyloss.explain.traps import TRAPS
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.presets import PRESETS as NAMED
@@ -190,7 +192,7 @@ def test_dapo_reads_as_the_paper_writes_it() -> None:
     ]
 
 
-# Which tokens get no gradient ---------------------------------------------------------------------------------------------------
+# Which tokens get no gradient ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_zero_gradients_of_presets(name: str) -> None:
     assert_zero_where_said(PRESETS[name].replace(kl=None, entropy_coef=0.0), zero_batch(4))
 
 
-# Numbers and their sources ------------------------------------------------------------------------------------------------------
+# Numbers and their sources ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", pl.presets())
@@ -280,9 +282,8 @@ def test_adding_dual_clip_to_dapo_is_a_change_of_dapo() -> None:
 def test_presets_that_are_one_loss_say_so() -> None:
     assert pl.explain("bnpo").preset == "bnpo"
     assert pl.explain("bnpo").also == ("ppo",)
-    assert (
-        pl.explain(pl.preset("bnpo")).preset == "ppo"
-    )  # a spec has no name: the first preset that is the same
+    # A spec has no name: the first preset that is the same.
+    assert pl.explain(pl.preset("bnpo")).preset == "ppo"
 
 
 def test_a_loss_far_from_all_presets_is_your_own() -> None:
@@ -339,15 +340,15 @@ def test_a_callable_that_symbols_cannot_follow_is_named_and_not_invented() -> No
     text = str(e)
     assert "surrogate = branching(tokens)" in text
     assert (
-        "branching in the trust slot is a callable, whose formula cannot be printed. It says: Minus the"
-        in text
+        "branching in the trust slot is a callable, whose formula cannot be printed. It says: "
+        "Minus the" in text
     )
     assert "your_function in the correction slot is a callable" in text
     assert numbers(e)["trust"] == ("branching", "your own function")
     json.dumps(e.to_dict())
 
 
-# Names and traps ----------------------------------------------------------------------------------------------------------------
+# Names and traps ----------------------------------------------------------------------------------
 
 
 def test_every_name_and_trap_applies_to_some_loss() -> None:
@@ -432,7 +433,7 @@ def test_gspo_is_not_said_to_be_verls() -> None:
     assert all("verl" not in names for names in surrogates)  # verl's is the token form
 
 
-# The page -----------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", pl.presets())

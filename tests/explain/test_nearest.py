@@ -53,7 +53,8 @@ def one_change(spec: pl.LossSpec) -> Iterator[tuple[str, pl.LossSpec]]:
                 yield f"correction.{field.name}", spec.replace(correction=parts)
 
 
-# By the loss that a change leads to: the presets it is one change of. Usually one; two where they differ in nothing else.
+# By the loss that a change leads to: the presets it is one change of.
+# Usually one; two where they differ in nothing else.
 REACHED: dict[pl.LossSpec, set[str]] = {}
 for _name, _preset in PRESETS.items():
     for _, _spec in one_change(_preset.spec):
@@ -112,7 +113,8 @@ def test_what_a_reader_would_say(spec: pl.LossSpec, name: str) -> None:
     assert found.name == name
 
 
-# What TRL's loss types are called here: their names, but for the two whose average or clip makes them another preset's.
+# What TRL's loss types are called here: their names,
+# but for the two whose average or clip makes them another preset's.
 CALLED = {"dapo": "ppo", "bnpo": "ppo"}
 
 

@@ -1,4 +1,6 @@
-"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be wrong, the test that must fail."""
+"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be
+wrong, the test that must fail.
+"""
 
 from __future__ import annotations
 

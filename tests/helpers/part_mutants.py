@@ -1,6 +1,8 @@
-"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the order of `head_mutants.HEAD`.
+"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the
+order of `head_mutants.HEAD`.
 
-Each stands inside the part or function it is about: `test_mutants` demands at least one for every part of every slot.
+Each stands inside the part or function it is about:
+`test_mutants` demands at least one for every part of every slot.
 """
 
 from __future__ import annotations
@@ -11,6 +13,27 @@ _CLIPS, _WEIGHTS = "parts/trust_clips.py", "parts/trust_weights.py"
 _AGGREGATE, _FUNCTIONAL = "parts/aggregate.py", "functional/correction.py"
 
 PARTS = (
+    (
+        "opd_upside_down",
+        "advantage/distillation.py",
+        "d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))",
+        "d = difference(old_logp.detach(), logp, valid, compute_dtype(logp, old_logp))",
+        "test_distillation.py::test_opd_by_hand",
+    ),
+    (
+        "prefix_weights_by_the_tokens_before",
+        "advantage/distillation.py",
+        "fill(1 + gamma * share, valid)",
+        "fill(1 + gamma * (1 - share), valid)",
+        "test_distillation.py::test_prefix_weights_by_hand",
+    ),
+    (
+        "kl_weight_keeps_its_gradient",
+        "parts/kl.py",
+        "bound(t.ratio.detach(), (None, self.weight_max))",
+        "bound(t.ratio, (None, self.weight_max))",
+        "test_teacher.py::test_live_student_by_hand",
+    ),
     (
         "token_ratio_upside_down",
         _RATIO,

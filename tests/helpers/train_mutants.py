@@ -1,4 +1,6 @@
-"""One-line mistakes in the trainer, as `Mutant`s of mutants.py: name, file, old, new, and the test that must notice."""
+"""One-line mistakes in the trainer, as `Mutant`s of mutants.py:
+name, file, old, new, and the test that must notice.
+"""
 
 from __future__ import annotations
 

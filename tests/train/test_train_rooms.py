@@ -59,8 +59,12 @@ def test_a_room_knows_little_of_the_others(room: str) -> None:
 
 def test_what_is_imported_is_seen() -> None:
     source = (
-        "from policyloss.train.run import lock\nfrom policyloss.train.tasks import Task\n"
-        "if TYPE_CHECKING:\n    from policyloss.train.loop import Training\nfrom policyloss.train import learner\nimport os\n"
+        "from policyloss.train.run import lock\n"
+        "from policyloss.train.tasks import Task\n"
+        "if TYPE_CHECKING:\n"
+        "    from policyloss.train.loop import Training\n"
+        "from policyloss.train import learner\n"
+        "import os\n"
     )
     assert imported(source) == {"run.lock", "tasks", "loop", "learner"}
 
@@ -111,5 +115,11 @@ def test_everything_in_the_trainer_is_used() -> None:
 
 
 def test_what_is_not_used_is_seen() -> None:
-    source = "def f(x, *, a=1, b=2): return g(x)\ndef g(x, *, b=3): return f(x, a=2, b=b)\nclass C:\n    def m(self): pass\nC()\n"
+    source = (
+        "def f(x, *, a=1, b=2): return g(x)\n"
+        "def g(x, *, b=3): return f(x, a=2, b=b)\n"
+        "class C:\n"
+        "    def m(self): pass\n"
+        "C()\n"
+    )
     assert unused({Path("m.py"): source}, {Path("m.py"): source}) == ["m.f(b=)", "m.g(b=)", "m.m"]

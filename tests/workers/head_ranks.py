@@ -1,7 +1,9 @@
-"""What gloo processes compute with the head, for `test_head_ranks`: each case's numbers go to a file, and are judged outside.
+"""What gloo processes compute with the head, for `test_head_ranks`: each case's numbers go to a
+file, and are judged outside.
 
-Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting. `three` is the body of three
-processes; that of two, `head_ranks_train.two`, trains models as well. Each is started once, because that takes longest.
+Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting.
+`three` is the body of three processes; that of two, `head_ranks_train.two`, trains models as well.
+Each is started once, because that takes longest.
 Legend: V vocabulary entries, V_r of them on this rank.
 """
 
@@ -46,12 +48,11 @@ FULL = pl.LossSpec(
 
 
 def given(batch: HeadBatch) -> dict[str, Any]:
-    """What the loss takes beside hidden states, weight and ids; on the CPU, where these processes are."""
-    return {
-        name: x
-        for name, x in batch.tokens.kwargs.items()
-        if name not in ("logp", "entropy", "divergence")
-    }
+    """What the loss takes beside hidden states, weight and ids;
+    on the CPU, where these processes are.
+    """
+    computed = ("logp", "entropy", "divergence")
+    return {name: x for name, x in batch.tokens.kwargs.items() if name not in computed}
 
 
 def on_cpu(batch: HeadBatch) -> HeadBatch:
@@ -60,12 +61,15 @@ def on_cpu(batch: HeadBatch) -> HeadBatch:
     )
 
 
-# The tokens of `two_ranks.BATCH`, whose shardings are used here: a row without tokens, one that is masked, holes in the mask.
+# The tokens of `two_ranks.BATCH`, whose shardings are used here: a row without tokens, one that is
+# masked, holes in the mask.
 BATCH = on_cpu(make_head_batch(seed=10, vocab=VOCAB, size=SIZE, dtype=torch.float64))
 
 
 class Cut(NamedTuple):
-    """A vocabulary in shards of these `sizes`; every logit of shard `dead` (if any) is −inf, by its bias."""
+    """A vocabulary in shards of these `sizes`; every logit of shard `dead` (if any) is −inf,
+    by its bias.
+    """
 
     sizes: tuple[int, ...]
     dead: int | None = None
@@ -82,7 +86,9 @@ class Cut(NamedTuple):
         return bias
 
     def batch(self, **scale: Any) -> HeadBatch:
-        """`BATCH` with tokens at both ends of every shard, none of them impossible; the frozen policies keep their distance."""
+        """`BATCH` with tokens at both ends of every shard, none of them impossible; the frozen
+        policies keep their distance.
+        """
         parts = [self.part(r) for r in range(len(self.sizes)) if r != self.dead]
         edges = torch.tensor([at for p in parts for at in (p.start, p.stop - 1)])
         ids = BATCH.ids.clone()
@@ -125,12 +131,16 @@ VOCABULARY_SPECS = {
 
 
 def plan_cases(names: tuple[str, ...]) -> dict[str, str | pl.Plan]:
-    """Each plan as it would be, and with windows of eight rows (and ten vocabulary entries), so that there are several."""
+    """Each plan as it would be, and with windows of eight rows (and ten vocabulary entries),
+    so that there are several.
+    """
     return {**{n: n for n in names}, **{f"{n}, windows": pl.Plan(n, 8, 10) for n in names}}
 
 
 def logprob_cases(first: bool) -> dict[str, dict[str, Any]]:
-    """Every plan under every scale it has; but under other cuts than the first, small windows and no scale."""
+    """Every plan under every scale it has; but under other cuts than the first,
+    small windows and no scale.
+    """
     chosen = {"auto": "auto", **plan_cases(LOGPROB_PLANS)}
     found = {
         f"{p}, {s}": {"plan": plan, **scale}
@@ -145,7 +155,9 @@ def logprob_cases(first: bool) -> dict[str, dict[str, Any]]:
 
 
 def loss_cases(first: bool) -> dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[str, Any]]]:
-    """One spec with everything in it under every plan and scale; under the first cut of a vocabulary, the others too."""
+    """One spec with everything in it under every plan and scale; under the first cut of a
+    vocabulary, the others too.
+    """
     cases: dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[str, Any]]] = {}
     for plan, given_plan in plan_cases(LOSS_PLANS).items():
         cases[f"full, {plan}"] = FULL, given_plan, {}
@@ -234,7 +246,9 @@ def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
 
 
 def refusals(rank: int, ranks: int, group: Any) -> dict[str, Any]:
-    """A vocabulary over all ranks, with ids it does not have, with no tokens, and without totals."""
+    """A vocabulary over all ranks, with ids it does not have, with no tokens,
+    and without totals.
+    """
     said: dict[str, Any] = {}
     cut = CUTS[ranks][FIRST[ranks]]
     batch, leaves = cut.batch(), sharded(cut, rank)
@@ -271,7 +285,9 @@ def refusals(rank: int, ranks: int, group: Any) -> dict[str, Any]:
 
 
 def agreement(rank: int, group: Any) -> dict[str, Any]:
-    """Shards, and memory, that alone would give ranks other windows or plans: 4 KiB of logits are 16 rows of 32 entries."""
+    """Shards, and memory, that alone would give ranks other windows or plans:
+    4 KiB of logits are 16 rows of 32 entries.
+    """
     cut = CUTS[2]["one entry and the rest"]
     batch, said = cut.batch(), {}
     plans.CPU_BYTES = 16 * 32 * 8
@@ -336,7 +352,9 @@ ZEROS = BATCH.with_tokens(
 
 
 def cp_cases() -> dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]]:
-    """Every spec under every sharding, and under every plan it has in two of them; layouts alternate."""
+    """Every spec under every sharding, and under every plan it has in two of them;
+    layouts alternate.
+    """
     token = {"auto": "auto", **plan_cases(LOSS_PLANS)}
     sequence = {name: plan for name, plan in token.items() if "one_pass" not in name}
     cases: dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]] = {}

@@ -69,7 +69,8 @@ def optimal_token_baseline(
     if cp_group is not None:
         if not bridge:
             raise InputError(
-                "bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True."
+                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
+                "pass bridge=True."
             )
         others = (
             (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
@@ -170,7 +171,8 @@ def _checked_mask(
     check_tensor("mask", mask)
     if mask.dim() != 2:
         raise InputError(
-            f"mask must be padded tokens [B, T], got {seen(mask)}; the optimal token baseline compares rows token by token."
+            f"mask must be padded tokens [B, T], got {seen(mask)}; the optimal token baseline "
+            "compares rows token by token."
         )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
     for name, x in (

@@ -121,10 +121,7 @@ def discounted_returns(
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
-    """Rewards as one number per token, 0 at masked ones.
-
-    One per sequence (`[S]`, `[S, 1]`) goes to the last valid token.
-    """
+    """Rewards per token, 0 at masked ones; one per sequence goes to its last valid token."""
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
@@ -184,10 +181,7 @@ def _lambda_returns(
 
 
 def _ends(layout: Sequences, device: torch.device) -> Tensor:
-    """The flat position of each sequence's last token, valid or not. `[S]`.
-
-    It is n (one past the tokens) for an empty sequence.
-    """
+    """The flat position `[S]` of each sequence's last token, valid or not; n if it is empty."""
     if layout.offsets is None:
         rows, length = layout.shape
         return torch.arange(1, rows + 1, device=device) * length - 1
@@ -294,8 +288,8 @@ def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor
         rewards = layout.with_clear_shape(rewards, "rewards")
     if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
-            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
-            f"per sequence ({layout.count},)."
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give "
+            f"one per token, or one per sequence ({layout.count},)."
         )
     return rewards
 
@@ -304,7 +298,8 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
     check_tensor("last_values", last_values, like=("values", like))
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(
-            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},)."
+            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, "
+            f"({layout.count},)."
         )
     return last_values.reshape(-1)
 
@@ -316,8 +311,5 @@ def _check_discount(name: str, x: float) -> None:
 
 @torch.no_grad()
 def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the rewards of this and all later valid tokens, at masked tokens too.
-
-    Token-shaped.
-    """
+    """The rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
     return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)

@@ -1,6 +1,4 @@
-"""A batch that can be cut anywhere between its sequences, and the cuts that make a wrong
-denominator visible.
-"""
+"""A batch that can be cut between its sequences, and the cuts that show a wrong denominator."""
 
 from __future__ import annotations
 
@@ -34,7 +32,8 @@ class CuttableBatch:
             )
         if not isinstance(batch.get("mask"), Tensor):
             raise InputError(
-                f"batch needs a tensor 'mask', True where a token is trained on; it has {sorted(map(str, batch))}."
+                "batch needs a tensor 'mask', True where a token is trained on; it has "
+                f"{sorted(map(str, batch))}."
             )
         self.batch = dict(batch)
         self.cu_seqlens: Tensor | None = self.batch.get("cu_seqlens")
@@ -93,18 +92,18 @@ class CuttableBatch:
         return micro
 
     def checked(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
-        """The user's cuts. Each must contain every sequence once, and no micro-batch may
-        be empty.
-        """
+        """The user's cuts, if each has every sequence once and no empty micro-batch."""
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(
-                f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}."
+                "cuts must map a name to a list of micro-batches, each a list of sequences; got "
+                f"{cuts!r}."
             )
         every = list(range(self.sequences.count))
         for name, cut in cuts.items():
             if sorted(i for part in cut for i in part) != every:
                 raise InputError(
-                    f"cut {name!r} must hold each of the {len(every)} sequences once, got {list(map(list, cut))}."
+                    f"cut {name!r} must hold each of the {len(every)} sequences once, got "
+                    f"{list(map(list, cut))}."
                 )
             if any(not self.lengths[list(part)].any() for part in cut):
                 raise InputError(
@@ -130,15 +129,14 @@ class CuttableBatch:
         return {name: self._with_empty(cut) for name, cut in distinct.items()}
 
     def over_ranks(self, ranks: int) -> Cut:
-        """One share per rank, uneven in tokens and in sequences: each rank gets one of the shortest
-        sequences, and the last rank gets the rest.
-        """
+        """One uneven share per rank: each a short sequence, and the last rank gets the rest."""
         present = sorted(
             self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i])
         )
         if len(present) < ranks:
             raise InputError(
-                f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks."
+                f"batch has {len(present)} sequences with valid tokens, too few to share among "
+                f"{ranks} ranks."
             )
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 

@@ -45,10 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found.
-
-    True in a boolean context if every property holds; `str()` is a table.
-    """
+    """What `check_loss` found: true if every property holds; `str()` is a table."""
 
     results: tuple[Result, ...]
 
@@ -98,9 +95,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in
-        `self.base`.
-        """
+        """`f` with its stop-gradients held as at `base`, and its value there in `self.base`."""
         with self:
             self.base = f(*base)
 
@@ -131,7 +126,8 @@ def check_loss(
     """
     if several_ranks():
         raise InputError(
-            "check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test."
+            "check_loss tests a loss in one process; call it before torch.distributed is "
+            "initialised, or in a test."
         )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
         raise InputError(
@@ -225,7 +221,10 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
             ends.append(value(moved))
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
-            return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+            return (
+                f"autograd says {analytic[i, j].item():.6g}, finite differences "
+                f"{numeric.item():.6g} (row {i}, token {j})"
+            )
     return ""
 
 
@@ -249,6 +248,7 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
         anchor,
         anchor,
         anchor,
+        anchor,
         ones,
         advantages,
         ones,
@@ -262,18 +262,21 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
 
 
 def _direction(spec: LossSpec, batch: Batch) -> str:
-    """At ratio 1, before any limit binds, a good token must become more likely and a bad one less."""
+    """At ratio 1, before any limit binds, a good token must become more likely
+    and a bad one less.
+    """
     for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
         if (pulls < 0).any():
             more = "less" if sign == "positive" else "more"
-            return f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a sign wrong, or |advantages| used?"
+            return (
+                f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a "
+                "sign wrong, or |advantages| used?"
+            )
     return ""
 
 
 def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
-    it back.
-    """
+    """A limit must not bind only where a token moved *against* its advantage, never to return."""
     against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
     along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
     if (against == 0).any(0).all() and (along != 0).all():

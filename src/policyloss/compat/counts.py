@@ -43,7 +43,8 @@ def together(*shares: Record) -> Stat:
     stats = [s for s in shares if isinstance(s, Stat)]
     if len(stats) < len(shares) or not stats:
         raise InputTypeError(
-            f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}"
+            "together adds shares (Stat), got "
+            f"{', '.join(type(s).__name__ for s in shares) or 'nothing'}"
         )
     return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
 

@@ -16,8 +16,8 @@ def installed_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"{package} is not installed here, so there is nothing to hook into; the functions of policyloss.compat.{package} work "
-            "without it."
+            f"{package} is not installed here, so there is nothing to hook into; the functions of "
+            f"policyloss.compat.{package} work without it."
         ) from None
 
 

@@ -75,9 +75,7 @@ def compiled_loss(
 
 
 class Gradients(NamedTuple):
-    """`d loss` by `logp`, `entropy` and `divergence`, each like its tensor; None where none was
-    given.
-    """
+    """`d loss` by each tensor that was given, in its type; None where none was."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -189,9 +187,7 @@ class CompiledLoss:
         return graph, found
 
     def _traceable(self, inputs: Inputs) -> bool:
-        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no
-        callables.
-        """
+        """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
             return False
         if not all(
@@ -238,10 +234,7 @@ class _Graph(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call: its tensors by name, and what is a constant of its graph.
-
-    `leaves`: the tensors that carry a gradient.
-    """
+    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
 
     tensors: dict[str, Tensor]
     dp_size: int | None
@@ -263,9 +256,7 @@ class _Call(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with the gradient of the same place in `known`
-    (see `_scaled`).
-    """
+    """`value`, which depends on each of `leaves` with a known gradient (see `_scaled`)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -323,9 +314,7 @@ def _eager_value_and_gradient(
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors, so that their values are data of the graph: they change from step to
-    step.
-    """
+    """The totals as tensors: their values change from step to step, so they are data."""
     found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
         found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
@@ -388,9 +377,8 @@ def _compile(
             parts = pipeline(spec, tokens, totals)
             gradients = _gradients(parts.total, list(leaves.values()))
         metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
-        if (
-            x["mask"].device.type == "cpu"
-        ):  # where a call looks at once, and need not report what it did not find
+        # Where a call looks at once, and need not report what it did not find.
+        if x["mask"].device.type == "cpu":
             invalid = tokens.invalid.get("invalid_mask_values", invalid)
             metrics = Metrics(
                 {

@@ -47,10 +47,7 @@ def _built(x: Expression, arguments: list[Expression]) -> Expression:
 
 
 def function(called: str, *arguments: Expression) -> Expression:
-    """A call.
-
-    A function of stopped arguments is written as the stopped function of the arguments.
-    """
+    """A call; a function of stopped arguments becomes the stopped function of the arguments."""
     if called.endswith(("_mean", "_sum", "_max")) and arguments[0].operator == "number":
         return arguments[0] if arguments[0] == ZERO else call(called, *arguments)
     if called == "where":

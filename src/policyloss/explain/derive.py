@@ -109,9 +109,8 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                for label in reversed(
-                    code.co_varnames[first:]
-                ):  # the last name is the most telling
+                # The last name is the most telling.
+                for label in reversed(code.co_varnames[first:]):
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
                         self.record(value.expression, label)

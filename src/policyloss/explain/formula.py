@@ -37,35 +37,34 @@ VOCABULARY = {
     "run_all": "run_all(c): c holds for every token of the run",
     "token_mean": "token_mean(x): the mean of x over all tokens of the step",
     "sum": "sum(x): the sum of x over all tokens",
-    "kth_largest": "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)",
+    "kth_largest": (
+        "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)"
+    ),
     "floor": "floor(x): x rounded down",
-    "draw": "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given",
-    "divergence": "divergence: of the teacher's distribution and the policy's at the token, as the "
-    "words below say",
+    "draw": (
+        "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
+        "given"
+    ),
+    "divergence": (
+        "divergence: of the teacher's distribution and the policy's at the token, as the words "
+        "below say"
+    ),
     "inf": "inf: no bound",
     "N": "N: tokens of the whole step (1 if there are none)",
     "B": "B: sequences of the whole step that have a token (1 if there are none)",
     "L": "L: tokens of the token's sequence",
     "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
     "N_group": "N_group: tokens of the token's prompt group in the whole step",
-    "horizon": "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)",
+    "horizon": (
+        "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)"
+    ),
     "n": "n: tokens of this call alone (1 if there are none)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
 # Names that a local variable of a part may not give to a line: they mean something in every
 # formula.
-_RESERVED = COMMON_NAMES | {
-    "entropy",
-    "log_weight",
-    "weight",
-    "surrogate",
-    "kl",
-    "token_loss",
-    "loss",
-    "exp",
-    "log",
-    "tokens",
-}
+_RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss"}
+_RESERVED |= {"loss", "exp", "log", "tokens"}
 
 
 class Line(NamedTuple):
@@ -100,9 +99,8 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
-    other_names: dict[str, str] = field(
-        default_factory=dict
-    )  # of lines that two parts inside a part share
+    # Of lines that two parts inside a part share.
+    other_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -126,10 +124,12 @@ def names_in(expression: str) -> set[str]:
 
 def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
-    parts = [_corrections(spec), _ratio(spec), _trust(spec), _kl(spec), _loss(spec)]
+    anchor = getattr(spec.ratio, "anchor", "old")
+    trust = _of_slot("trust", spec.trust, anchor, "surrogate")
+    parts = [_corrections(spec), _ratio(spec), trust, _pulls(spec, anchor), _loss(spec)]
     lines = [line for slot_lines, _ in parts for line in slot_lines]
     callables = tuple(c for _, unknown in parts for c in unknown)
-    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    of_trust = _derived("trust", spec.trust, anchor)
     return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
 
 
@@ -205,32 +205,22 @@ def _ratio(spec: LossSpec) -> _Slot:
     low, high = (None if bound is None else constant(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
     clamped = bounded(lines[-1].tree, low, high)
-    return [
-        *lines[:-1],
-        Line("log_ratio", str(clamped)),
-        Line("ratio", "exp(log_ratio)"),
-    ], callables
+    ratio = [Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")]
+    return [*lines[:-1], *ratio], callables
 
 
 def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
-    """The two bounds of a `log_clamp`; None is no bound.
-
-    A number means ±number, a pair is (low, high).
-    """
+    """The bounds of a `log_clamp`, None for no bound; a number means ±number."""
     if limit is None:
         return None, None
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
 
 
-def _trust(spec: LossSpec) -> _Slot:
-    return _of_slot("trust", spec.trust, getattr(spec.ratio, "anchor", "old"), "surrogate")
-
-
-def _kl(spec: LossSpec) -> _Slot:
+def _pulls(spec: LossSpec, anchor: str) -> _Slot:
     lines: list[Line] = []
     callables: list[CallableInSlot] = []
     for part, line in _pull_lines(spec):
-        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
+        of_part, unknown = _of_slot("kl", part, anchor, line)
         lines += of_part
         callables += unknown
     return lines, callables
@@ -256,11 +246,8 @@ def _verdict(part: Any) -> _Verdict:
     of_part = _derived("correction", part)
     if of_part is None:
         before = Line("verdict", f"{callable_name(part)}(tokens)")
-        return _Verdict(
-            [before, Line("weight", "verdict.weight")],
-            [before, Line("keep", "verdict.keep")],
-            derived=False,
-        )
+        weight, keep = ([before, Line(key, f"verdict.{key}")] for key in ("weight", "keep"))
+        return _Verdict(weight, keep, derived=False)
     lines = of_part.lines
     weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
     if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
@@ -283,20 +270,13 @@ def _corrections(spec: LossSpec) -> _Slot:
             continue
         verdict = _verdict(part)
         callables += [] if verdict.derived else [_unknown("correction", part)]
-        for (key, operator), stated in zip(
-            (("weight", "*"), ("keep", "&")), verdict[:2], strict=True
-        ):
+        for key, operator, stated in (("weight", "*", verdict.weight), ("keep", "&", verdict.keep)):
             if not stated:
                 continue
-            joined = (
-                Expression(operator, (name(key), stated[-1].tree))
-                if key in written
-                else stated[-1].tree
-            )
-            lines += [
-                *(line for line in stated[:-1] if line not in lines[-4:]),
-                Line(key, str(joined)),
-            ]
+            last = stated[-1].tree
+            joined = Expression(operator, (name(key), last)) if key in written else last
+            lines += [line for line in stated[:-1] if line not in lines[-4:]]
+            lines.append(Line(key, str(joined)))
             written.add(key)
     if spec.rejected != "keep" and "keep" in written:
         if spec.rejected == "drop_sequence":

@@ -1,7 +1,4 @@
-"""One plain sentence for every slot of a loss, with its numbers.
-
-Each part has a method `sentence`; here they are put together.
-"""
+"""One plain sentence for every slot of a loss, put together from those of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +12,9 @@ SLOTS = ("ratio", "trust", "correction", "rejected", "kl", "entropy_coef", "aggr
 _REJECTED = {
     "keep": "a rejected token keeps its place in the denominator",
     "renormalise": "a rejected token leaves the mask, so the denominator counts the survivors",
-    "drop_sequence": "one rejected token removes its whole sequence from the mask and the denominator",
+    "drop_sequence": (
+        "one rejected token removes its whole sequence from the mask and the denominator"
+    ),
 }
 
 

@@ -6,13 +6,8 @@ import dataclasses
 from typing import Any
 
 from policyloss.explain.formula import rejects
-from policyloss.explain.framework_names import LOSSES, Elsewhere
-from policyloss.explain.framework_part_names import PARTS
+from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
 from policyloss.spec import LossSpec, is_part
-
-__all__ = ["ELSEWHERE", "Elsewhere", "elsewhere", "fits", "traits"]
-
-ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
 
 
 def traits(spec: LossSpec) -> frozenset[str]:

@@ -46,10 +46,7 @@ class ZeroGradient:
 
 
 def zero_gradient(spec: LossSpec) -> ZeroGradient:
-    """The conditions for `spec`.
-
-    KL and entropy terms are left out: they move a token whatever these say.
-    """
+    """The conditions for `spec`; KL and entropy terms, which move any token, are left out."""
     if not hasattr(spec.trust, "slopes") or not hasattr(spec.ratio, "shared_over"):
         return ZeroGradient(known=False)
     slopes = spec.trust.slopes()

@@ -51,17 +51,19 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
     """`positions`, or an error unless they are one integer per token. reader: what needs them."""
     if positions is None:
         raise InputError(
-            f"{reader} depends on the order of tokens, and with cp_group they lie on several ranks: pass positions=, each token's "
-            "place in its whole sequence."
+            f"{reader} depends on the order of tokens, and with cp_group they lie on several "
+            "ranks: pass positions=, each token's place in its whole sequence."
         )
     if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
         raise InputError(
-            f"positions must be a tensor of integers, each token's place in its whole sequence, got {seen(positions)}."
+            "positions must be a tensor of integers, each token's place in its whole sequence, "
+            f"got {seen(positions)}."
         )
     check_tensor("positions", positions, like=("the tokens", tokens))
     if positions.shape != tokens.shape:
         raise InputError(
-            f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each."
+            f"positions have shape {tuple(positions.shape)} but the tokens have "
+            f"{tuple(tokens.shape)}; give one each."
         )
     return positions
 
@@ -237,6 +239,7 @@ def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:
     if twice.any():
         i = int(twice.nonzero()[0]) + 1
         raise InputError(
-            f"position {int(first[i])} of sequence {int(sequence[i])} belongs to two valid tokens on the ranks of cp_group; "
-            "positions count the tokens of the whole sequence, not those of a rank's shard."
+            f"position {int(first[i])} of sequence {int(sequence[i])} belongs to two valid tokens "
+            "on the ranks of cp_group; positions count the tokens of the whole sequence, not "
+            "those of a rank's shard."
         )

@@ -4,8 +4,6 @@ The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or pa
 `cu_seqlens`; S sequences. One program works on one sequence.
 """
 
-# Triton has no types, and constants of a kernel are written in capitals.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext

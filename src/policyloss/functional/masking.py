@@ -33,10 +33,7 @@ def difference(a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
-    """Clamp a log-ratio. None means no clamp.
-
-    A number means ±number, a pair means (low, high) with None for no bound.
-    """
+    """Clamp a log-ratio: None is no clamp, a number ±number, a pair (low, high)."""
     if limit is None:
         return log_ratio
     low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit

@@ -25,10 +25,7 @@ def count(flags: Tensor) -> Tensor:
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries of a mask are neither 0 nor 1. 0-dim.
-
-    Only 0 and 1 make `m·(1 − m)` zero, in every dtype.
-    """
+    """How many entries are neither 0 nor 1: only those make `m·(1 − m)` zero. 0-dim."""
     return count(mask * (1 - mask) != 0)
 
 

@@ -91,13 +91,15 @@ def logprobs(
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
         raise InputError(
-            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=."
+            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with "
+            "vocab_group=."
         )
     if overwrite_logits and any(
         step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
     ):
         raise InputError(
-            "overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous()."
+            "overwrite_logits needs a place for each gradient, but logits is expanded; pass "
+            "logits.contiguous()."
         )
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -119,9 +121,8 @@ def logprobs(
     outputs = _Logprobs.apply(
         logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits
     )  # type: ignore[no-untyped-call]
-    refuse_strays(
-        strays(head, valid).tolist(), head, valid
-    )  # after the launch, so that the device has work
+    # After the launch, so that the device has work.
+    refuse_strays(strays(head, valid).tolist(), head, valid)
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 

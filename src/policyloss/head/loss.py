@@ -239,9 +239,8 @@ class _Call:
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        t = replace(
-            t, raw={**t.raw, "logp": None}
-        )  # a part that reads it before it is computed is an error
+        # A part that reads it before it is computed is an error.
+        t = replace(t, raw={**t.raw, "logp": None})
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
@@ -267,14 +266,20 @@ class _Call:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            hint = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            hint = (
+                "a callable says how far it looks by its attribute `reach`, an aggregation by "
+                "`reads_logp = False`"
+            )
             return "batch", f"a part of it may look at any token ({hint})"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return (
                 "batch",
-                "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)",
+                (
+                    "it needs numbers of the whole batch first; measure them and pass "
+                    "totals=policyloss.measure(…)"
+                ),
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -284,7 +289,8 @@ class _Call:
         """The loss on log-probabilities that carry the gradient themselves."""
         if self.skip_zero_advantage and self.spec.follows_advantage:
             raise InputError(
-                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason})."
+                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
+                f"({plan.reason})."
             )
         of_head = (self.hidden, self.weight, self.bias, self.head)
         outputs = Outputs(entropy=True, comparison=self.comparison)
@@ -358,9 +364,8 @@ def run_windows(
     """logp, entropy and, with a teacher, divergence of every row (0 of the others), flat, and the
     gradients that are wanted. check: the ids too.
     """
-    known = _walk(
-        head, batch, found, sums, check, comparison
-    )  # the logits are gone when the gathered gradients are multiplied
+    # The logits are gone when the gathered gradients are multiplied.
+    known = _walk(head, batch, found, sums, check, comparison)
     return known, sums.finished()
 
 
@@ -398,9 +403,8 @@ def _walk(
         if window.backward and sums.wanted.any:
             sums.add(window.rows, rows, z, room, s, batch.gradients(window, here))
         if check and stray is None:
-            stray = later(
-                strays(head, batch.rows)
-            )  # asked when the device has work, so that it need not wait for the question
+            # Asked when the device has work, so that it need not wait for the question.
+            stray = later(strays(head, batch.rows))
             counts = None if comparison is None else comparison.counts(batch.rows)
             wrong = None if counts is None else later(counts)
     if stray is not None:

@@ -73,9 +73,10 @@ class Plan:
         )
         return (
             f"{self.name}: {self.reason}\n"
-            f"  {self.tokens} tokens, {self.computed} computed, {self.with_gradient} with gradient\n"
-            f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden"
-            f"{kept}\n"
+            f"  {self.tokens} tokens, {self.computed} computed, "
+            f"{self.with_gradient} with gradient\n"
+            f"  {windows} window(s) of at most {self.rows} rows; "
+            f"{self.matmuls:.2f} matmuls of tokens x vocabulary x hidden{kept}\n"
             f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
         )
 
@@ -114,9 +115,8 @@ def free_bytes(like: Tensor) -> int:
     """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        memory = torch.cuda.memory.memory_stats_as_nested_dict(
-            device
-        )  # the flat form takes half a millisecond
+        # The flat form takes half a millisecond.
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)
         unused = (
             memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"]
             if memory
@@ -156,8 +156,8 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
         and reach == "sequence"
     ):
         raise InputError(
-            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
-            f"{work.longest} tokens."
+            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
+            f"and one has {work.longest} tokens."
         )
     settled = _settled(head, work, plan)
     if settled is not None:
@@ -171,7 +171,8 @@ def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> st
     """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
     if not isinstance(plan, (str, Plan)):
         raise InputError(
-            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}."
+            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got "
+            f"{type(plan).__name__}."
         )
     name = plan.name if isinstance(plan, Plan) else plan
     # Only the library chooses "forward", and a plan that it chose may be passed again.
@@ -269,7 +270,8 @@ def _columns(head: Head, work: Work) -> int:
 def _stash(head: Head, work: Work, reason: str) -> Plan:
     if head.softcap is not None:
         raise InputError(
-            "plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'."
+            "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
+            "plan='recompute'."
         )
     return _with_figures(
         head,
@@ -297,9 +299,10 @@ def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
     if plan.gathered and (plan.name != "one_pass" or head.hidden.dtype == torch.float16 or too_few):
         raise InputError(
-            f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and {head.hidden.dtype} hidden states; "
-            "only one_pass gathers, at least as many rows as a window holds, and not in float16, whose windows are scaled one by "
-            "one. Use gathered=0."
+            f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and "
+            f"{head.hidden.dtype} hidden states; only one_pass gathers, at least as many rows as "
+            "a window holds, and not in float16, whose windows are scaled one by one. Use "
+            "gathered=0."
         )
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions

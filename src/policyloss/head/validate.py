@@ -26,7 +26,8 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(
-            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token."
+            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one "
+            "id per token."
         )
     if ids.device != device:
         raise InputError(
@@ -68,14 +69,15 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
             .argmax()
         )
         raise InputError(
-            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary has {size} entries, 0 to "
-            f"{size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
+            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
+            f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
+            "must be False in mask."
         )
     if any(unusable) and isinstance(rate, Tensor):
         place = int(unusable_temperatures(rate, valid).to(torch.uint8).argmax())
         raise InputError(
-            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all tokens); it must be a positive "
-            "number wherever mask is True."
+            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all "
+            "tokens); it must be a positive number wherever mask is True."
         )
 
 
@@ -123,16 +125,19 @@ def inverse_temperature(
         check_tensor("temperature", temperature)
         if temperature.requires_grad:
             raise InputError(
-                "temperature requires grad, but no gradient goes through it; pass temperature.detach()."
+                "temperature requires grad, but no gradient goes through it; pass "
+                "temperature.detach()."
             )
         if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
             raise InputError(
-                f"temperature is on {temperature.device}, but the logits are on {device}; move it there."
+                f"temperature is on {temperature.device}, but the logits are on {device}; move it "
+                "there."
             )
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tokens:
             raise InputError(
-                f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}."
+                f"temperature has shape {tuple(temperature.shape)}; give a number, or one per "
+                f"token, shape {tokens}."
             )
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
@@ -145,7 +150,8 @@ def check_softcap(softcap: float | None) -> None:
     """Raise unless `softcap` is None or a bound."""
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise InputError(
-            f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}."
+            "softcap must be None or a positive number (logits are held within ±softcap), got "
+            f"{seen(softcap)}."
         )
 
 
@@ -158,36 +164,42 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):
             raise InputError(
-                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), one torch.distributed.tensor"
-                ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
-                "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
+                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), "
+                "one torch.distributed.tensor.Partial per mesh dimension, so that the gradients "
+                "of all ranks reach its shards ('avg' with totals as Totals.count makes them, "
+                "'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
     check_tensor(of_hidden, hidden, "float")
     check_tensor(of_weight, weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; give hidden [..., D] and "
-            "weight [V, D] with the same D (the weight of torch.nn.Linear(D, V) as it is)."
+            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
+            "give hidden [..., D] and weight [V, D] with the same D (the weight of "
+            "torch.nn.Linear(D, V) as it is)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
     ):
         raise InputError(
-            f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}."
+            f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), "
+            f"got {seen(bias)}."
         )
     if bias is not None:
         check_tensor(of_bias, bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(
-            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on one device."
+            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on "
+            "one device."
         )
     if hidden.device != weight.device:
         raise InputError(
-            f"{of_hidden} is on {hidden.device} and {of_weight} on {weight.device}; they must be on one device."
+            f"{of_hidden} is on {hidden.device} and {of_weight} on {weight.device}; they must be "
+            "on one device."
         )
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
         raise InputError(
-            f"{of_hidden} is {hidden.dtype} and {of_weight} {weight.dtype}; cast one to the other's type, or call under torch.autocast."
+            f"{of_hidden} is {hidden.dtype} and {of_weight} {weight.dtype}; cast one to the "
+            "other's type, or call under torch.autocast."
         )
 
 
@@ -195,5 +207,6 @@ def check_vocabulary(name: str, x: Tensor, size: int) -> None:
     """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
     if size == 0:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least."
+            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at "
+            "least."
         )

@@ -47,11 +47,13 @@ class Vocabulary(NamedTuple):
         # Known to all ranks now, so all of them raise.
         if min(sizes) == 0:
             raise InputError(
-                f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must hold at least one."
+                f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must "
+                "hold at least one."
             )
         if len(set(rows)) > 1:
             raise InputError(
-                f"hidden must be the same on every rank of vocab_group, but they hold {rows} tokens."
+                f"hidden must be the same on every rank of vocab_group, but they hold {rows} "
+                "tokens."
             )
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 

@@ -224,13 +224,15 @@ class _SingleTokens(Sequences):
 
 def _reaches_further() -> InputError:
     return InputError(
-        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so that the head keeps sequences "
-        "together, or leave the attribute out."
+        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so "
+        "that the head keeps sequences together, or leave the attribute out."
     )
 
 
 def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
-    """`t` (whose logp is not read) with everything that is known before its log-probabilities are."""
+    """`t` (whose logp is not read) with everything that
+    is known before its log-probabilities are.
+    """
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
         corrections = tuple(_answered(part, t) for part in spec.correction)

@@ -12,11 +12,13 @@ ANCHORS = {
     "old": "old_logp",
     "rollout": "rollout_logp",
     "ref": "ref_logp",
+    "teacher": "teacher_logp",
     "current": "sg(logp)",
 }
 # Names that mean the same in every formula. Any other name in a condition is a line of one part.
 COMMON_NAMES = frozenset(
     {"advantages", "ratio", "log_ratio", "logp", "old_logp", "rollout_logp", "ref_logp"}
+    | {"teacher_logp"}
     | {"keep", "mask", "abs", "inf"}
 )
 

@@ -40,7 +40,10 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
         )
     )
     rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
-    return f'<div class="wide"><table class="runs stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    return (
+        '<div class="wide"><table class="runs '
+        f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def _overview_row(index: int, run: Mapping[str, Any]) -> str:
@@ -59,7 +62,10 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
         "Time": duration(s["seconds"]),
         "Tokens": number(s["tokens"]),
     }
-    name = f'<th scope=row title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
+    name = (
+        "<th scope=row "
+        f'title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
+    )
     return f"<tr>{name}" + "".join(
         f'<td data-name="{label}">{cell}' for label, cell in cells.items()
     )
@@ -74,7 +80,10 @@ def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
     where = (
         f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
     )
-    return f'<span class="change" title="{where}"><span class="quiet">{first} →</span> <b>{last}</b></span>'
+    return (
+        f'<span class="change" title="{where}"><span class="quiet">{first} →</span> '
+        f"<b>{last}</b></span>"
+    )
 
 
 def notes(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -86,7 +95,10 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
         f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: {escaped(note)}" for i, label, note in items
     )
     opened = " open" if len(items) < 6 else ""
-    return f'<details class="notes"{opened}><summary>Notes on the data ({len(items)})</summary><ul>{lines}</ul></details>'
+    return (
+        f'<details class="notes"{opened}><summary>Notes on the data '
+        f"({len(items)})</summary><ul>{lines}</ul></details>"
+    )
 
 
 def losses(data: Mapping[str, Any]) -> str:
@@ -133,7 +145,10 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     explanation = loss["explain"]
     if explanation is None:
         why = "This loss cannot be explained; see the notes on the data."
-        return f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p class="quiet">{why}</p></div>'
+        return (
+            f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p '
+            f'class="quiet">{why}</p></div>'
+        )
     formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
     words = "".join(
         f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items()
@@ -151,7 +166,8 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
         )
     )
     heading = f"<h3>{escaped(explanation['title'])}</h3>"
-    return f"""<div class="card loss">{heading}<p>{used} <span class="quiet">{escaped(title)}</span></p>
+    return f"""<div class="card loss">{heading}\
+<p>{used} <span class="quiet">{escaped(title)}</span></p>
 <pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
 {_folded("Which tokens get no gradient", none) if none else ""}
 {_folded("Every number and where it comes from", f"<table>{numbers}</table>")}
@@ -225,4 +241,7 @@ def _table(
         + "".join(f"<td><bdi>{'–' if v is None else escaped(v)}</bdi>" for v in values)
         for key, values in rows
     )
-    return f'<div class="wide"><table class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="wide"><table '
+        f'class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
+    )

@@ -128,7 +128,8 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
             offset += length
         if offset >= FILE_BYTES and file.read(1):
             notes.append(
-                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out."
+                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after "
+                "them was left out."
             )
     except OSError as error:
         notes.append(f"{name} cannot be read: {type(error).__name__}.")
@@ -139,7 +140,8 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
             )
         if broken:
             notes.append(
-                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}."
+                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line "
+                f"{first_broken}."
             )
 
 

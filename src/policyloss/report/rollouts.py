@@ -44,7 +44,8 @@ def read_rollouts(
                 continue
             if total == limits.INDEXED:
                 notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was left out."
+                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was "
+                    "left out."
                 )
                 break
             total += 1

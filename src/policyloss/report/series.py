@@ -148,7 +148,8 @@ class Table:
     def nonfinite_notes(self) -> Notes:
         """A sentence for each metric that was NaN or infinite."""
         return [
-            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step {line.first_nonfinite}."
+            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step "
+            f"{line.first_nonfinite}."
             for key, line in sorted(self.lines.items())
             if line.nonfinite
         ]
@@ -181,7 +182,8 @@ def read_table(path: Path, notes: Notes) -> Table:
                 continue
             if len(places) >= limits.INDEXED and step not in places:
                 notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out."
+                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them "
+                    "was left out."
                 )
                 break
             repeated += step in places
@@ -231,7 +233,8 @@ class Histograms:
             notes.append(f"{what}, and were left out.")
         if self._stride > 1:
             notes.append(
-                f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others are left out."
+                f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others "
+                "are left out."
             )
         if not self._rows:
             return None

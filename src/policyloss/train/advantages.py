@@ -1,4 +1,6 @@
-"""From the rewards of a step to the advantages of its tokens, by any estimator that rewards, groups and values are enough for."""
+"""From the rewards of a step to the advantages of its tokens, by any estimator that rewards, groups
+and values are enough for.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ def judge(
 ) -> Judged:
     """The advantages of a pack.
 
-    values: `[N]` of the critic, for "gae". greedy: `[S]`, the reward of the greedy answer to each prompt, for "remax". group: the
-    data-parallel ranks (or "local"), which share what is taken over the batch; the samples of a prompt lie on one of them.
+    values: `[N]` of the critic, for "gae". greedy: `[S]`, the reward of the greedy answer to each
+    prompt, for "remax". group: the data-parallel ranks (or "local"), which share what is taken over
+    the batch; the samples of a prompt lie on one of them.
     """
     name, rewards, mask, cu_seqlens = (
         config.estimator,

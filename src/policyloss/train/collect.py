@@ -1,4 +1,6 @@
-"""The completions of a step: prompts drawn in an order that follows from the seed, sampled, scored, and filtered."""
+"""The completions of a step: prompts drawn in an order that follows from the seed, sampled,
+scored, and filtered.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Collector:
         return self.queue.popleft()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has some of the groups, whole; together they are one batch."""
+        """Sample and score the completions of one step. Every rank has some of the groups, whole;
+        together they are one batch.
+        """
         config = self.config
         kept: list[Sample] = []
         wanted, groups, everything, failed = config.prompts, 0, [], 0
@@ -107,7 +111,9 @@ class Collector:
         )
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
-        """One draw of `prompts` groups, scored: this rank's share of it, and how many could not be scored."""
+        """One draw of `prompts` groups, scored: this rank's share of it,
+        and how many could not be scored.
+        """
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
         rows = uniforms(
@@ -144,7 +150,9 @@ class Collector:
         return good, len(found) - len(good)
 
     def _next(self) -> Example:
-        """The next prompt: all of them in an order of their own in each pass, but for those that cannot be used."""
+        """The next prompt: all of them in an order of their own in each pass,
+        but for those that cannot be used.
+        """
         size = len(self.task.train)
         while True:
             turn, place = divmod(self.cursor, size)
@@ -154,7 +162,9 @@ class Collector:
                 return self.task.train[chosen]
 
     def _reward(self, example: Example, s: Sample) -> float:
-        """The reward, or NaN where the task's function failed on this completion, which is told and left out."""
+        """The reward, or NaN where the task's function failed on this completion,
+        which is told and left out.
+        """
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
         try:
@@ -191,7 +201,8 @@ class Collector:
         rows = [row for share in shares for row in share[0]]
         if not rows:
             raise PolicyLossError(
-                "the reward function failed on every completion of a step, so there is nothing to learn from; see the messages."
+                "the reward function failed on every completion of a step, so there is nothing to "
+                "learn from; see the messages."
             )
         rewards = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
         lengths = torch.tensor([float(n) for _, n, _ in rows], dtype=torch.float64)

@@ -124,7 +124,8 @@ def eval_command(arguments: Sequence[str]) -> int:
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
-        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} held-out prompts of {task.name}"
+        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} "
+        f"held-out prompts of {task.name}"
     )
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
@@ -160,7 +161,8 @@ def sample_command(arguments: Sequence[str]) -> int:
     prompts = options.prompt or tuple(example.prompt for example in task.held_out[:3])
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
         raise InputError(
-            f"--number {options.number} completions of {len(prompts)} prompts are too many for one call."
+            f"--number {options.number} completions of {len(prompts)} prompts are too many for one "
+            "call."
         )
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
     found = sample(
@@ -178,7 +180,8 @@ def sample_command(arguments: Sequence[str]) -> int:
         print(repr(prompt))
         for s in found[i * options.number : (i + 1) * options.number]:
             print(
-                f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
+                f"  {s.text!r}  logp "
+                f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
             )
     return 0
 

@@ -108,7 +108,8 @@ class Completions:
                 or not isinstance(s.finished, bool)
             ):
                 raise TypeError(
-                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished {s.finished!r}"
+                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished "
+                    f"{s.finished!r}"
                 )
             ids = torch.cat([s.prompt_ids, s.completion_ids])
             if (

@@ -1,4 +1,6 @@
-"""What a training run is: one flat, typed set of options. What makes no sense is refused before anything is loaded."""
+"""What a training run is: one flat, typed set of options.
+What makes no sense is refused before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ class TrainConfig:
     """Train a language model by reinforcement learning with any policy loss."""
 
     loss: str = "dapo"
-    """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with --loss.SLOT.OPTION VALUE, for example
-    --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
+    """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with
+    --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
-    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and "answer" in every line."""
+    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and
+    "answer" in every line."""
     reward: str | None = None
     """How a .jsonl task is scored: exact, math, or module:function."""
     success: float | None = None
@@ -38,19 +41,21 @@ class TrainConfig:
     reward_timeout: float = 60.0
     """Seconds that one call of the reward may take; what takes longer has failed. 0 is no limit."""
     model: str = "tiny"
-    """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a causal language model."""
+    """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a
+    causal language model."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model. Never read from a run directory: name it again
     to resume or evaluate."""
     unusable: Literal["refuse", "skip"] = "refuse"
-    """What to do about prompts that the model cannot continue, such as too long ones: refuse to start
-    and name them, or leave them out and name them."""
+    """What to do about prompts that the model cannot continue, such as too long ones: refuse to
+    start and name them, or leave them out and name them."""
     out: Path = Path("runs/latest")
     """The run directory. One that holds a run is continued with --resume, and never overwritten."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, with the options it was started with."""
     extend: int | None = None
-    """With --resume: train until this many steps are done, if they are more than the run was started for."""
+    """With --resume: train until this many steps are done,
+    if they are more than the run was started for."""
     steps: int = 60
     """Training steps: each samples once and updates epochs × minibatches times."""
     seed: int = 0
@@ -75,13 +80,14 @@ class TrainConfig:
     dynamic_tries: int = 4
     """How often dynamic sampling draws before it is content with fewer groups."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
-    """Completions that were cut: train on them as they are, take them out of the loss, or give them reward −1."""
+    """Completions that were cut: train on them as they are, take them out of the loss,
+    or give them reward −1."""
     staleness: int = 0
     """Train on completions that were sampled this many steps ago."""
 
     advantage: str | None = None
-    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those that the loss is defined with,
-    and grpo if it goes with any."""
+    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those
+    that the loss is defined with, and grpo if it goes with any."""
     passk: int = 4
     """k of the advantage passk_combinatorial."""
     gamma: float = 1.0
@@ -89,14 +95,16 @@ class TrainConfig:
     lam: float = 1.0
     """λ of gae."""
     old_logp: Literal["recompute", "rollout"] = "recompute"
-    """Where old_logp comes from: a forward of the policy before its first update (decoupled), or the sampler (bypass)."""
+    """Where old_logp comes from: a forward of the policy before its first update (decoupled),
+    or the sampler (bypass)."""
 
     epochs: int = 1
     """How often a step's completions are gone through."""
     minibatches: int = 2
     """Optimizer steps in each epoch."""
     micro_tokens: int = 4096
-    """Tokens of one forward and backward; smaller needs less memory, and changes no number but rounding."""
+    """Tokens of one forward and backward; smaller needs less memory,
+    and changes no number but rounding."""
     lr: float = 5e-4
     """Learning rate of the policy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -112,8 +120,14 @@ class TrainConfig:
     nonfinite_limit: int = 3
     """An update whose loss or gradient is not finite is skipped; after this many in a row the run
     stops."""
+    attention: Literal["auto", "varlen", "flash", "rows"] = "auto"
+    """How sequences of different lengths go through the model: in one row by an attention for
+    variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
+    CUDA and in half precision), or in padded rows. By default the fastest that gives the model's
+    own numbers; the run says which one it is."""
     head: Literal["fused", "logits"] = "fused"
-    """How the loss gets from hidden states to log-probabilities: window by window without keeping logits, or by all logits."""
+    """How the loss gets from hidden states to log-probabilities: window by window without keeping
+    logits, or by all logits."""
 
     critic_lr: float = 1e-3
     """Learning rate of the critic."""
@@ -123,8 +137,8 @@ class TrainConfig:
     """First steps in which only the critic is trained."""
 
     warmup_steps: int | None = None
-    """Supervised steps on the task's own answers before the first sample; by default those of the built-in task for model "tiny",
-    and none otherwise."""
+    """Supervised steps on the task's own answers before the first sample; by default those of the
+    built-in task for model "tiny", and none otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the weights."""
     device: str = "auto"
@@ -134,7 +148,8 @@ class TrainConfig:
     rank_timeout: float = 600.0
     """Under torchrun: seconds after which a rank that waits for another gives up and names it."""
     heartbeat: float = 60.0
-    """Seconds in one place after which the run says where it is and what it waits for; 0 is never."""
+    """Seconds in one place after which the run says where it is and what it waits for;
+    0 is never."""
 
     eval_every: int = 20
     """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
@@ -185,7 +200,8 @@ class TrainConfig:
                 )
         if not self.temperature > 0:
             raise InputError(
-                f"--temperature must be above 0 to sample different completions, got {self.temperature}."
+                "--temperature must be above 0 to sample different completions, got "
+                f"{self.temperature}."
             )
         if not 0 < self.top_p <= 1:
             raise InputError(f"--top-p must be above 0 and at most 1, got {self.top_p}.")
@@ -193,8 +209,9 @@ class TrainConfig:
             raise InputError(unknown_name("advantage", self.advantage, ADVANTAGES))
         if self.minibatches > self.prompts * self.group_size:
             raise InputError(
-                f"--minibatches {self.minibatches} is more than the {self.prompts * self.group_size} completions of a step "
-                "(--prompts × --group-size)."
+                f"--minibatches {self.minibatches} is more than the "
+                f"{self.prompts * self.group_size} completions of a step (--prompts × "
+                "--group-size)."
             )
         if self.group_size == 1 and self.estimator in (
             "grpo",
@@ -206,18 +223,20 @@ class TrainConfig:
             "gpg",
         ):
             raise InputError(
-                f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a completion with: all would be 0. "
-                "Use several completions per prompt, --advantage gae (with a critic), remax or reinforce_pp."
+                f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a "
+                "completion with: all would be 0. Use several completions per prompt, "
+                "--advantage gae (with a critic), remax or reinforce_pp."
             )
         if self.estimator == "passk_combinatorial" and self.passk >= self.group_size:
             raise InputError(
-                f"--passk {self.passk} must be below --group-size {self.group_size}: where a subset holds all completions, every "
-                "advantage is 0."
+                f"--passk {self.passk} must be below --group-size {self.group_size}: where a "
+                "subset holds all completions, every advantage is 0."
             )
         if self.dynamic_sampling and self.estimator in ("gae", "reinforce_pp", "remax"):
             raise InputError(
-                f"--dynamic-sampling drops groups whose rewards are equal, but with the advantage {self.estimator!r} they have a "
-                "gradient; use it with a group advantage such as grpo."
+                "--dynamic-sampling drops groups whose rewards are equal, but with the advantage "
+                f"{self.estimator!r} they have a gradient; use it with a group advantage such as "
+                "grpo."
             )
         if self.task.endswith(".jsonl") and self.reward is None:
             raise InputError(f"--task {self.task} needs --reward exact, math or module:function.")
@@ -229,7 +248,9 @@ class TrainConfig:
 
     @property
     def defined_with(self) -> str | None:
-        """The advantage estimator that the loss is defined with; None if it goes with any, or is no preset."""
+        """The advantage estimator that the loss is defined with;
+        None if it goes with any, or is no preset.
+        """
         return PRESETS[self.loss].advantage if self.loss in PRESETS else None
 
     @property
@@ -238,7 +259,10 @@ class TrainConfig:
         if self.advantage in (None, self.defined_with) or self.defined_with is None:
             return None
         source = PRESETS[self.loss].sources["advantage"]
-        return f"--advantage {self.advantage}: the loss {self.loss!r} is defined with {self.defined_with!r} ({source})"
+        return (
+            f"--advantage {self.advantage}: the loss {self.loss!r} is defined with "
+            f"{self.defined_with!r} ({source})"
+        )
 
     @property
     def with_critic(self) -> bool:
@@ -279,7 +303,8 @@ def _check_sizes(config: TrainConfig) -> None:
         for x in value if isinstance(value, tuple) else (value,):
             if isinstance(x, int) and abs(x) > LARGEST:
                 raise InputError(
-                    f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} bits."
+                    f"{flag(field.name)} must be below 2**63, got a number of {x.bit_length()} "
+                    "bits."
                 )
             if isinstance(x, float) and not math.isfinite(x) and x == x:  # nan has its own errors
                 raise InputError(f"{flag(field.name)} must be finite, got {x}.")
@@ -288,8 +313,8 @@ def _check_sizes(config: TrainConfig) -> None:
     for name in ("lr", "critic_lr"):
         if not getattr(config, name) <= LARGEST_RATE:
             raise InputError(
-                f"{flag(name)} must be at most {LARGEST_RATE:g}, got {getattr(config, name)}: AdamW moves each "
-                "weight by about that much in every update."
+                f"{flag(name)} must be at most {LARGEST_RATE:g}, got {getattr(config, name)}: "
+                "AdamW moves each weight by about that much in every update."
             )
     if not all(0 <= beta < 1 for beta in config.betas):
         raise InputError(
@@ -301,17 +326,21 @@ def _check_sizes(config: TrainConfig) -> None:
         raise InputError("--success must be a number, got nan.")
     if config.extend is not None and not config.resume:
         raise InputError(
-            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes --steps."
+            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes "
+            "--steps."
         )
     tokens = config.prompts * config.group_size * config.max_new_tokens
     if tokens >= 2**31:
         raise InputError(
-            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be below 2**31."
+            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be "
+            "below 2**31."
         )
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """The command line after `policyloss train`: options by tyro, and `--loss.SLOT.OPTION VALUE` as changes of the loss."""
+    """The command line after `policyloss train`: options by tyro,
+    and `--loss.SLOT.OPTION VALUE` as changes of the loss.
+    """
     import tyro
 
     rest, changes = split_loss_options(arguments)
@@ -344,13 +373,13 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
     """Raise where the loss and the options contradict each other."""
     if spec.needs_horizon:
         raise InputError(
-            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options it is "
-            f"spec.with_horizon({config.max_new_tokens}), the longest completion."
+            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
+            f"it is spec.with_horizon({config.max_new_tokens}), the longest completion."
         )
     if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
         raise InputError(
-            f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp rollout they are the same numbers; "
-            "use --old-logp recompute."
+            f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
+            "rollout they are the same numbers; use --old-logp recompute."
         )
 
 
@@ -374,19 +403,23 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
 
 
 def _change(data: dict[str, Any], path: str, text: str) -> None:
-    """Set one entry of a spec's dictionary. Numbers, true, false and null are read as JSON, other words as they are."""
+    """Set one entry of a spec's dictionary. Numbers, true, false and null are read as JSON,
+    other words as they are.
+    """
     *slots, name = path.split(".")
     place: Any = data
     for slot in slots:
         if not isinstance(place, dict) or slot not in place:
             valid = sorted(place) if isinstance(place, dict) else []
             raise InputError(
-                f"--loss.{path}: the loss has no part {slot!r} here; valid are {', '.join(valid) or 'none'}."
+                f"--loss.{path}: the loss has no part {slot!r} here; valid are "
+                f"{', '.join(valid) or 'none'}."
             )
         place = place[slot]
     if not isinstance(place, dict):
         raise InputError(
-            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be set."
+            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be "
+            "set."
         )
     try:
         place[name] = json.loads(text)

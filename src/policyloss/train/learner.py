@@ -22,33 +22,37 @@ from torch import Tensor, nn
 import policyloss as pl
 from policyloss.metrics import Metrics
 from policyloss.train.advantages import Judged, judge
+from policyloss.train.attention import Attention
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
-from policyloss.train.models import Critic, load_weights, parts, weights
+from policyloss.train.models import Critic, load_weights, logit_form, parts, weights
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
-Head = Callable[[Tensor, Tensor, Tensor | None], Any]
+Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
 
 class Policy(nn.Module):
-    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it."""
+    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
 
-    def __init__(self, model: Any) -> None:
+    attention: how sequences go through it.
+    """
+
+    def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.attention = model, attention
 
     def forward(self, micro: Any, head: Head) -> Any:
-        """`head(hidden, weight, bias)` of the tokens of a micro-batch; hidden: `[N, H]`.
+        """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
 
         The head is called in here because a sharded weight is whole inside a forward only.
         """
         body, weight, bias = parts(self.model)
-        ids, positions = micro["ids"][None], micro["position_ids"][None]
-        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
-        return head(hidden, weight, bias)
+        scale, softcap = logit_form(self.model)
+        hidden = self.attention.hidden(body, micro)
+        return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
 
 
 @dataclass
@@ -160,28 +164,40 @@ class Learner:
         if judged.returns is not None:
             pack = pack.with_tokens(returns=judged.returns)
         place = {index: i for i, index in enumerate(indices)}
+        shares = [
+            [place[index] for index in chosen if index in place]
+            for epoch in range(self.config.epochs)
+            for chosen in minibatches(
+                total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
+            )
+        ]
+        # A loss that is measured before its first backward reads the old ones there already.
+        fresh = self.config.old_logp == "recompute" and not self.spec.needs_statistics
+        old_logp = self._old_logp(pack, shares[0] if fresh else ())
         metrics, values = Metrics(), Metrics()
         norms: list[float] = []
         critic_norms: list[float] = []
-        logp = list(torch.split(torch.zeros_like(pack.tokens["old_logp"]), pack.lengths))
+        logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
         updates = skipped = 0
-        for epoch in range(self.config.epochs):
-            for chosen in minibatches(
-                total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
-            ):
-                own = [place[index] for index in chosen if index in place]
-                found, norm, seen, good = self._update(
-                    pack, own, train=step >= self.config.critic_steps
-                )
+        for own in shares:
+            first = fresh and not updates
+            frozen = pack if first else pack.with_tokens(old_logp=old_logp)
+            found, norm, seen, good = self._update(
+                frozen, own, train=step >= self.config.critic_steps
+            )
+            skipped += not good
+            metrics, norms = metrics + found, [*norms, norm]
+            _put(logp, seen)
+            if first:
+                old = list(torch.split(old_logp, pack.lengths))
+                _put(old, seen)
+                old_logp = torch.cat(old)
+            if self.critic is not None:
+                value_metrics, critic_norm, good = self._update_critic(pack, own)
                 skipped += not good
-                metrics, norms = metrics + found, [*norms, norm]
-                for i, x in seen.items():
-                    logp[i] = x.to(logp[i].dtype)
-                if self.critic is not None:
-                    value_metrics, critic_norm, good = self._update_critic(pack, own)
-                    skipped += not good
-                    values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
-                updates += 1
+                values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
+            updates += 1
+        pack = pack.with_tokens(old_logp=old_logp)
         self.updates += updates - skipped
         return Learned(
             self._computed(metrics, updates),
@@ -196,21 +212,44 @@ class Learner:
 
     @torch.no_grad()
     def _frozen(self, pack: Pack) -> Pack:
-        """The pack with what other policies and the critic say of it, before anything is updated."""
-        budget = self.config.micro_tokens
-        if self.config.old_logp == "rollout":
-            pack = pack.with_tokens(old_logp=pack.tokens["rollout_logp"])
-        else:
-            pack = pack.with_tokens(
-                old_logp=_of_pack(pack, budget, partial(self.logprobs, self.policy), self.ranks)
-            )
+        """The pack with what the reference and the critic say of it, before anything is updated."""
         if self.reference is not None:
-            pack = pack.with_tokens(
-                ref_logp=_of_pack(pack, budget, partial(self.logprobs, self.reference), self.ranks)
-            )
+            ref_logp = self._of_pack(pack, partial(self.logprobs, self.reference))
+            pack = pack.with_tokens(ref_logp=ref_logp)
         if self.critic is not None:
-            pack = pack.with_tokens(old_values=_of_pack(pack, budget, self._values, self.ranks))
+            pack = pack.with_tokens(old_values=self._of_pack(pack, self._values))
         return pack
+
+    @torch.no_grad()
+    def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
+        """The log-probabilities of the policy before its first update, or of the sampler, `[N]`.
+
+        first: the sequences of the first update, which need no forward of their own: the policy
+        that they are trained with is the old one. They are 0 until it is made.
+        """
+        if self.config.old_logp == "rollout":
+            return pack.tokens["rollout_logp"]
+        later = sorted(set(range(len(pack.lengths))) - set(first))
+        old_logp = list(torch.split(torch.zeros_like(pack.tokens["rollout_logp"]), pack.lengths))
+        share = pack.select(later) if later else Pack.nothing().to(self.ranks.device)
+        if any(self.ranks.gather(bool(later))):
+            values = self._of_pack(share, partial(self.logprobs, self.policy))
+            if later:
+                _put(old_logp, dict(zip(later, torch.split(values, share.lengths), strict=True)))
+        return torch.cat(old_logp)
+
+    def _of_pack(self, pack: Pack, of_micro: Callable[[Any], Tensor]) -> Tensor:
+        """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
+        sharded module is a collective.
+        """
+        parts = self._cut(pack.lengths)
+        most = max(self.ranks.gather(len(parts)))
+        rows: dict[int, Tensor] = {}
+        for part in [*parts, *[parts[-1]] * (most - len(parts))]:
+            share = pack.select(part)
+            values = of_micro(share.micro_batch()).float()
+            rows |= dict(zip(part, torch.split(values, share.lengths), strict=True))
+        return torch.cat([rows[i] for i in range(len(pack.lengths))])
 
     def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
         """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
@@ -218,40 +257,58 @@ class Learner:
         return logp
 
     def _logprobs_head(
-        self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
     ) -> Any:
-        temperature, mask = self.config.temperature, micro["mask"]
         return pl.linear_logprobs(
-            hidden, weight, micro["targets"], bias, temperature, entropy=True, mask=mask
+            hidden,
+            weight,
+            micro["targets"],
+            bias,
+            self.config.temperature,
+            entropy=True,
+            mask=micro["mask"],
+            softcap=softcap,
         )
 
     def _loss_head(
-        self, micro: Any, step: pl.Accumulation, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        micro: Any,
+        step: pl.Accumulation,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
         into the step's.
+
+        Without `old_logp`, the policy is the old one: its own log-probabilities are the old ones.
         """
         targets, temperature = micro["targets"], self.config.temperature
-        if self.config.head == "fused":
-            arguments = micro.arguments()
-            out = pl.linear_policy_loss(
-                step.spec, hidden, weight, targets, **arguments, bias=bias, temperature=temperature
-            )
+        is_old = "old_logp" not in micro
+        if self.config.head == "fused" and not is_old:
+            options = {**micro.arguments(), "softcap": softcap, "temperature": temperature}
+            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
-        logits = nn.functional.linear(hidden, weight, bias)
-        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=micro["mask"])
-        return micro.loss(now.logp, entropy=now.entropy), now.logp.detach()
+        if self.config.head == "fused":
+            now = self._logprobs_head(micro, hidden, weight, bias, softcap)
+        else:
+            logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
+            now = pl.logprobs(
+                logits, targets, temperature, entropy=True, mask=mask, softcap=softcap
+            )
+        old = {"old_logp": now.logp.detach()} if is_old else {}
+        return micro.loss(now.logp, entropy=now.entropy, **old), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
-        found: Tensor = self.critic(micro["ids"][None], micro["position_ids"][None])[0].float()
-        return found
+        values: Tensor = self.critic(micro).float()
+        return values
 
     def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
-        if (
-            self.config.estimator == "remax"
-        ):  # a rank without completions has one that nothing is learned from
+        # A rank without completions has one that nothing is learned from.
+        if self.config.estimator == "remax":
             greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
         greedy = None if greedy is None else greedy.to(self.ranks.device)
         values = pack.tokens.get("old_values")
@@ -264,9 +321,20 @@ class Learner:
         if not own:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        packs = pack.select(own).cut(self.config.micro_tokens)
-        left = iter(own)
-        return packs, [[next(left) for _ in part.lengths] for part in packs]
+        parts = self._cut([pack.lengths[i] for i in own])
+        members = [[own[i] for i in part] for part in parts]
+        return [pack.select(chosen) for chosen in members], members
+
+    def _cut(self, lengths: list[int]) -> list[list[int]]:
+        """Which sequences go through the policy together."""
+        return self.attention.cut(lengths, self.config.micro_tokens)
+
+    @property
+    def attention(self) -> Attention:
+        """How sequences go through the policy."""
+        policy: Any = unwrapped(self.policy)
+        attention: Attention = policy.attention
+        return attention
 
     def _update(
         self, pack: Pack, own: list[int], train: bool
@@ -280,7 +348,8 @@ class Learner:
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
         seen: dict[int, Tensor] = {}
-        # A rank with fewer micro-batches than another gets empty ones, of which nothing is remembered.
+        # A rank with fewer micro-batches than another gets empty ones,
+        # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
@@ -363,7 +432,8 @@ class Learner:
         self.warn(f"{text}.")
         if self.skipped_in_a_row >= self.config.nonfinite_limit:
             raise NotFiniteError(
-                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of the last, {text}."
+                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
+                f"the last, {text}."
             )
 
     @staticmethod
@@ -375,16 +445,10 @@ class Learner:
 _COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
 
 
-def _of_pack(pack: Pack, budget: int, of_micro: Any, ranks: Ranks) -> Tensor:
-    """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
-    sharded module is a collective.
-    """
-    packs = pack.cut(budget)
-    most = max(ranks.gather(len(packs)))
-    found = [of_micro(part.micro_batch()) for part in packs]
-    for _ in range(most - len(packs)):
-        of_micro(packs[-1].micro_batch())
-    return torch.cat(found).float()
+def _put(rows: list[Tensor], values: Mapping[int, Tensor]) -> None:
+    """Replace some of the rows."""
+    for i, x in values.items():
+        rows[i] = x.to(rows[i].dtype)
 
 
 def _mean(numbers: list[float]) -> float:
@@ -397,7 +461,9 @@ def _mixed(seed: int, step: int, epoch: int) -> int:
 
 
 def rate(config: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step: a rise over `lr_warmup` steps, then the schedule."""
+    """The share of the learning rate at a step: a rise over `lr_warmup` steps,
+    then the schedule.
+    """
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)

@@ -1,7 +1,8 @@
-"""`policyloss train`: sample, score, judge, update, again — the whole run in the order in which it happens.
+"""`policyloss train`: sample, score, judge, update,
+again — the whole run in the order in which it happens.
 
-Everything random follows from the seed and the number of the step, and a checkpoint holds all that changes. So a run that was
-killed and resumed gives, on the same CPU, the bits of one that was not.
+Everything random follows from the seed and the number of the step, and a checkpoint holds all that
+changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ INTERRUPTED = 130
 
 
 def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume.
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
+    left a checkpoint, and said how to resume.
 
-    A run that is resumed must have the options it was started with, but for those in `resumed_options.CHANGEABLE`, and `extend`.
+    A run that is resumed must have the options it was started with, but for those in
+    `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
     """
     if config.resume:
@@ -90,6 +93,8 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
+        if run is not None:
+            run.note(attention=self.learner.attention.name)
         self.collector = Collector(
             config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
         )
@@ -121,7 +126,10 @@ class Training:
         except RuntimeError as error:
             if not self.watch.lost_a_rank(error):
                 raise
-            text = f"rank {self.ranks.rank} lost another rank while {self.watch.where}: {self.watch.places()}."
+            text = (
+                f"rank {self.ranks.rank} lost another rank while {self.watch.where}: "
+                f"{self.watch.places()}."
+            )
             raise PolicyLossError(f"{text} {self._last_good()} ({error})") from error
 
     def _run(self) -> int:
@@ -145,7 +153,9 @@ class Training:
         return 0
 
     def _start(self) -> None:
-        """Step 0: the policy as it is before it is trained; or, of a run that is resumed, as it was."""
+        """Step 0: the policy as it is before it is trained;
+        or, of a run that is resumed, as it was.
+        """
         self.watch.at("looking at prompts, reward and disk")
         preflight(self)
         self.watch.at("the start")
@@ -289,7 +299,9 @@ class Training:
 
     @contextmanager
     def _interruptible(self) -> Iterator[Any]:
-        """A function that says whether Ctrl-C was pressed: the step is finished first. A second one stops at once."""
+        """A function that says whether Ctrl-C was pressed: the step is finished first.
+        A second one stops at once.
+        """
         pressed: list[int] = []
 
         def press(number: int, frame: Any) -> None:

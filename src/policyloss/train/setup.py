@@ -1,4 +1,6 @@
-"""Everything a run needs before its first step: task, tokenizer, policy, reference, critic, optimizers."""
+"""Everything a run needs before its first step:
+task, tokenizer, policy, reference, critic, optimizers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
@@ -21,7 +24,9 @@ from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it, which learns."""
+    """model: the language model, which samples. learner: holds the policy around it,
+    which learns.
+    """
 
     task: Task
     tokenizer: Any
@@ -37,7 +42,9 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
+    """Make or load all of it. Nothing is trained yet. offline: download nothing,
+    because no user named the model.
+    """
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
     model, tokenizer = load(
@@ -50,18 +57,21 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
+    # Dropout would make the policy that is trained another one than the policy that sampled.
+    model.eval()
     _check_vocabulary(model, tokenizer)
+    attention, sentence = choose(model, config.attention)
     say(
-        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters"
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "
+        f"model of {_size(model)} parameters; {sentence}"
     )
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads:
-        reference = Policy(copy.deepcopy(model)).requires_grad_(False)
+        reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
     if config.with_critic:
-        critic = Critic(model).to(ranks.device)
+        critic = Critic(model, attention).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
-    policy = Policy(model)
+    policy = Policy(model, attention)
     learner = Learner(
         config,
         spec,
@@ -122,12 +132,12 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    count = max(
-        len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)
-    )  # ids may have gaps
+    # Ids may have gaps.
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
         raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together."
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
+            "belong together."
         )
 
 

@@ -1,4 +1,6 @@
-"""The model "tiny": a real Llama of two layers with a real tokenizer of single characters. Nothing is downloaded."""
+"""The model "tiny": a real Llama of two layers with a real tokenizer of single characters.
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A Llama with 138 thousand random weights that follow from `seed`; the generator of the caller is left as it was."""
+    """A Llama with 138 thousand random weights that follow from `seed`;
+    the generator of the caller is left as it was.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

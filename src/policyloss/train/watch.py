@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from policyloss.train.distributed import Ranks
 
-# How the messages begin or what they hold when a collective ends because another rank did not come, or has gone.
+# How the messages begin or what they hold when a collective ends because another rank did not come,
+# or has gone.
 _LOST = (
     "timed out",
     "timeout",
@@ -117,10 +118,11 @@ class Watch:
                         else self.places()
                     )
                     self._say(f"still running; {place}")
+            # The store is gone: another rank has ended, and the collective says so.
             except (
                 RuntimeError,
                 OSError,
-            ):  # the store is gone: another rank has ended, and the collective says so
+            ):
                 return
 
 

@@ -166,7 +166,8 @@ class PolicyLoss(nn.Module):
         corrected = gate.level != "off"
         if corrected and rollout_log_probs is None:
             raise InputError(
-                "rollout_log_probs was not given; a correction compares it with old_log_probs, or GSPO is anchored at it."
+                "rollout_log_probs was not given; a correction compares it with old_log_probs, or "
+                "GSPO is anchored at it."
             )
         rollout = rollout_log_probs if corrected else None
         weighted = corrected and self.policy_loss_type == "ppo"

@@ -46,8 +46,9 @@ def by_place(
     enable, threshold, kind, fourth = words
     if vllm != (None, None, None) or fourth != (0.5, 5.0):
         raise SpecError(
-            f"is_correction_level={enable!r}: a bool in the sixth place is enable_vllm_is_correction, followed by "
-            "vllm_is_truncated_threshold and vllm_is_correction_type; give nothing beside these three."
+            f"is_correction_level={enable!r}: a bool in the sixth place is "
+            "enable_vllm_is_correction, followed by vllm_is_truncated_threshold and "
+            "vllm_is_correction_type; give nothing beside these three."
         )
     vllm_words = (
         enable,
@@ -62,20 +63,23 @@ def family(words: tuple[Any, ...], vllm: tuple[Any, ...], release: str | None) -
     has_words, has_vllm = words != ("off", "mask", "ratio", (0.5, 5.0)), vllm != (None, None, None)
     if has_words and has_vllm:
         raise SpecError(
-            "is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold (OpenRLHF 0.11.2) and "
-            "enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type (earlier releases) say the same thing "
-            "in two ways; give one of them."
+            "is_correction_level, is_correction_mode, is_correction_gating, "
+            "is_correction_threshold (OpenRLHF 0.11.2) and enable_vllm_is_correction, "
+            "vllm_is_truncated_threshold, vllm_is_correction_type (earlier releases) say the same "
+            "thing in two ways; give one of them."
         )
     if release is None:
         return LAST_WITH_VLLM_NAMES if has_vllm else CURRENT
     check_release(release)
     if has_vllm and at_least(release, CURRENT):
         raise SpecError(
-            f"OpenRLHF {release} has no enable_vllm_is_correction and vllm_is_*; use is_correction_level and the others."
+            f"OpenRLHF {release} has no enable_vllm_is_correction and vllm_is_*; use "
+            "is_correction_level and the others."
         )
     if has_words and not at_least(release, CURRENT):
         raise SpecError(
-            f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the others."
+            f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the "
+            "others."
         )
     return release
 
@@ -100,11 +104,13 @@ def check_gate(gate: Gate) -> None:
             raise SpecError(unknown_name(f"is_correction_{name}", getattr(gate, name), words))
     if gate.mode == "clip" and (gate.level == "seq" or gate.gating != "ratio"):
         raise SpecError(
-            'is_correction_mode="clip" clamps the ratio of a token: it needs is_correction_level="token" and gating="ratio".'
+            'is_correction_mode="clip" clamps the ratio of a token: it needs '
+            'is_correction_level="token" and gating="ratio".'
         )
     if gate.gating != "ratio" and gate.level != "off" and bounds(gate.threshold)[0] > 0:
         raise SpecError(
-            f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; give (0, high)."
+            f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; "
+            "give (0, high)."
         )
 
 
@@ -116,7 +122,8 @@ def bounds(threshold: Threshold) -> tuple[float, float]:
         return 0.0, threshold
     if threshold is None or len(threshold) != 2:
         raise SpecError(
-            f"is_correction_threshold (vllm_is_truncated_threshold up to 0.11.1) must be bounds (low, high), got {threshold!r}."
+            "is_correction_threshold (vllm_is_truncated_threshold up to 0.11.1) must be bounds "
+            f"(low, high), got {threshold!r}."
         )
     return threshold[0], threshold[1]
 

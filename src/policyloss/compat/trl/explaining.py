@@ -13,8 +13,14 @@ from policyloss.compat.trl.options import DEFAULTS, advantages_of, is_set, optio
 from policyloss.explain import explain
 
 _AVERAGES = {
-    "grpo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
-    "sapo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
+    "grpo": (
+        "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as "
+        "a row"
+    ),
+    "sapo": (
+        "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as "
+        "a row"
+    ),
     "bnpo": "the sum over the valid tokens of each micro-batch, then the mean over micro-batches",
     "dr_grpo": "the sum over rows times max_completion_length, in each micro-batch",
     "luspo": "the sum of each row's tokens, mean over the rows of each micro-batch",
@@ -114,7 +120,10 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         against = "vLLM's log-probabilities" if option(config, "use_vllm") else "the old ones"
         yield (
             ("off_policy_mask_threshold",),
-            f"drops sequences with negative advantage that drifted further than this from {against}",
+            (
+                "drops sequences with negative advantage that drifted further than this from "
+                f"{against}"
+            ),
         )
     if option(config, "beta") != 0.0:
         yield (
@@ -152,7 +161,10 @@ def _beside(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     elif option(config, "entropy_coef") != 0.0:
         yield (
             ("entropy_coef",),
-            "an entropy bonus: the mean over the tokens of each micro-batch, whatever loss_type averages",
+            (
+                "an entropy bonus: the mean over the tokens of each micro-batch, whatever "
+                "loss_type averages"
+            ),
         )
 
 
@@ -192,38 +204,57 @@ def _silent(config: Any) -> Iterator[tuple[str, str]]:
 def _traps(config: Any) -> Iterator[str]:
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
     if not is_set(config, "loss_type"):
-        yield "loss_type is 'dapo' unless it is set: a token mean over the step, not GRPO's mean of means."
+        yield (
+            "loss_type is 'dapo' unless it is set: a token mean over the step, not GRPO's mean of "
+            "means."
+        )
     if loss_type == "cispo" and option(config, "epsilon_high") is None:
         yield (
-            f"epsilon_high=None caps every weight at epsilon={option(config, 'epsilon')!r}, far below 1, as the cap is a ratio; "
-            "ScaleRL uses epsilon_high=5.0."
+            f"epsilon_high=None caps every weight at epsilon={option(config, 'epsilon')!r}, far "
+            "below 1, as the cap is a ratio; ScaleRL uses epsilon_high=5.0."
         )
     if loss_type == "bnpo":
-        yield "bnpo divides by each micro-batch's own tokens: the gradient depends on per_device_train_batch_size."
+        yield (
+            "bnpo divides by each micro-batch's own tokens: the gradient depends on "
+            "per_device_train_batch_size."
+        )
     if loss_type == "dr_grpo" and advantages_of(config) != "dr_grpo":
         yield (
-            f"scale_rewards={getattr(config, 'scale_rewards', 'group')!r}: Dr. GRPO's advantages are not divided by a standard "
-            "deviation; set scale_rewards='none'."
+            f"scale_rewards={getattr(config, 'scale_rewards', 'group')!r}: Dr. GRPO's advantages "
+            "are not divided by a standard deviation; set scale_rewards='none'."
         )
     if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        yield f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence by its length; GSPO is 'grpo'."
+        yield (
+            f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence "
+            "by its length; GSPO is 'grpo'."
+        )
     if level == "token" and loss_type == "luspo":
         yield "LUSPO is a sequence-level loss: set importance_sampling_level='sequence'."
     if level == "sequence" and loss_type == "vespo":
-        yield "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight only."
+        yield (
+            "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight "
+            "only."
+        )
     if _corrects(config) and not any(
         is_set(config, n) for n in DEFAULTS if n.startswith("vllm_importance_sampling_")
     ):
         yield (
-            "with use_vllm=True a correction is on by default: a sequence whose product of weights exceeds 3 is dropped whole "
-            "(sequence_mask), and the others are weighted by that product, which wanders far from 1 in long completions."
+            "with use_vllm=True a correction is on by default: a sequence whose product of weights "
+            "exceeds 3 is dropped whole (sequence_mask), and the others are weighted by that "
+            "product, which wanders far from 1 in long completions."
         )
     if _weighted_kl(config):
-        yield "the KL is multiplied by the ratio, with its gradient: beta means another pull than in releases before 1.10."
+        yield (
+            "the KL is multiplied by the ratio, with its gradient: beta means another pull than in "
+            "releases before 1.10."
+        )
         if loss_type in ("cispo", "vespo"):
             yield (
-                "far from the old policy TRL loses the policy gradient in the rounding of that KL's two terms (log-ratio 30 in "
-                "float32, 60 in float64); policyloss keeps it."
+                "far from the old policy TRL loses the policy gradient in the rounding of that "
+                "KL's two terms (log-ratio 30 in float32, 60 in float64); policyloss keeps it."
             )
     if loss_type in CLIPPED and option(config, "delta") is None:
-        yield "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative advantage weighs 1e13."
+        yield (
+            "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative "
+            "advantage weighs 1e13."
+        )

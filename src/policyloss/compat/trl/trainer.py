@@ -46,7 +46,8 @@ def trainer_class() -> type[Any]:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install trl."
+            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install "
+            "trl."
         ) from error
     parent: Any = trl.GRPOTrainer
     release: str = trl.__version__
@@ -71,7 +72,8 @@ def trainer_class() -> type[Any]:
                 checked_loss(policy_loss, config, release)
             if getattr(config, "use_liger_kernel", False) and hasattr(parent, "compute_liger_loss"):
                 raise SpecError(
-                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set it to False."
+                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set "
+                    "it to False."
                 )
             self._watched: _Watched | None = None
             self._window: list[Metrics] = []

@@ -199,7 +199,8 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
         raise InputError(
-            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}."
+            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and "
+            f"{tuple(mask.shape)}."
         )
     spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
     return fill(spread, as_mask(mask, spread))

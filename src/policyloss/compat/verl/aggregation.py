@@ -74,7 +74,8 @@ def aggregation(
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
         raise SpecError(
-            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here."
+            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept "
+            "here."
         )
     dp_size = int(dp_size)
     part = _part(loss_agg_mode, mask, loss_scale_factor, release)
@@ -87,7 +88,8 @@ def aggregation(
     name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and count is None and at_least(release, "0.7.1"):
         raise InputError(
-            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step."
+            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the "
+            "whole step."
         )
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):
@@ -231,7 +233,8 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
     if isinstance(kl_penalty, str) and kl_penalty.endswith("+"):
         raise NotOfferedError(
-            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward."
+            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to "
+            "kl_penalty_forward."
         )
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 

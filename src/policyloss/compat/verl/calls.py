@@ -85,7 +85,8 @@ def check_dual(clip_ratio_c: float) -> float:
     dual = float(clip_ratio_c)
     if not dual > 1:
         raise SpecError(
-            f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}."
+            "clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got "
+            f"{clip_ratio_c!r}."
         )
     return dual
 

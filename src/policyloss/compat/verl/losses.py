@@ -359,7 +359,8 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:
         raise SpecError(
-            'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.'
+            'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings '
+            "from there."
         )
     loss_type = read(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}

@@ -324,7 +324,8 @@ def compute_rollout_correction_and_rejection_mask(
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
         if x.shape != old_log_prob.shape:
             raise InputError(
-                f"{name} has shape {tuple(x.shape)} but old_log_prob has {tuple(old_log_prob.shape)}."
+                f"{name} has shape {tuple(x.shape)} but old_log_prob has "
+                f"{tuple(old_log_prob.shape)}."
             )
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
@@ -362,7 +363,8 @@ def compute_rollout_correction_and_rejection_mask(
 def _refuse_from_071(name: str, value: Any, release: str | None) -> None:
     if value is not None:
         raise SpecError(
-            f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got release={release!r}).'
+            f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got '
+            f"release={release!r})."
         )
 
 
@@ -443,7 +445,8 @@ def apply_bypass_mode(
     """
     if "rollout_log_probs" not in batch.batch:
         raise InputError(
-            "bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true."
+            "bypass mode needs rollout_log_probs in the batch; configure the rollout with "
+            "calculate_log_probs=true."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     with _open(policy_loss_config):

@@ -50,11 +50,13 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
     if not isinstance(threshold, str) and not is_number(threshold):
         not_this = ", not a boolean" if isinstance(threshold, bool) else ""
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0'{not_this}; got {safe_repr(threshold)}."
+            "rollout_is_threshold must be a number or a string such as '2.0' or "
+            f"'0.5_2.0'{not_this}; got {safe_repr(threshold)}."
         )
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with release={release!r}."
+            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with "
+            f"release={release!r}."
         )
     low, high = _bounds(
         "rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold
@@ -82,20 +84,23 @@ def rejection_rules(
     options = list(dict.fromkeys(_parts(rollout_rs)))
     if not options:
         raise SpecError(
-            f"rollout_rs={rollout_rs!r} names no option. Valid: {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}."
+            f"rollout_rs={rollout_rs!r} names no option. Valid: "
+            f"{', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}."
         )
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
     if not isinstance(rollout_rs_threshold, str) and not is_number(rollout_rs_threshold):
         raise ThresholdTypeError(
-            f"rollout_rs_threshold must be a number or a string of one bound per option, got {safe_repr(rollout_rs_threshold)}."
+            "rollout_rs_threshold must be a number or a string of one bound per option, got "
+            f"{safe_repr(rollout_rs_threshold)}."
         )
     thresholds = _parts(str(rollout_rs_threshold))
     if len(thresholds) not in (1, len(options)):
         raise SpecError(
-            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the {len(options)} options of "
-            f"rollout_rs={rollout_rs!r}; give one for all, or one for each."
+            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the "
+            f"{len(options)} options of rollout_rs={rollout_rs!r}; give one for all, or one for "
+            "each."
         )
     each = thresholds if len(thresholds) == len(options) else [thresholds[0] for _ in options]
     return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
@@ -109,7 +114,8 @@ def _rule(option: str, text: str, release: str | None) -> Rule:
     if estimator != "k1":
         if low is not None:
             raise SpecError(
-                f"rollout_rs_threshold for {option} must be a single upper bound without '_', got {text!r}."
+                f"rollout_rs_threshold for {option} must be a single upper bound without '_', got "
+                f"{text!r}."
             )
         return Rule(option, estimator, reduce, None, high)
     low, high = reciprocal_band(high, low)

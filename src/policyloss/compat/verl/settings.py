@@ -80,9 +80,10 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
     if overridden:
         listed = ", ".join(f"actor.{option}" for option in overridden)
         warn_once(
-            f"{PREFIX}{name} has its own trust region and average, so {listed} of verl's configuration has no effect on it; "
-            f"leave it out, or register a loss with the number you want: register({{'mine': preset({name!r}).replace(…)}}). It "
-            f"runs with trust={spec.trust!r}, aggregate={spec.aggregate!r}."
+            f"{PREFIX}{name} has its own trust region and average, so {listed} of verl's "
+            "configuration has no effect on it; leave it out, or register a loss with the number "
+            f"you want: register({{'mine': preset({name!r}).replace(…)}}). It runs with "
+            f"trust={spec.trust!r}, aggregate={spec.aggregate!r}."
         )
 
 
@@ -113,13 +114,15 @@ def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
-            f"{PREFIX}{name} divides by the generation budget of your run, which verl does not tell a policy loss: set "
-            "actor_rollout_ref.actor.loss_scale_factor to the value of data.max_response_length."
+            f"{PREFIX}{name} divides by the generation budget of your run, which verl does not "
+            "tell a policy loss: set actor_rollout_ref.actor.loss_scale_factor to the value of "
+            "data.max_response_length."
         )
     if None not in (tokens, chosen) and tokens != chosen:
         raise SpecError(
-            f"{PREFIX}{name} divides by the horizon {chosen!r}, but actor.loss_scale_factor={tokens!r}; give both the same value, "
-            "or leave one of them out."
+            f"{PREFIX}{name} divides by the horizon {chosen!r}, but "
+            f"actor.loss_scale_factor={tokens!r}; give both the same value, or leave one of them "
+            "out."
         )
     return spec if tokens is None else spec.with_horizon(tokens)
 

@@ -23,7 +23,8 @@ from policyloss.train.config import TrainConfig, change_spec, flag, read_spec, s
 from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.directory import RunDir
 
-# How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
+# How a run is watched, stored and placed, which changes none of its numbers;
+# these may be others when it goes on.
 CHANGEABLE = (
     *(
         "track",
@@ -34,7 +35,7 @@ CHANGEABLE = (
         "reward_timeout",
         "nonfinite_limit",
     ),
-    *("device", "parallel", "unusable"),
+    *("device", "parallel", "unusable", "attention"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
 
@@ -147,14 +148,15 @@ def refuse_unnamed_code(config: TrainConfig, named: frozenset[str]) -> None:
     """Raise if the run directory would have code run that the user did not name."""
     if runs_code(config.reward) and "reward" not in named:
         raise InputError(
-            f"{config.out / 'config.json'} names the reward {config.reward!r}, which is code. A run "
-            f"directory is only data: if you trust that code, name it yourself: --reward {config.reward}"
+            f"{config.out / 'config.json'} names the reward {config.reward!r}, which is code. A "
+            "run directory is only data: if you trust that code, name it yourself: --reward "
+            f"{config.reward}"
         )
     if config.trust_remote_code and "trust_remote_code" not in named:
         raise InputError(
-            f"{config.out / 'config.json'} says that code which comes with the model {config.model!r} is "
-            "to be run. A run directory is only data: if you trust that code, say so yourself: "
-            "--trust-remote-code"
+            f"{config.out / 'config.json'} says that code which comes with the model "
+            f"{config.model!r} is to be run. A run directory is only data: if you trust that "
+            "code, say so yourself: --trust-remote-code"
         )
 
 

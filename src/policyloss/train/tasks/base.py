@@ -1,4 +1,6 @@
-"""What a task is made of: prompts, each with its answer, and a way to score what a model says to them."""
+"""What a task is made of: prompts, each with its answer,
+and a way to score what a model says to them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in its split."""
+    """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in
+    its split.
+    """
 
     prompt: str
     answer: str
@@ -23,7 +27,9 @@ Reward = Callable[[Example, str], float]
 
 
 class Task(Protocol):
-    """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention in [0, 1]."""
+    """Prompts to train on, others to evaluate on (no prompt is in both), and a score,
+    by convention in [0, 1].
+    """
 
     @property
     def name(self) -> str:
@@ -39,7 +45,9 @@ class Task(Protocol):
 
     @property
     def success(self) -> float:
-        """The score from which on a completion counts as right: accuracy is the share of those that reach it."""
+        """The score from which on a completion counts as right:
+        accuracy is the share of those that reach it.
+        """
 
     def score(self, example: Example, completion: str) -> float:
         """How good `completion` is; raises `RewardError` where the scorer fails."""

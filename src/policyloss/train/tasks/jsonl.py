@@ -1,4 +1,6 @@
-"""Tasks from a file of JSON lines, `{"prompt": …, "answer": …}`, with `"split": "held_out"` where the file has its own split."""
+"""Tasks from a file of JSON lines, `{"prompt": …, "answer": …}`, with `"split": "held_out"` where
+the file has its own split.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Row:
 
 
 def file_task(path: Path, reward: Reward) -> ListTask:
-    """The task in the file at `path`. Prompts that are also trained on are left out of what is held out."""
+    """The task in the file at `path`. Prompts that are also trained on are left out of what
+    is held out.
+    """
     rows = list(_rows(path))
     if not rows:
         raise InputError(
@@ -48,7 +52,8 @@ def file_task(path: Path, reward: Reward) -> ListTask:
     for name, split in (("train on", train), ("hold out", held_out)):
         if not split:
             raise InputError(
-                f"{path} leaves no prompt to {name}: it needs different prompts for training and for evaluation."
+                f"{path} leaves no prompt to {name}: it needs different prompts for training and "
+                "for evaluation."
             )
     return ListTask(
         str(path),
@@ -59,7 +64,9 @@ def file_task(path: Path, reward: Reward) -> ListTask:
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their order nor a seed matters."""
+    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their
+    order nor a seed matters.
+    """
     ordered = sorted(
         prompts, key=lambda prompt: sha256(prompt.encode("utf-8", "surrogatepass")).digest()
     )
@@ -92,7 +99,8 @@ def _row(line: bytes, where: str) -> Row:
     for key in ("prompt", "answer"):
         if key not in found:
             raise InputError(
-                f"{where}: the key {key!r} is missing; there are: {', '.join(map(repr, found)) or 'none'}."
+                f"{where}: the key {key!r} is missing; there are: "
+                f"{', '.join(map(repr, found)) or 'none'}."
             )
         if not isinstance(found[key], str):
             raise InputError(

@@ -1,4 +1,6 @@
-"""Rewards: functions from an example and a completion to a number, 1 for a right answer. None of them can fail unnoticed."""
+"""Rewards: functions from an example and a completion to a number, 1 for a right answer.
+None of them can fail unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ class RewardError(PolicyLossError):
 
 
 def make_reward(name: str) -> Reward:
-    """`exact`, `math`, or `module:function`: a function `(example, completion) → number` of an importable module.
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`
+    of an importable module.
 
-    What it returns must be a finite number; anything else, and whatever it raises, becomes a `RewardError`.
+    What it returns must be a finite number; anything else, and whatever it raises,
+    becomes a `RewardError`.
     """
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
@@ -47,10 +51,11 @@ def checked(name: str, function: Any) -> Reward:
     def reward(example: Example, completion: str) -> float:
         try:
             found = function(example, completion)
+        # By `sys.exit` a reward would end the run as if it had succeeded.
         except (
             Exception,
             SystemExit,
-        ) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
+        ) as error:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
@@ -65,7 +70,9 @@ def checked(name: str, function: Any) -> Reward:
 
 
 def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
-    """The task's score of a completion; a `RewardError` where it fails or takes longer than `seconds` (0: it may)."""
+    """The task's score of a completion; a `RewardError` where it fails
+    or takes longer than `seconds` (0: it may).
+    """
     try:
         return float(within(seconds, task.score, example, completion))
     except TimeIsUp:
@@ -90,9 +97,8 @@ def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward
 def _shown(x: object) -> str:
     try:
         return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    except (
-        Exception
-    ):  # an object may fail to show itself; so does a whole number of more than 4300 digits
+    # An object may fail to show itself; so does a whole number of more than 4300 digits.
+    except Exception:
         return f"something of type {type(x).__name__}"
 
 
@@ -110,7 +116,9 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """1 if the completion ends in an expression of the same value as the answer; else 0. Both may be LaTeX, boxed or not."""
+    """1 if the completion ends in an expression of the same value as the answer; else 0.
+    Both may be LaTeX, boxed or not.
+    """
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -160,12 +168,14 @@ def _module(module: str, reward: str) -> ModuleType:
                 f"the reward {reward!r}: the module {module!r} needs another one: {error}."
             ) from error
         raise InputError(
-            f"the reward {reward!r}: there is no module {module!r} here or among the installed ones."
+            f"the reward {reward!r}: there is no module {module!r} here or among the installed "
+            "ones."
         ) from error
+    # It is the user's own code, which may do anything when it is imported.
     except (
         Exception,
         SystemExit,
-    ) as error:  # it is the user's own code, which may do anything when it is imported
+    ) as error:
         raise InputError(
             f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}."
         ) from error
