@@ -287,7 +287,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
         )
         dlogp, dentropy, ddivergence = grads
-        if dlogp is None and ddivergence is None:
+        if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
         # A second backward through a retained graph has no stash, and computes the logits again.
         stash, ctx.stash = ctx.stash, (None, None)
