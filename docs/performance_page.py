@@ -197,12 +197,12 @@ def divergence_section(run: Run, device: str) -> str:
         rows = [_divergence_row(name, p, base) for name, p in providers.items()]
         columns = ["", "time / floor", "ms (p20 to p80)", "extra memory", "d hidden", "d weight"]
         tables += [f"### {words[kind]}", table(columns, rows)]
-    return join(f"## A teacher beside {WHERE[device]}", about, *tables, _not_timed(run))
+    return join(f"## A teacher's distributions {WHERE[device]}", about, *tables, _not_timed(run))
 
 
 def _divergence_row(name: str, p: Run, base: float | None) -> list[str]:
-    ratio, times, memory, _, *gradients = _row(name, p, base)[1:]
-    return [name, ratio, times, memory, *gradients]
+    *measured, _, d_hidden, d_weight = _row(name, p, base)
+    return [*measured, d_hidden, d_weight]
 
 
 def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
