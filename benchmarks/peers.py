@@ -207,7 +207,7 @@ def trl_chunked_head(peers: Path) -> Any:
 
 
 def trl_chunked_divergence(peers: Path) -> Any:
-    """TRL's `ChunkedDivergenceFunction`: both models' logits in tiles, made again in the backward."""
+    """TRL's `ChunkedDivergenceFunction`: both models' logits in tiles, twice."""
     with _trl(peers):
         _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
         module = importlib.import_module("trl.kernels.chunked_divergence")

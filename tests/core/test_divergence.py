@@ -1,4 +1,4 @@
-"""The divergences of a teacher and a student: hand-computed numbers, identities, closed-form gradients."""
+"""The divergences of a teacher and a student: numbers by hand, identities, gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_hand_computed(measure: Measure, value: float) -> None:
     )
 
 
-# The same two rows known on the first two entries: student ½, ¼ and ¼ beside, teacher ¼, ¼ and ½ beside.
+# The same two rows, known on the first two entries: ¼ of the student lies beside, ½ of the teacher.
 # forward on the two: ¼·log ½ + 0 = −¼·log 2, and the bucket adds ½·log(½/¼) = ½·log 2.
 # reverse on the two: ½·log 2; the bucket adds ¼·log(¼/½) = −¼·log 2.
 # generalised: ½·log 2 − ¾ + ½.
@@ -206,7 +206,7 @@ def test_a_tail_bucket_is_never_negative_and_grows_with_k(measure: Measure) -> N
 
 
 def test_the_generalised_form_is_least_at_equality() -> None:
-    """On any support, and the un-tailed reverse KL is not: there the student gains by leaving it."""
+    """On any support. The un-tailed reverse KL is not: there the student gains by leaving it."""
     teacher = logits(5).log_softmax(-1)
     few = slice(0, 4)
     generalised, cut = Measure("generalised"), Measure("reverse", tail=False)
@@ -269,7 +269,7 @@ def test_an_entry_that_one_side_excludes() -> None:
 
 
 def test_a_divergence_in_the_slot() -> None:
-    """Two tokens: coef·weight·divergence on top of the policy term, the weight without a gradient."""
+    """Two tokens: coef·weight·divergence on top of the policy term, the weight not moved."""
     logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-1.5, -2.0]], dtype=torch.float64)
     divergence = torch.tensor([[0.5, 2.0]], dtype=torch.float64, requires_grad=True)
@@ -337,7 +337,7 @@ def test_one_or_none_in_a_tuple() -> None:
     assert pl.LossSpec.from_dict(both.to_dict()) == both
     assert both.with_fields(estimator="k1", beta=0.2).divergence.beta == 0.2
     assert both.divergence.beta == 0.1
-    with pytest.raises(pl.SpecError, match="kl.0.coef and kl.1.coef"):
+    with pytest.raises(pl.SpecError, match=r"kl\.0\.coef and kl\.1\.coef"):
         both.with_fields(coef=0.5)
 
 

@@ -173,7 +173,7 @@ def test_a_missing_tensor_is_named(name):
 def test_what_is_not_read_may_be_missing(name):
     """`reads` is complete: with only those tensors the loss is the same as with all of them."""
     spec = SPECS[name]
-    optional = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+    optional = ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy", "group_ids")
     with_all = call(spec=spec).loss
     with_least = call(spec=spec, **{n: None for n in optional if n not in spec.reads}).loss
     assert torch.equal(with_all, with_least)

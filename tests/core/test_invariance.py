@@ -176,7 +176,12 @@ def test_half_precision_inputs_are_upcast_before_anything_else(
 @every_preset
 def test_only_logp_needs_to_be_float64_for_a_float64_result(name: str) -> None:
     mixed = BATCH.map(
-        lambda x: x.to(torch.float32), "old_logp", "rollout_logp", "ref_logp", "advantages"
+        lambda x: x.to(torch.float32),
+        "old_logp",
+        "rollout_logp",
+        "ref_logp",
+        "teacher_logp",
+        "advantages",
     )
     expected = run(PRESETS[name], mixed.map(lambda x: x.to(torch.float64)))
     assert_same_result(run(PRESETS[name], mixed), expected, tol=0)

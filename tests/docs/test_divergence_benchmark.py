@@ -13,7 +13,6 @@ import pytest
 import torch
 from benchmarks import divergence
 from benchmarks.head_data import Shape
-
 from docs.performance_page import performance_page
 
 PAIR = divergence.make_pair(Shape(2, 12, 61, 16), "cpu")

@@ -28,7 +28,7 @@ import policyloss as pl
 from policyloss.functional.divergence import Measure, on_support, support_of, whole
 
 N, V, D, E = 40, 50, 6, 4
-TOL = 1e-12 if FLOAT == torch.float64 else 2e-5
+TOL = 1e-12 if torch.float64 == FLOAT else 2e-5
 KINDS = ("forward", "reverse", "jsd", "generalised")
 CASE = peaked_case(N, V, D, FLOAT, seed=3, peak=5.0)
 MASK = (torch.arange(N, device=DEVICE) % 5 != 2) & (torch.arange(N, device=DEVICE) != 7)

@@ -162,6 +162,7 @@ def test_one_row(plan: str) -> None:
         "old_logp",
         "rollout_logp",
         "ref_logp",
+        "teacher_logp",
         "entropy",
         "advantages",
         "divergence",

@@ -165,6 +165,19 @@ def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
 
 
 @pytest.mark.parametrize(("count", "name"), SHARDED)
+def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
+    """Some tokens keep no entry of a rank at all."""
+    cut, batch = CUTS[count][name], CUTS[count][name].batch()
+    leaves = {"hidden": leaf(batch.hidden), "weight": leaf(batch.weight), "bias": leaf(cut.bias)}
+    support = {"support": ranks_of.support_of(batch)}
+    expected = ranks_of.head_logprobs(leaves, batch, None, **support)
+    for plan in ("recompute", "stash"):
+        check_shards(said, f"support: {name}, {plan}", expected, cut)
+    loss = ranks_of.head_loss(ranks_of.FULL, leaves, batch, totals="local", **support)
+    check_shards(said, f"support: {name}, loss", loss, cut)
+
+
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, first = CUTS[count][name], name == FIRST[count]
     plain = cache(lambda spec: on_one(spec, cut.batch(), cut.bias))

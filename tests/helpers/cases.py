@@ -83,10 +83,10 @@ KLS = (
     pl.KL("k3", 0.1, weight="ratio"),
     pl.KL("k3", 0.1, clamp=0.4, value_clamp=0.03, anchor="old"),
     pl.KL("k2", 0.1, anchor="rollout"),
+    pl.KL("k1", 0.1, grad="k2", weight="detached_ratio", weight_max=1.1, anchor="teacher"),
     pl.Divergence("reverse", 0.2),
     pl.Divergence("jsd", 0.2, weight="ratio", clamp=(None, 0.8)),
     (pl.KL("k3", 0.1), pl.Divergence("forward", 0.2, clamp=0.9)),
-    pl.KL("k1", 0.1, grad="k2", weight="detached_ratio", weight_max=1.1, anchor="teacher"),
 )
 AGGREGATES = (
     pl.TokenMean(),
@@ -227,8 +227,8 @@ def make_batch(
     teacher = 0.5 * (ref + logp) - 0.1
     advantages = 1.5 * noise(1.0)
     divergence = torch.rand(rows, width, generator=g, dtype=torch.float64)
-    made = (logp, old, rollout, ref, teacher, entropy, advantages, divergence)
-    tensors = [x.to(dtype) for x in made]
+    tokens = (logp, old, rollout, ref, teacher, entropy, advantages, divergence)
+    tensors = [x.to(dtype) for x in tokens]
     return Batch(*tensors, mask, groups, lengths, width)
 
 
@@ -236,8 +236,8 @@ class Result(NamedTuple):
     """What a call gives: the loss, its gradients as `[B, T]`,
     the metrics as records and as numbers.
 
-    dentropy: the gradient by the entropy and three times that by the divergence
-    (see `with_divergence`), so that a test follows both.
+    dentropy: the gradient by the entropy and three times that by the divergence (see
+    `with_divergence`), so that a test follows both.
     """
 
     loss: Tensor

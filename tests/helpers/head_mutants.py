@@ -13,6 +13,34 @@ _ERRORS, _CALLS, _COMPOSED = (
 
 HEAD = (
     (
+        "support_keeps_everything",
+        "head/support.py",
+        "        z.fill_(ABSENT)\n",
+        "        pass\n",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "support_of_the_wrong_rows",
+        "head/support.py",
+        "(starts - before)[rows]",
+        "(starts - starts[0])[rows]",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "a_support_without_its_token_is_fine",
+        "head/support.py",
+        "valid & (hits == 0)",
+        "valid & (hits < 0)",
+        "test_support.py::test_a_token_outside_its_support_is_an_error_that_counts_them",
+    ),
+    (
+        "absent_logits_come_back_under_a_softcap",
+        "head/softmax_rows.py",
+        "torch.where(s == ABSENT, s, capped)",
+        "torch.where(s < 2 * ABSENT, s, capped)",
+        "test_support.py::test_logits_that_exist",
+    ),
+    (
         "head_entropy_sign",
         "head/softmax_rows.py",
         "log_sum - p.moment / p.sum",
@@ -43,7 +71,7 @@ HEAD = (
     (
         "head_softcap_slope_dropped",
         "head/softmax_rows.py",
-        "d.mul_(1 - (capped / scaling.softcap) ** 2)",
+        "d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)",
         "d.mul_(1)",
         _LOGITS + "test_gradcheck",
     ),

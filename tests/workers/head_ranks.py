@@ -51,8 +51,11 @@ def given(batch: HeadBatch) -> dict[str, Any]:
     """What the loss takes beside hidden states, weight and ids;
     on the CPU, where these processes are.
     """
-    computed = ("logp", "entropy", "divergence")
-    return {name: x for name, x in batch.tokens.kwargs.items() if name not in computed}
+    return {
+        name: x
+        for name, x in batch.tokens.kwargs.items()
+        if name not in ("logp", "entropy", "divergence")
+    }
 
 
 def on_cpu(batch: HeadBatch) -> HeadBatch:
@@ -99,7 +102,7 @@ class Cut(NamedTuple):
         ids[places[:, 0], places[:, 1]] = edges.repeat(-(-len(places) // len(edges)))[: len(places)]
         logp = contract(BATCH.hidden, BATCH.weight, ids, bias=self.bias, **scale).logp
         shift = logp - contract(BATCH.hidden, BATCH.weight, BATCH.ids).logp
-        names = ("logp", "old_logp", "rollout_logp", "ref_logp")
+        names = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
         return dataclasses.replace(
             BATCH, ids=ids, tokens=BATCH.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
         )
@@ -228,11 +231,28 @@ def error_of(call: Callable[[], Any]) -> str:
     return "no error"
 
 
+def support_of(batch: HeadBatch) -> tuple[Tensor, Tensor]:
+    """For each token its own id and some others: of every third token, those below 5 alone."""
+    ids = batch.ids.reshape(-1, 1)
+    entry, place = torch.arange(VOCAB), torch.arange(len(ids))[:, None]
+    kept = torch.where(place % 3 == 0, entry < 5, (entry + place) % 4 == 0) | (entry == ids)
+    return kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+
+
 def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
     """The vocabulary over all ranks."""
     said: dict[str, Any] = {}
     for name, cut in CUTS[ranks].items():
         first = name == FIRST[ranks]
+        support = {"support": support_of(cut.batch())}
+        for plan in LOGPROB_PLANS:
+            said[f"support: {name}, {plan}"] = head_logprobs(
+                sharded(cut, rank), cut.batch(), group, plan=plan, **support
+            )
+        call = {"totals": "local", "vocab_group": group, "plan": "one_pass"}
+        said[f"support: {name}, loss"] = head_loss(
+            FULL, sharded(cut, rank), cut.batch(), **call, **support
+        )
         for case, arguments in logprob_cases(first).items():
             said[f"logprobs: {name}, {case}"] = head_logprobs(
                 sharded(cut, rank), cut.batch(), group, **arguments

@@ -114,7 +114,7 @@ def batch_near(policy: Policy) -> HeadBatch:
             policy.body(ids.roll(1, 1)), policy.head.weight, ids, bias=policy.head.bias
         ).logp
     shift = logp - made.tokens.logp
-    names = ("logp", "old_logp", "rollout_logp", "ref_logp")
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
     tokens = made.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
     return dataclasses.replace(
         made, hidden=made.hidden.cpu(), weight=made.weight.cpu(), ids=ids, tokens=tokens

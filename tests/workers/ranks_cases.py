@@ -70,7 +70,7 @@ def _whole() -> dict[str, Tensor]:
         logp, _, values = predict(parameters(torch.float64), ids)
     moved = {
         name: logp + getattr(made, name) - made.logp
-        for name in ("old_logp", "rollout_logp", "ref_logp")
+        for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp")
     }
     floats = {name: x.clamp(max=-0.01) for name, x in moved.items()}
     floats["advantages"] = made.advantages + 1
@@ -254,6 +254,7 @@ POLICY_INPUTS = (
     "mask",
     "rollout_logp",
     "ref_logp",
+    "teacher_logp",
     "cu_seqlens",
     "group_ids",
 )

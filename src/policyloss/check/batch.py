@@ -52,8 +52,7 @@ class Batch:
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         ref = logp + noise(0.3)
-        teacher = 0.5 * (ref + logp) - 0.1
-        others = (old + mismatch, ref, teacher, entropy, noise(1.0))
+        others = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1, entropy, noise(1.0))
         rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
@@ -95,19 +94,7 @@ class Batch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = (
-            "logp",
-            "old_logp",
-            "advantages",
-            "mask",
-            "rollout_logp",
-            "ref_logp",
-            "teacher_logp",
-            "entropy",
-            "divergence",
-            "cu_seqlens",
-            "group_ids",
-        )
+        names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
         if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
             len(self.cu_seqlens) - 1,

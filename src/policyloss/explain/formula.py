@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explain.expression import Expression, constant, name, parse
+from policyloss.explain.expression import Expression, bounded, constant, name, parse
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 
@@ -126,7 +125,7 @@ def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
     anchor = getattr(spec.ratio, "anchor", "old")
     trust = _of_slot("trust", spec.trust, anchor, "surrogate")
-    parts = [_corrections(spec), _ratio(spec), trust, _pulls(spec, anchor), _loss(spec)]
+    parts = [_corrections(spec), _ratio(spec), trust, _kl(spec), _loss(spec)]
     lines = [line for slot_lines, _ in parts for line in slot_lines]
     callables = tuple(c for _, unknown in parts for c in unknown)
     of_trust = _derived("trust", spec.trust, anchor)
@@ -216,11 +215,11 @@ def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
 
 
-def _pulls(spec: LossSpec, anchor: str) -> _Slot:
+def _kl(spec: LossSpec) -> _Slot:
     lines: list[Line] = []
     callables: list[CallableInSlot] = []
     for part, line in _pull_lines(spec):
-        of_part, unknown = _of_slot("kl", part, anchor, line)
+        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
         lines += of_part
         callables += unknown
     return lines, callables

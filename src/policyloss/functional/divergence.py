@@ -125,7 +125,7 @@ def support_slopes(
     student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     each = slopes(student, teacher, measure)
     # The tail's log-probability falls as those of the support rise:
-    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, with no slope.
+    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, and flat.
     through_tail = torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)
     return each[..., :-1] - p * through_tail
 

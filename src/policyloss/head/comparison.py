@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
 from policyloss.functional.masking import compute_dtype
+from policyloss.head.entry_rows import Entries, support_gradient, values_at
 from policyloss.head.head import Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
 from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
@@ -25,7 +26,6 @@ from policyloss.head.softmax_rows import (
     row_partials,
     scaled,
 )
-from policyloss.head.support_rows import Entries, support_gradient, values_at
 from policyloss.head.validate import (
     check_matrices,
     check_softcap,
@@ -196,8 +196,8 @@ def comparison_of(
         return Comparison(*of_student, logits=teacher.detach().reshape(-1, entries))
     if not isinstance(teacher, Teacher):
         raise InputError(
-            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a tensor "
-            f"of logits, got {seen(teacher)}."
+            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a "
+            f"tensor of logits, got {description(teacher)}."
         )
     return Comparison(*of_student, head=_teacher_head(teacher, head, tokens))
 
@@ -246,6 +246,6 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
     n = min(theirs, ours)
     how = cut.format(n=n) if theirs > ours else f"weight[:{n}] and bias[:{n}] of the student"
     raise InputError(
-        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first {n} "
-        f"entries are the same tokens, compare those: pass {how}."
+        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first "
+        f"{n} entries are the same tokens, compare those: pass {how}."
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.comparison import Comparison, comparison_of
@@ -97,11 +97,13 @@ def divergence(
     `linear_divergence`. → `[...]` float32 (float64 for float64), 0 where mask is False.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen(logits)}.")
+        raise InputError(
+            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
+        )
     if isinstance(teacher, Teacher):
         raise InputError(
-            "divergence compares logits that exist; with a Teacher use linear_divergence, which makes "
-            "the logits of both models a window at a time."
+            "divergence compares logits that exist; with a Teacher use linear_divergence, which "
+            "makes the logits of both models a window at a time."
         )
     check_vocabulary("logits", logits, logits.shape[-1])
     check_softcap(softcap)

@@ -16,6 +16,7 @@ from torch import Tensor
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import Room, mixed, product
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.support import Kept, Support
 from policyloss.head.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Head:
     """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
 
     hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
-    number or `[N]`.
+    number or `[N]`. support: the vocabulary entries that each token was drawn from; None for all.
     """
 
     hidden: Tensor
@@ -46,6 +47,7 @@ class Head:
     inverse_temperature: float | Tensor
     softcap: float | None
     vocabulary: Vocabulary
+    support: Support | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,7 +57,12 @@ class Head:
     def scaling(self, index: Index) -> Scaling:
         """What is done to the logits of these rows."""
         t = self.inverse_temperature
-        return Scaling(t[index] if isinstance(t, Tensor) else t, self.softcap, self.bias)
+        return Scaling(
+            t[index] if isinstance(t, Tensor) else t,
+            self.softcap,
+            self.bias,
+            self.support is not None,
+        )
 
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of so many rows."""
@@ -67,7 +74,8 @@ class Head:
         """The rows at `index`."""
         first = self.vocabulary.first
         ids = self.ids[index]
-        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index))
+        kept = None if self.support is None else self.support.of_rows(index, first)
+        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index), kept)
 
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
@@ -79,6 +87,8 @@ class Head:
         """The logits of `rows`, in `room`."""
         z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
         product(rows.hidden, self.weight.t(), z)
+        if rows.kept is not None:
+            rows.kept.restrict(z)
         return z
 
     def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
@@ -92,12 +102,14 @@ class Rows(NamedTuple):
     """Some rows of a head.
 
     hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: what is done to
-    their logits. compared: what is known of their teacher, if they have one.
+    their logits. kept: the entries that they are normalised over; None for all. compared: what is
+    known of their teacher, if they have one.
     """
 
     hidden: Tensor
     ids: Tensor
     scaling: Scaling
+    kept: Kept | None = None
     compared: Compared | None = None
 
     def dlogits(
@@ -148,11 +160,9 @@ def operands(
     Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
     precision into float32 by itself (a CPU).
     """
-    x, w, b = (
-        hidden.detach().reshape(-1, hidden.shape[-1]),
-        weight.detach(),
-        None if bias is None else bias.detach(),
-    )
+    x = hidden.detach().reshape(-1, hidden.shape[-1])
+    w = weight.detach()
+    b = None if bias is None else bias.detach()
     cast = operand_dtype(hidden)
     if cast is not None:
         x, w = x.to(cast), w.to(cast)

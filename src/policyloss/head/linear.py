@@ -22,11 +22,12 @@ from policyloss.head.backward import (
     keep_probabilities,
 )
 from policyloss.head.comparison import Compared, Comparison
+from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Statistics
-from policyloss.head.support_rows import Entries
+from policyloss.head.support import Support, SupportArgument
 from policyloss.head.validate import (
     check_ids,
     check_mask,
@@ -54,6 +55,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor: ...
 @overload
 def linear_logprobs(
@@ -68,6 +70,7 @@ def linear_logprobs(
     plan: str | Plan = "auto",
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> LogProbs: ...
 @overload
 def linear_logprobs(
@@ -82,6 +85,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
 def linear_logprobs(
     hidden: Tensor,
@@ -95,6 +99,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs:
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and its entropy if asked.
 
@@ -109,17 +114,20 @@ def linear_logprobs(
     "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type of
     the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
     weight and bias are then this rank's entries, ids count over all of them, hidden is the same on
-    every rank and its gradient is complete on each.
+    every rank and its gradient is complete on each. support: `(ids, offsets)`, the vocabulary
+    entries that the sampler of each token kept, those of token i (counted over all tokens, row by
+    row) at `ids[offsets[i]:offsets[i+1]]`; the softmax, its entropy and its gradient are then over
+    these alone.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     outputs = rows_with_gradient(hidden, weight, bias, head, mask, plan, Outputs(entropy=entropy))
     logp: Tensor = outputs[0].view(ids.shape)
     return LogProbs(logp, outputs[1].view(ids.shape)) if entropy else logp
 
 
 class Outputs(NamedTuple):
-    """What is computed of each row. comparison: the teacher, if the divergence from it is wanted."""
+    """What is computed of each row. comparison: the teacher, if a divergence is wanted."""
 
     logp: bool = True
     entropy: bool = False
@@ -168,6 +176,7 @@ def head_of(
     temperature: float | Tensor,
     softcap: float | None,
     vocab_group: Any,
+    support: SupportArgument | None = None,
 ) -> Head:
     """The head of these arguments. All is checked except the values of the ids (see `strays`)."""
     check_matrices(hidden, weight, bias)
@@ -180,7 +189,8 @@ def head_of(
     x, w, b = operands(hidden, weight, bias)
     rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
-    return Head(x, w, ids.reshape(-1).to(torch.int64), b, rate, softcap, vocabulary)
+    flat = ids.reshape(-1).to(torch.int64)
+    return Head(x, w, flat, b, rate, softcap, vocabulary, Support.of(support, flat))
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:
@@ -266,7 +276,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread
         )
-        ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary)
+        ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary, head.support)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -328,7 +338,7 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
 
 
 def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
-    """`known`, the numbers of all n rows (None before the first), with those of the rows at `at`."""
+    """`known`, the numbers of all n rows (None before the first), with those of some rows."""
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
     for everywhere, x in zip(known, numbers, strict=True):

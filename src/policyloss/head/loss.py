@@ -19,6 +19,7 @@ from policyloss.head.comparison import Comparison, comparison_of
 from policyloss.head.head import Head
 from policyloss.head.linear import Outputs, head_of, live_rows, rows_with_gradient, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.head.support import SupportArgument
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
 from policyloss.head.windows import (
     Batch,
@@ -70,6 +71,7 @@ def linear_policy_loss(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
@@ -88,8 +90,8 @@ def linear_policy_loss(
     a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
     skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
     then over the tokens that were computed.
-    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (its hidden
-    states and its head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
+    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
+    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
     call = _Call.of(
@@ -107,6 +109,7 @@ def linear_policy_loss(
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
+        support=support,
         teacher=teacher,
         **tensors,
     )
@@ -130,7 +133,8 @@ def explain_plan(
     made.
 
     With spec None, the plan that `linear_logprobs` takes, or `linear_divergence` if there is a
-    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and with `vocab_group` every rank must call it.
+    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and
+    with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -154,11 +158,12 @@ def _plan_of_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     entropy: bool = False,
+    support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
     **measure: Any,
 ) -> Plan:
     """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     outputs = Outputs()
     if teacher is not None:
         part = Divergence(measure.pop("kind", "reverse"), 1.0, **measure)
@@ -218,6 +223,7 @@ class _Call:
         vocab_group: Any = None,
         plan: str | Plan = "auto",
         skip_zero_advantage: bool = False,
+        support: SupportArgument | None = None,
         teacher: Teacher | TopK | Tensor | None = None,
         **tensors: Unpack[SharedTensors],
     ) -> _Call:
@@ -228,11 +234,16 @@ class _Call:
                     f"{name} is no argument of linear_policy_loss: the head computes it."
                 )
         spec = ready_spec(spec)
-        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
         step = resolve(totals)
         stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
         inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
         of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
+        if teacher is not None and support is not None:
+            raise InputError(
+                "linear_policy_loss got a teacher and a support, but the teacher's distribution "
+                "is over the whole vocabulary; leave out one of them."
+            )
         comparison = _comparison(spec, teacher, head, tuple(ids.shape))
         return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison)
 
@@ -306,14 +317,18 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
             batch, work, plan.rows
         )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
-            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
-            return run_windows(head, batch, found, sums, check=check, comparison=self.comparison)
+            sums = Sums(
+                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
+            )
+            return run_windows(
+                head, batch, all_windows, sums, check=check, comparison=self.comparison
+            )
 
         with torch.no_grad():
             flat, gradients = run(check=True)
@@ -355,7 +370,7 @@ class _Call:
 def run_windows(
     head: Head,
     batch: Batch,
-    found: list[Window],
+    all_windows: list[Window],
     sums: Sums,
     *,
     check: bool,
@@ -365,14 +380,14 @@ def run_windows(
     gradients that are wanted. check: the ids too.
     """
     # The logits are gone when the gathered gradients are multiplied.
-    known = _walk(head, batch, found, sums, check, comparison)
+    known = _walk(head, batch, all_windows, sums, check, comparison)
     return known, sums.finished()
 
 
 def _walk(
     head: Head,
     batch: Batch,
-    found: list[Window],
+    all_windows: list[Window],
     sums: Sums,
     check: bool,
     comparison: Comparison | None,
@@ -384,9 +399,9 @@ def _walk(
         name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
         for name in names
     }
-    most = max((w.size for w in found), default=0)
+    most = max((w.size for w in all_windows), default=0)
     room, beside = head.room(most), None if comparison is None else comparison.room(most)
-    for window in found:
+    for window in all_windows:
         rows = head.rows(window.rows)
         if comparison is None:
             z, s = head.forward(rows, room)
@@ -428,7 +443,7 @@ def _comparison(
         return None
     if teacher is None:
         raise InputError(
-            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, a "
-            "TopK or logits)."
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
         )
     return comparison_of(teacher, part.measure, head, tokens)

@@ -4,7 +4,8 @@ It is the `pair_gradient` of `pair_rows.py`. Legend: as in `pair_kernels.py`.
 """
 
 # Triton has no types, and constants of a kernel are written in capitals.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped,import-not-found"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 import triton

@@ -1,13 +1,14 @@
 """Triton kernels for rows of two distributions: one launch each, with one program per row.
 
-They are the sums of `pair_rows.py` (its gradient is in `pair_gradient_kernel.py`), and share the tiles, the powers of two and the
-determinism of `kernels.py`.
+They are the sums of `pair_rows.py` (its gradient is in `pair_gradient_kernel.py`), and share the
+tiles, the powers of two and the determinism of `kernels.py`.
 Legend: R rows, V vocabulary entries, z the student's raw logits `[R, V]`, u the teacher's; ls and
 lt log-probabilities, p_s and p_t probabilities, m = (1−beta)·p_s + beta·p_t.
 """
 
 # Triton has no types, and constants of a kernel are written in capitals.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped,import-not-found"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 import torch

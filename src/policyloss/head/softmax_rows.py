@@ -28,16 +28,23 @@ from policyloss.functional.triton_modules import kernels
 BLOCK = 192 << 10
 
 
+# The logit of an entry outside of a support. Its exponential is 0; of a large finite number that
+# would not be sure, because a GPU rounds `u·scale − maximum` once where it rounds the maximum
+# twice.
+ABSENT = -math.inf
+
+
 class Scaling(NamedTuple):
     """What lies between the product `hidden @ weight.T` and the softmax.
 
     inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of
-    `softcap·tanh(z/softcap)`. bias: `[V]`.
+    `softcap·tanh(z/softcap)`. bias: `[V]`. restricted: logits may be `ABSENT`.
     """
 
     inverse_temperature: float | Tensor = 1.0
     softcap: float | None = None
     bias: Tensor | None = None
+    restricted: bool = False
 
     def of_columns(self, columns: slice) -> Scaling:
         """The same for some of the vocabulary."""
@@ -84,7 +91,7 @@ def finished(p: Partials) -> Statistics:
 
 def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
     """One pass over z. `[R, V]`, `[R]` → four `[R]` in float32 (float64 for float64)."""
-    fused = kernels_for(z)
+    fused = kernels_for(z, scaling)
     if fused is not None:
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
@@ -111,7 +118,7 @@ def row_gradient(
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
     target = target_gradient(s.logp, h, dlogp, dh)
-    fused = kernels_for(z)
+    fused = kernels_for(z, scaling)
     if fused is not None:
         fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, target, scaling)
         return
@@ -151,7 +158,8 @@ def scaled(z: Tensor, scaling: Scaling) -> Tensor:
     if scaling.bias is not None:
         s = s + scaling.bias.to(s.dtype)
     if scaling.softcap is not None:
-        s = scaling.softcap * torch.tanh(s / scaling.softcap)
+        capped = scaling.softcap * torch.tanh(s / scaling.softcap)
+        s = torch.where(s == ABSENT, s, capped) if scaling.restricted else capped
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         return s * t.to(s.dtype).unsqueeze(-1)
@@ -211,7 +219,7 @@ def policy_gradient(
     spread: tuple[Tensor, Tensor] | None,
     target: Tensor,
 ) -> Tensor:
-    """ds, the gradient by the scaled logits, from their log-probabilities, which are overwritten."""
+    """ds, the gradient by the scaled logits, written over their log-probabilities."""
     here, column = _here(ids, log_p)
     if spread is None:
         d = log_p.exp_().mul_(-dlogp.unsqueeze(-1))
@@ -233,7 +241,7 @@ def through_scaling(d: Tensor, z: Tensor, scaling: Scaling) -> Tensor:
     """dz from ds, in place."""
     if scaling.softcap is not None:
         capped = scaled(z, scaling._replace(inverse_temperature=1.0))
-        d.mul_(1 - (capped / scaling.softcap) ** 2)
+        d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         d.mul_(t.to(d.dtype).unsqueeze(-1))
@@ -247,8 +255,13 @@ def without_silent_rows(d: Tensor, silent: Tensor) -> Tensor:
     return d.masked_fill_(silent.unsqueeze(-1), 0) if bool(silent.any()) else d
 
 
-def kernels_for(z: Tensor) -> Any:
-    """The module of Triton kernels if they run on the device and dtype of `z`, else None."""
+def kernels_for(z: Tensor, scaling: Scaling) -> Any:
+    """The module of Triton kernels if they run on the device and dtype of `z`, else None.
+
+    They know no `ABSENT` under a softcap, which would bring it back.
+    """
+    if scaling.restricted and scaling.softcap is not None:
+        return None
     return (
         kernels("policyloss.head.kernels")
         if z.device.type == "cuda" and z.dtype != torch.float64

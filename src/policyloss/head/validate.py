@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, is_number, seen
+from policyloss.arguments import check_tensor, description, fits_kind, is_number
 from policyloss.errors import InputError
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
@@ -22,7 +22,7 @@ from policyloss.tokens import checked_mask
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
-        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+        raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(
@@ -44,11 +44,14 @@ def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
 def strays(head: Head, valid: Tensor | None) -> Tensor:
     """The lowest and the highest id at valid positions, as integers on the device.
 
-    If each token has a temperature, also how many of those at valid positions are not positive.
+    With a support, then its faults. If each token has a temperature, also how many of those at
+    valid positions are not positive.
     """
     if head.ids.numel() == 0:
-        return head.ids.new_zeros(2)
+        return head.ids.new_zeros(5)
     numbers = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    if head.support is not None:
+        numbers += head.support.faults(head.ids, valid, head.vocabulary.size).unbind()
     if isinstance(head.inverse_temperature, Tensor):
         numbers.append(unusable_temperatures(head.inverse_temperature, valid).sum())
     return torch.stack(numbers)
@@ -57,9 +60,11 @@ def strays(head: Head, valid: Tensor | None) -> Tensor:
 def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     """Raise if `numbers`, the result of `strays`, show an id or a temperature that cannot be used.
 
-    An id must be an entry of the vocabulary, a temperature a positive number.
+    An id must be an entry of the vocabulary and of the token's support, a temperature a positive
+    number.
     """
-    lowest, highest, *unusable = numbers
+    lowest, highest, *rest = numbers
+    (outside, unknown), unusable = ((0, 0), rest) if head.support is None else (rest[:2], rest[2:])
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
@@ -71,6 +76,16 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
         raise InputError(
             f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
             f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
+            "must be False in mask."
+        )
+    if unknown:
+        raise InputError(
+            f"support ids holds {unknown} entries that the vocabulary of {size} does not have."
+        )
+    if outside:
+        raise InputError(
+            f"{outside} sampled token(s) are not in their own support, from which they were drawn: "
+            "do ids, support and mask belong to the same positions? Positions that are no tokens "
             "must be False in mask."
         )
     if any(unusable) and isinstance(rate, Tensor):
@@ -142,7 +157,7 @@ def inverse_temperature(
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
-        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
+        raise InputError(f"temperature must be a positive number, got {description(value)}.")
     return 1 / value
 
 
@@ -151,7 +166,7 @@ def check_softcap(softcap: float | None) -> None:
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise InputError(
             "softcap must be None or a positive number (logits are held within ±softcap), got "
-            f"{seen(softcap)}."
+            f"{description(softcap)}."
         )
 
 
@@ -182,7 +197,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     ):
         raise InputError(
             f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), "
-            f"got {seen(bias)}."
+            f"got {description(bias)}."
         )
     if bias is not None:
         check_tensor(of_bias, bias)
