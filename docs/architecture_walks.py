@@ -151,7 +151,7 @@ def training_walk() -> Walk:
     sizes: dict[str, Any] = {
         "prompts": 1,
         "group_size": 2,
-        "minibatches": 1,
+        "minibatches": 2,  # the first update has no old policy but itself
         "max_new_tokens": 2,
         "eval_prompts": 1,
     }

@@ -11,7 +11,7 @@ count as sequences of their width).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,9 +94,9 @@ def accumulate(
     return step
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's
-    loss.
+    """One optimizer step, made by `accumulate`: iterate once, and take each micro-batch's loss.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -106,26 +106,14 @@ class Accumulation:
     merged over the micro-batches whose loss was taken so far.
     """
 
-    def __init__(
-        self,
-        spec: LossSpec,
-        totals: Totals,
-        counts: Totals,
-        group: Any = None,
-        cp_group: Any = None,
-    ) -> None:
-        self.spec = spec
-        self.totals = totals
-        self.counts = counts
-        self.group = group
-        self.cp_group = cp_group
-        self.metrics = Metrics()
-        self._micro_batches: list[MicroBatch] = []
-        self._iterated = False
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for r in self.metrics.values() for p in r.parts), torch.device("cpu"))
+    spec: LossSpec
+    totals: Totals
+    counts: Totals
+    group: Any = None
+    cp_group: Any = None
+    metrics: Metrics = field(default_factory=Metrics, init=False)
+    _micro_batches: list[MicroBatch] = field(default_factory=list, init=False)
+    _iterated: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
         """The number of micro-batches, the same on every rank of `group`."""
@@ -159,9 +147,9 @@ class Accumulation:
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
         if unused:
-            metrics = metrics + Metrics(
-                {"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))}
-            )
+            devices = (part.device for r in metrics.values() for part in r.parts)
+            number = torch.tensor(unused, device=next(devices, torch.device("cpu")))
+            metrics = metrics + Metrics({"unused_micro_batches": Invalid(number)})
         for group in (self.group, self.cp_group):
             metrics = metrics if group is None else metrics.all_reduce(group)
         if unused or self.group is not None or self.cp_group is not None:
@@ -222,13 +210,13 @@ class MicroBatch(Mapping[str, Any]):
                 f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); "
                 "put them there."
             )
-        given = {
+        present = {
             name: x
             for name, x in arguments.items()
             if x is not None or name in ("old_logp", "advantages", "mask")
         }
         self.is_used = True
-        return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
+        return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
         """The share of the step's loss that lies here, to call `backward()` on; its metrics are
@@ -335,8 +323,8 @@ def _counted(
             dp_size=dp_size,
         )
         return counts, len(micro_batches)
-    own, members = _share(micro_batches, cp_group)
-    tokens, sequences, numbers, with_ids = torch.stack(all_gather(own, group)).unbind(1)
+    share, members = _share(micro_batches, cp_group)
+    tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
     number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
@@ -358,8 +346,8 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     numbers = torch.tensor(
         [len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device
     )
-    own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
-    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack(
+    counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
+    return counts, lengths.new_zeros(2, 0) if ids is None else torch.stack(
         [ids.to(torch.int64), lengths]
     )
 
@@ -414,11 +402,11 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
                 and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))
             ):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
-    whole = {
+    joined = {
         name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)
     }
-    named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}
-    named["extras"] = {name.removeprefix("extras."): x for name, x in whole.items() if "." in name}
+    named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
+    named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
     if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
         named["advantages"] = named["advantages"].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
@@ -431,9 +419,9 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
     """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
             f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, "
-            f"got {seen}."
+            f"got {actual}."
         )
     return x.reshape(-1)

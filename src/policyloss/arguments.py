@@ -29,7 +29,7 @@ _WANTED: dict[str, str] = {
 }
 
 
-def seen(x: Any) -> str:
+def description(x: Any) -> str:
     """How an error describes a wrong value: dtype and shape of a tensor, else type and value."""
     if isinstance(x, Tensor):
         return f"dtype {x.dtype} and shape {tuple(x.shape)}"
@@ -50,7 +50,7 @@ def check_tensor(
 ) -> None:
     """Raise unless `x` is a dense tensor of this kind, on the device of `like` (name, tensor)."""
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
-        raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
+        raise InputError(f"{name} must be {_WANTED[kind]}, got {description(x)}.")
     if x.layout != torch.strided:
         raise InputError(
             f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense()."
@@ -61,13 +61,18 @@ def check_tensor(
         )
 
 
-def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
+def check_like(
+    name: str,
+    x: Any,
+    like: tuple[str, Tensor],
+    kind: Kind = "number",
+    fix: str = "they must be equal",
+) -> None:
     """Raise unless `x` has the shape and the device of `like`, another argument with its name."""
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they "
-            "must be equal."
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; {fix}."
         )
 
 
@@ -96,7 +101,7 @@ def check_number(
     """`value` if it is a number within the bounds, not NaN, and finite if that is asked for."""
     tail = f" {hint}" if hint else ""
     if not is_number(value):
-        raise error(f"{name} must be a number, got {seen(value)}.{tail}")
+        raise error(f"{name} must be a number, got {description(value)}.{tail}")
     rule = ""
     if math.isnan(value) or (finite and math.isinf(value)):
         rule = "finite"
@@ -116,16 +121,18 @@ def check_integer(
 ) -> int:
     """`value` if it is a Python integer of at least `least` that 64 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise error(f"{name} must be an integer, got {seen(value)}.")
+        raise error(f"{name} must be an integer, got {description(value)}.")
     if not least <= value < 2**63:
-        raise error(f"{name} must be an integer >= {least} and below 2**63, got {seen(value)}.")
+        raise error(
+            f"{name} must be an integer >= {least} and below 2**63, got {description(value)}."
+        )
     return value
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False, got {seen(value)}.")
+        raise InputError(f"{name} must be True or False, got {description(value)}.")
 
 
 def check_group(name: str, group: Any) -> None:
@@ -139,7 +146,7 @@ def check_group(name: str, group: Any) -> None:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(
-            f"{name} must be a process group that this rank belongs to, got {seen(group)}."
+            f"{name} must be a process group that this rank belongs to, got {description(group)}."
         )
 
 
@@ -239,13 +246,13 @@ def _check_allowed(
     if (float in allowed or int in allowed) and _is_scalar(value):
         return
     words = [_WORDS[t] for t in (Tensor, float, int, bool, type(None)) if t in allowed]
-    raise InputError(f"{name} must be {' or '.join(words)}, got {seen(value)}.")
+    raise InputError(f"{name} must be {' or '.join(words)}, got {description(value)}.")
 
 
 def check_scalar(name: str, value: Any) -> None:
     """Raise unless `value` is one number, of Python or of an array library."""
     if not _is_scalar(value):
-        raise InputError(f"{name} must be a number, got {seen(value)}.")
+        raise InputError(f"{name} must be a number, got {description(value)}.")
 
 
 def _is_scalar(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, seen
+from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
@@ -86,7 +86,7 @@ class Inputs:
     @property
     def dtype(self) -> torch.dtype:
         """What the loss is computed in: float64 if any log-probability is, else float32."""
-        return compute_dtype(self.logp, *(getattr(self, name) for name in LOGP_ARGUMENTS.values()))
+        return compute_dtype(self.logp, *[getattr(self, name) for name in LOGP_ARGUMENTS.values()])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that was given, by name; one of `extras` as "extras.name"."""
@@ -105,7 +105,7 @@ class Inputs:
         if not isinstance(self.extras, Mapping):
             raise InputError(
                 "extras must be a mapping of names to token-shaped tensors, got "
-                f"{seen(self.extras)}."
+                f"{description(self.extras)}."
             )
         return dict(self.extras)
 

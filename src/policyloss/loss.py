@@ -53,16 +53,18 @@ def policy_loss(
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
-    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t − entropy_coef · entropy_t)`
+    `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
+
+    The `kl` term is there once for each part of that slot.
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
-      the current policy's, for a `Divergence`) carry the gradient. `old_logp` is the trainer's own policy
-      when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
-      reference model's, `teacher_logp` a teacher's. A tensor that no part reads may be None
-      (`spec.reads` lists those that are read); if it is there, it feeds the metrics.
+      the current policy's, for a `Divergence`) carry the gradient. `old_logp` is the trainer's own
+      policy when the batch was frozen, `rollout_logp` what the inference engine reported,
+      `ref_logp` the reference model's, `teacher_logp` a teacher's. A tensor that no part reads may
+      be None (`spec.reads` lists those that are read); if it is there, it feeds the metrics.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
       longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
@@ -85,33 +87,30 @@ def policy_loss(
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
-    logp, others = inputs.logp, [getattr(inputs, name) for name in DIFFERENTIATED]
-    plain = (
-        inputs.cu_seqlens is None
-        and inputs.cp_group is None
-        and spec.is_data
-        and not isinstance(spec.ratio, SegmentRatio)
-    )
-    if (
-        torch.compiler.is_compiling()
-        and plain
-        and logp.requires_grad
-        and not any(x is not None and x.requires_grad for x in others)
-    ):
+    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
-        wide = logp.to(inputs.dtype)
+        wide = inputs.logp.to(inputs.dtype)
         gradient = torch.func.grad(
             lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
         )(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
-        return LossOutput(
-            with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics
-        )
+        total = with_known_gradient(wide, parts.total, gradient)
+        return LossOutput(total * parts.scale, parts.metrics)
     parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
+
+
+def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
+    """Whether value, metrics and gradient in `logp` are one loop over tokens, of parts of ours."""
+    if inputs.cu_seqlens is not None or inputs.cp_group is not None:
+        return False
+    if not spec.is_data or isinstance(spec.ratio, SegmentRatio):
+        return False
+    others = [getattr(inputs, name) for name in DIFFERENTIATED]
+    return inputs.logp.requires_grad and not any(x is not None and x.requires_grad for x in others)
 
 
 class _Parts(NamedTuple):
@@ -123,7 +122,7 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term would train nothing: `logp` has a gradient, its entropy or divergence none."""
+    """Raise if a term trains nothing: `logp` has a gradient, its entropy or divergence none."""
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):
@@ -235,10 +234,10 @@ def aggregate_tokens(
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
     """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
             f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
-            f"{seen}."
+            f"{actual}."
         )
     return x
 

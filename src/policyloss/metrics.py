@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, seen
+from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.masking import accumulator_dtype
@@ -53,7 +53,7 @@ class Record:
         if not dense or part.dim() or part.device != (device or part.device):
             raise InputError(
                 f"{type(self).__name__}.{name} must be a tensor that holds one real number, got "
-                f"{seen(part)}."
+                f"{description(part)}."
             )
 
     @property
@@ -225,7 +225,7 @@ class ExplainedVariance(Record):
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
-class Layout:
+class RecordPlaces:
     """Where the records of a `Metrics` lie in one tensor `[K]`.
 
     A part that several records share (a count) lies there once.
@@ -262,29 +262,28 @@ class Metrics(Mapping[str, Record]):
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
-        if not isinstance(records, (dict, type(None))) or not all(
-            isinstance(r, Record) for r in (records or {}).values()
-        ):
+        values = list(records.values()) if isinstance(records, dict) else [None]
+        if records is not None and [r for r in values if not isinstance(r, Record)]:
             raise InputError(
                 "records must be a dict of names to records (Stat, …), as a loss makes them, got "
-                f"{seen(records)}."
+                f"{description(records)}."
             )
         self._unpacked: dict[str, Record] | None = records or {}
-        self._packed: tuple[Layout, Tensor] | None = None
+        self._packed: tuple[RecordPlaces, Tensor] | None = None
 
     @classmethod
-    def packed(cls, layout: Layout, values: Tensor) -> Metrics:
+    def packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
         """The metrics whose parts lie in `values` `[K]`. Records are built when one is read."""
         metrics = cls()
-        metrics._unpacked, metrics._packed = None, (layout, values)
+        metrics._unpacked, metrics._packed = None, (places, values)
         return metrics
 
     @property
     def _records(self) -> dict[str, Record]:
         if self._unpacked is None:
             assert self._packed is not None
-            layout, values = self._packed
-            self._unpacked = layout.unpack(values)
+            places, values = self._packed
+            self._unpacked = places.unpack(values)
         return self._unpacked
 
     def __getitem__(self, name: str) -> Record:
@@ -327,9 +326,9 @@ class Metrics(Mapping[str, Record]):
         if it is not. Likely mistakes (`positive_logp_tokens`, `beyond_totals`) are a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
-            layout, packed = self._packed
+            places, packed = self._packed
             # One copy to the host, and the quotients there.
-            return Metrics.packed(layout, packed.cpu()).compute()
+            return Metrics.packed(places, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]

@@ -6,14 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
-from policyloss.arguments import seen
+from policyloss.arguments import description
 from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
+from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.parts.divergence import Divergence
+from policyloss.parts.validate import Part, within
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 Correction = Callable[[Tokens], correction.Corrected] | correction.SelfNormalise
 
-REJECTED = ("keep", "renormalise", "drop_sequence")
 _VARIANTS: dict[str, tuple[type, ...]] = {
     "ratio": ratio.VARIANTS,
     "trust": trust.VARIANTS,
@@ -30,20 +30,18 @@ _VARIANTS: dict[str, tuple[type, ...]] = {
     "aggregate": aggregate.VARIANTS,
 }
 _FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in _VARIANTS}
-Part = TypeVar("Part")
+P = TypeVar("P")
 
+_SETTINGS = ("rejected", "entropy_coef")  # the slots that hold no part
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
 
 # The defaults are plain PPO: frozen values, safe to share.
-_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = (
-    ratio.TokenRatio(),
-    trust.Clip(0.2, 0.2),
-    aggregate.TokenMean(),
-)
+_TOKEN_RATIO, _PPO_CLIP = ratio.TokenRatio(), trust.Clip(0.2, 0.2)
+_TOKEN_MEAN = aggregate.TokenMean()
 
 
 @dataclass(frozen=True)
-class LossSpec:
+class LossSpec(Part):
     """What fills each slot of the pipeline.
 
     Frozen and hashable; change a slot with `spec.replace(trust=…)`.
@@ -51,10 +49,10 @@ class LossSpec:
     ratio: which probability ratio. trust: how a step is limited. correction: what is done about
     rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
     denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or a
-    teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
-    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
-    docs/custom.md).
+    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
+    a teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate:
+    how tokens are averaged. Any slot but `rejected` and `entropy_coef` also takes a callable of
+    `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -62,7 +60,7 @@ class LossSpec:
     correction: Any = ()
     rejected: Literal["keep", "renormalise", "drop_sequence"] = "keep"
     kl: Any = None
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, within(finite=True)] = 0.0
     aggregate: Any = _TOKEN_MEAN
 
     def __post_init__(self) -> None:
@@ -72,17 +70,13 @@ class LossSpec:
         if not isinstance(parts, (tuple, list)):
             parts = (parts,)
         object.__setattr__(self, "correction", tuple(parts))
-        for slot in ("ratio", "trust", "aggregate"):
-            check_part(slot, getattr(self, slot))
-        for part in self.correction:
-            check_part("correction", part)
         if isinstance(self.kl, (tuple, list)):
             pulls = tuple(self.kl)
             object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
-        for part in self.pulls:
-            check_part("kl", part)
-        validate.choice(self, "rejected", REJECTED)
-        validate.number(self, "entropy_coef", finite=True)
+        for slot in _VARIANTS:
+            for part in self.parts_in(slot):
+                check_part(slot, part)
+        super().__post_init__()
         self._check_fit()
 
     def _check_fit(self) -> None:
@@ -127,11 +121,15 @@ class LossSpec:
     @property
     def is_data(self) -> bool:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
-        parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
-        parts += [("correction", c) for c in self.correction] + [("kl", k) for k in self.pulls]
-        return all(
-            any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts
-        )
+        parts = [(slot, part) for slot in _VARIANTS for part in self.parts_in(slot)]
+        return all(type(part) in known_parts(slot).values() for slot, part in parts)
+
+    def parts_in(self, slot: str) -> tuple[Any, ...]:
+        """The parts that fill a slot: none, one, or several."""
+        if slot == "kl":
+            return self.pulls
+        value = getattr(self, slot)
+        return value if isinstance(value, tuple) else (value,)
 
     @property
     def reads_ratio(self) -> bool:
@@ -232,16 +230,13 @@ class LossSpec:
         """
         changed = self
         for name, value in numbers.items():
-            if name in ("rejected", "entropy_coef"):
+            if name in _SETTINGS:
                 changed = dataclasses.replace(changed, **{name: value})
                 continue
             places = [path for path in _field_paths(changed) if path[-1] == name]
             if not places:
-                valid = {str(path[-1]) for path in _field_paths(changed)} | {
-                    "rejected",
-                    "entropy_coef",
-                }
-                raise SpecError(unknown_name("number of this loss", name, valid))
+                valid = [str(path[-1]) for path in _field_paths(changed)] + [*_SETTINGS]
+                raise SpecError(unknown_name("number of this loss", name, set(valid)))
             if len(places) > 1:
                 where = " and ".join(".".join(map(str, path)) for path in places)
                 raise SpecError(
@@ -294,7 +289,7 @@ class LossSpec:
         """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
-                f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
+                f"data must be a mapping, as LossSpec.to_dict makes it, got {description(data)}."
             )
         slots: dict[str, Any] = {}
         for key, value in data.items():
@@ -354,8 +349,7 @@ def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
     """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
-        new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]
-        return tuple(new)
+        return tuple(_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner))
     inner = _with_value(getattr(owner, str(first)), rest, value) if rest else value
     return dataclasses.replace(owner, **{str(first): inner})
 
@@ -391,14 +385,14 @@ def check_part(slot: str, part: Any) -> None:
         )
 
 
-def framework_part(slot: str, framework: str) -> Callable[[type[Part]], type[Part]]:
+def framework_part(slot: str, framework: str) -> Callable[[type[P]], type[P]]:
     """A decorator for a framework's part: specs that hold one can be written as data.
 
     The class extends a part of this slot. In data its type is "framework.ClassName", which can be
     read back wherever `policyloss.compat` has loaded that framework.
     """
 
-    def known(part: type[Part]) -> type[Part]:
+    def known(part: type[P]) -> type[P]:
         _FRAMEWORK_PARTS[slot][f"{framework}.{part.__name__}"] = part
         return part
 
@@ -457,17 +451,11 @@ def _decode(slot: str, data: Any) -> Any:
     valid = [f.name for f in dataclasses.fields(make)]
     for key in data:
         if key != "type" and key not in valid:
-            raise SpecError(
-                unknown_name(f"{name} field", key, valid)
-                if valid
-                else f"{name} has no fields, got {key!r}."
-            )
+            none = f"{name} has no fields, got {key!r}."
+            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else none)
     values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
-    missing = [
-        f.name
-        for f in dataclasses.fields(make)
-        if f.default is dataclasses.MISSING and f.name not in values
-    ]
+    needed = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}.")
     return make(**values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 
 
@@ -36,7 +36,8 @@ class Teacher:
         entries = self.weight.shape[0]
         if not isinstance(size, int) or not 0 < size <= entries:
             raise InputError(
-                f"prefix takes the first entries of the teacher's {entries}; got {seen(size)}."
+                f"prefix takes the first entries of the teacher's {entries}, got "
+                f"{description(size)}."
             )
         bias = None if self.bias is None else self.bias[:size]
         return replace(self, weight=self.weight[:size], bias=bias)
@@ -56,7 +57,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not isinstance(self.ids, Tensor) or not fits_kind(self.ids, "integer"):
-            raise InputError(f"TopK.ids must be a tensor of integers, got {seen(self.ids)}.")
+            raise InputError(f"TopK.ids must be a tensor of integers, got {description(self.ids)}.")
         check_tensor("TopK.logp", self.logp, "float", like=("TopK.ids", self.ids))
         if self.ids.shape != self.logp.shape or self.ids.dim() < 2 or not self.ids.shape[-1]:
             raise InputError(

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
@@ -31,18 +31,6 @@ LOGP_ARGUMENTS = {
     "ref": "ref_logp",
     "teacher": "teacher_logp",
 }
-
-
-class NeedsStatistics(Protocol):
-    """A slot whose numbers depend on the whole batch, not on its own token or sequence (see
-    `measure`).
-    """
-
-    statistics_names: ClassVar[tuple[str, ...]]
-
-    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """Measure `t`, a whole step, over the ranks of `group`."""
-        ...
 
 
 def as_mask(
@@ -81,7 +69,7 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
         raise InputError(
             f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got "
-            f"{seen(group_ids)}."
+            f"{description(group_ids)}."
         )
 
 
@@ -198,14 +186,14 @@ def laid_out(
     if group_ids is not None:
         check_group_ids(group_ids, sequences)
         check_tensor("group_ids", group_ids, like=(called, tokens))
+    if positions is not None:
+        positions = checked_positions(positions, tokens, "this loss")
     invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
     return {
         "mask": mask,
         "sequences": sequences,
         "group_ids": group_ids,
-        "positions": None
-        if positions is None
-        else checked_positions(positions, tokens, "this loss"),
+        "positions": positions,
         "invalid": {name: x for name, x in invalid.items() if x is not None},
     }
 
@@ -257,7 +245,7 @@ class Tokens(Layout):
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
-        # Left out by the head alone, while the log-probabilities are not computed.
+        # The head alone leaves logp out, while the log-probabilities are not computed.
         if x is None and name == "logp":
             raise InputError(
                 "a part that says reads_logp = False read logp: leave that attribute out, so that "
@@ -294,8 +282,8 @@ class Tokens(Layout):
         if not self.has("divergence"):
             raise InputError(
                 "this loss has a Divergence, which reads the divergence of each token; pass "
-                "divergence= to policy_loss (policyloss.linear_divergence and policyloss.divergence "
-                "make it), or teacher= to linear_policy_loss."
+                "divergence= to policy_loss (policyloss.linear_divergence and "
+                "policyloss.divergence make it), or teacher= to linear_policy_loss."
             )
         return fill(self.read("divergence"), self.mask, self.dtype)
 
@@ -314,10 +302,13 @@ class Tokens(Layout):
         return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
 
     def _anchor(self, anchor: str) -> Tensor:
-        return (
-            self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
-        )
+        if anchor == "current":
+            return self.read("logp").detach()
+        return self.read(LOGP_ARGUMENTS[anchor])
 
-    def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
-        """The batch-wide numbers `slot` needs: measured for the step, else this call's own."""
-        return slot.statistics(self) if self.measured is None else self.measured
+    def batch_statistics(self, part: Any) -> dict[str, Tensor]:
+        """The batch-wide numbers `part` needs: measured for the step, else this call's own."""
+        if self.measured is not None:
+            return self.measured
+        numbers: dict[str, Tensor] = part.statistics(self)
+        return numbers

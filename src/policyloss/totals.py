@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_tensor, is_number, seen
+from policyloss.arguments import check_group, check_like, check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
@@ -38,7 +38,7 @@ class GroupTokens:
         if self.ids.dim() != 1:
             raise InputError(
                 "GroupTokens.ids must be 1-D, the ids of the groups in rising order, got "
-                f"{seen(self.ids)}."
+                f"{description(self.ids)}."
             )
 
 
@@ -69,14 +69,14 @@ class Totals:
             _check_count("Totals.groups", self.groups, "a number of groups, a GroupTokens or None")
         ranks: Any = self.dp_size
         if not isinstance(ranks, Tensor) and (not isinstance(ranks, int) or ranks < 1):
-            raise InputError(f"Totals.dp_size must be a number of ranks, got {seen(ranks)}.")
+            raise InputError(f"Totals.dp_size must be a number of ranks, got {description(ranks)}.")
         numbers = self.statistics
         if numbers is not None and not (
             isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())
         ):
             raise InputError(
                 "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
-                f"{seen(numbers)}."
+                f"{description(numbers)}."
             )
 
     @classmethod
@@ -184,9 +184,9 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
     """Raise unless `value` is a number that is not negative, or a tensor that holds one number."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise InputError(f"{name} must be one number, got a tensor of {seen(value)}.")
+            raise InputError(f"{name} must be one number, got a tensor of {description(value)}.")
     elif not is_number(value) or not value >= 0:
-        raise InputError(f"{name} must be {wanted}, got {seen(value)}.")
+        raise InputError(f"{name} must be {wanted}, got {description(value)}.")
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
@@ -230,7 +230,7 @@ def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):
-        raise InputError(f'totals must be a Totals, "local" or None, got {seen(totals)}.')
+        raise InputError(f'totals must be a Totals, "local" or None, got {description(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
             f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know "

@@ -63,7 +63,8 @@ def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
     hidden = torch.randn(*BATCH.mask.shape, 4, generator=generator, dtype=torch.float64)
     head = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 9, BATCH.mask.shape, generator=generator)
-    shared = {n: x for n, x in BATCH.kwargs.items() if n not in ("logp", "entropy", "advantages")}
+    left_out = ("logp", *DIFFERENTIATED, "advantages")
+    shared = {n: x for n, x in BATCH.kwargs.items() if n not in left_out}
 
     def slopes(spec: pl.LossSpec, advantages: Tensor, **extras: Any) -> list[Tensor]:
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -93,9 +94,9 @@ def test_micro_batches_carry_extras() -> None:
 
 
 def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
-    more = {"extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
-    eager = pl.policy_loss("ppo", **BATCH.kwargs, **more)
-    compiled = pl.compiled_loss("ppo")(**BATCH.kwargs, **more)
+    given = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
+    eager = pl.policy_loss("ppo", **given)
+    compiled = pl.compiled_loss("ppo")(**given)
     assert_same(compiled.loss, eager.loss, what="loss")
 
 

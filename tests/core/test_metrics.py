@@ -14,7 +14,7 @@ import torch
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
-from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Layout, Max, Min, Sum
+from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, RecordPlaces, Sum
 from policyloss.policy_metrics import FORMULAS
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
@@ -427,7 +427,7 @@ def test_packed_metrics_are_the_same_records() -> None:
     only where the numbers lie is another.
     """
     metrics = run(FULL, make_batch(seed=5)).records
-    packed = pl.Metrics.packed(Layout(metrics), Layout.pack(metrics))
+    packed = pl.Metrics.packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))
     assert list(packed) == list(metrics)
     assert len(packed) == len(metrics)
     assert_same(packed.compute(), metrics.compute(), tol=0, what="metric")
@@ -451,9 +451,9 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
             "n": Sum(n),
         }
     )
-    values = Layout.pack(metrics, torch.tensor(7.0))
+    values = RecordPlaces.pack(metrics, torch.tensor(7.0))
     assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
-    assert pl.Metrics.packed(Layout(metrics), values).compute() == {
+    assert pl.Metrics.packed(RecordPlaces(metrics), values).compute() == {
         "a": 1.5 / (2**31 - 1),
         "b": 3 / (2**31 - 1),
         "n": 2**31 - 1,

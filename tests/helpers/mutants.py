@@ -216,8 +216,8 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = Stat(held, n)',
-        'records[f"clip_fraction_{name}"] = Stat(held / n, n / n)',
+        'records[f"clip_fraction_{name}"] = Stat(number, n)',
+        'records[f"clip_fraction_{name}"] = Stat(number / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(

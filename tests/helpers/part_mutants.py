@@ -51,8 +51,8 @@ PARTS = (
     (
         "turn_ratio_over_the_sequence",
         _RATIO,
-        "/ runs.lengths.clamp(min=1))",
-        "/ t.lengths.sum())",
+        "total / length.clamp(min=1)",
+        "total / t.lengths.sum()",
         _HAND + "test_segment_ratio",
     ),
     (
@@ -86,15 +86,15 @@ PARTS = (
     (
         "sapo_temperatures_swapped",
         _WEIGHTS,
-        "self.tau_positive, self.tau_negative))",
-        "self.tau_negative, self.tau_positive))",
+        "self.tau_positive, self.tau_negative)",
+        "self.tau_negative, self.tau_positive)",
         _HAND + "test_trust",
     ),
     (
         "probability_band_sides_swapped",
         _CLIPS,
-        "            self.low,\n",
-        "            self.high,\n",
+        "(self.divergence, self.low,",
+        "(self.divergence, self.high,",
         _HAND + "test_probability_band",
     ),
     (
@@ -114,8 +114,8 @@ PARTS = (
     (
         "vespo_signs_swapped",
         _WEIGHTS,
-        "t.logp, t.advantages, positive, negative))",
-        "t.logp, t.advantages, negative, positive))",
+        "t.logp, t.advantages, positive, negative)",
+        "t.logp, t.advantages, negative, positive)",
         _HAND + "test_trust",
     ),
     (
@@ -177,8 +177,8 @@ PARTS = (
     (
         "sequence_mask_weights_swapped",
         _CORRECTION,
-        'if self.weight == "token" else w',
-        'if self.weight != "token" else w',
+        'if self.weight == "token":\n            w =',
+        'if self.weight != "token":\n            w =',
         _CORRECTIONS + "test_weight",
     ),
     (

@@ -13,7 +13,7 @@ TRAIN = (
     (
         "reference_not_restored",
         "train/learner.py",
-        'load_weights(self.reference, subtree(tensors, "reference"))',
+        'load_weights(weights(self.reference), subtree(tensors, "reference"))',
         "pass",
         _DISK + "test_the_reference_of_a_resumed_run_is_the_one_it_had",
     ),

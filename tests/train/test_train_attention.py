@@ -1,9 +1,10 @@
-"""Sequences that go through a model together have the numbers of each alone, whichever way they go."""
+"""Sequences that go through a model together have the numbers of each alone,
+whichever way they go.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,17 @@ def per_sequence(
 
 
 @pytest.fixture
-def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma's norms compute in float32, gradients and all, whose sums depend on the order."""
     single = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
-    yield
 
 
 @pytest.fixture
-def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way "varlen" with a kernel that runs here."""
     monkeypatch.setattr(attention, "_kernel", lambda: per_sequence)
     monkeypatch.setattr(attention, "_unavailable", lambda name, model: "")
-    yield
 
 
 def assert_as_alone(model: Any, way: Any, budget: int) -> None:
@@ -286,8 +285,8 @@ def test_rows_are_sorted_and_cut_by_hand() -> None:
     """
     lengths = [5, 9, 1, 4, 8, 5, 2]
     assert Rows().cut(lengths, 20) == [[1, 4], [0, 5, 3, 6], [2]]
-    # Without a limit, padding decides: 9 8 5 5 would be 36 places with 9 of padding, a quarter; with
-    # 4 it is 45 with 14, more than a quarter.
+    # Without a limit, padding decides: 9 8 5 5 would be 36 places with 9 of padding, a quarter;
+    # with 4 it is 45 with 14, more than a quarter.
     assert Rows().cut(lengths, 1000) == [[1, 4, 0, 5], [3, 6], [2]]
     assert Rows().cut([7], 3) == [[0]]
 

@@ -23,10 +23,10 @@ from policyloss.arguments import (
     check_choice,
     check_flag,
     check_group,
+    check_like,
     check_number,
     check_tensor,
-    fits_kind,
-    seen,
+    description,
 )
 from policyloss.errors import InputError
 from policyloss.functional.collectives import (
@@ -324,26 +324,17 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
         raise InputError(
-            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum "
-            "token rewards first."
+            f"rewards must be one number per sequence, a tensor [S], got {description(rewards)}; "
+            "sum token rewards first."
         )
-    if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
-        raise InputError(
-            f"group_ids must be a tensor of integers, one per sequence, got {seen(group_ids)}."
-        )
-    check_tensor("group_ids", group_ids, like=("rewards", rewards))
-    if group_ids.shape != rewards.shape:
-        raise InputError(
-            f"group_ids has shape {tuple(group_ids.shape)} but rewards have "
-            f"{tuple(rewards.shape)}; give one id each."
-        )
+    check_like("group_ids", group_ids, ("rewards", rewards), "integer", "give one id each")
 
 
 def check_numbers(eps: float, ddof: int) -> None:
     """Raise unless eps ≥ 0 and ddof is 0 or 1."""
     check_number("eps", eps, least=0)
     if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
-        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {seen(ddof)}.")
+        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {description(ddof)}.")
 
 
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
@@ -351,7 +342,7 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.shape != rewards.shape:
         raise InputError(
             f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got "
-            f"{seen(x)}."
+            f"{description(x)}."
         )
     check_tensor(name, x, like=("rewards", rewards))
     return x.detach()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, is_number, seen
+from policyloss.arguments import check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
@@ -154,29 +154,20 @@ def _lambda_returns(
     if n == 0:
         return reward
     x = torch.lerp(reward, value, 1 - lam).reshape(-1)
-    decay = torch.where(
-        mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1
-    ).reshape(-1)
+    decay = torch.where(mask, x.new_full((), gamma * lam), 1).reshape(-1)
     ends = _ends(layout, x.device)
-    after = (
-        x.new_zeros(layout.count)
-        if last_values is None
-        else _per_sequence(last_values, layout, x).to(x.dtype)
-    )
+    after = x.new_zeros(layout.count)
     if last_values is not None:
+        after = _per_sequence(last_values, layout, x).to(x.dtype)
         x = x + decay * _placed(after, ends, n)
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN
     # is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
-    z = linear_recurrence_reverse(
-        x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape)
-    )
-    following = (
-        torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2))
-        .index_copy_(0, ends, after)[:n]
-        .view(layout.shape)
-    )
+    x, decay = x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape)
+    z = linear_recurrence_reverse(x, decay).reshape(-1)
+    after_each = torch.nn.functional.pad(z[1:], (0, 2)).index_copy_(0, ends, after)
+    following = after_each[:n].view(layout.shape)
     return fill(following.mul_(gamma).add_(reward).add_(poison), mask)
 
 
@@ -257,15 +248,12 @@ def whole_sequences(
     """
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
-    by_token = (
-        (rewards.reshape(layout.shape).to(dtype),)
-        if tuple(rewards.shape) in _token_shapes(layout)
-        else ()
-    )
-    pack = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(
-        dtype
-    )
+    columns = [x.to(dtype) for x in others]
+    if tuple(rewards.shape) not in _token_shapes(layout):
+        pack = WholeSequences.of(layout, mask, at, *columns)
+        return pack, rewards.detach().reshape(-1, 1).to(dtype)
+    pack = WholeSequences.of(layout, mask, at, *columns, rewards.reshape(layout.shape).to(dtype))
+    return pack, pack.columns[-1].unsqueeze(0)
 
 
 def _checked_layout(
@@ -306,7 +294,7 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
 
 def _check_discount(name: str, x: float) -> None:
     if not is_number(x) or not 0 <= x <= 1:
-        raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
+        raise InputError(f"{name} must be between 0 and 1, got {description(x)}.")
 
 
 @torch.no_grad()

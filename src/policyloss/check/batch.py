@@ -94,19 +94,7 @@ class Batch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = (
-            "logp",
-            "old_logp",
-            "advantages",
-            "mask",
-            "rollout_logp",
-            "ref_logp",
-            "teacher_logp",
-            "entropy",
-            "divergence",
-            "cu_seqlens",
-            "group_ids",
-        )
+        names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
         if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
             len(self.cu_seqlens) - 1,

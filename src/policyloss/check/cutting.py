@@ -65,22 +65,16 @@ class CuttableBatch:
                 micro[name] = x[:, tokens.to(x.device)]
             else:  # as everywhere, where N = S a tensor is taken per token
                 along_tokens = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == n
-                micro[name] = (
-                    self._picked(x, n, tokens)
-                    if along_tokens
-                    else self._picked(x, self.sequences.count, index)
-                )
+                size, chosen_here = (n, tokens) if along_tokens else (self.sequences.count, index)
+                micro[name] = self._picked(x, size, chosen_here)
         lengths = torch.tensor([len(span) for span in spans])
         micro["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens)
         return micro
 
     @staticmethod
     def _picked(x: Any, size: int, index: Tensor) -> Any:
-        return (
-            x[index.to(x.device)]
-            if isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
-            else x
-        )
+        along = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
+        return x[index.to(x.device)] if along else x
 
     def half_masked(self, sequence: int) -> dict[str, Any]:
         """One sequence alone, with the later half of its valid tokens masked."""

@@ -134,11 +134,9 @@ def _first_of_the_best(
     precision), laws that fit much worse could pass too.
     """
     best = min(misfits.values())
-    return (
-        next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None)
-        if best <= tolerance
-        else None
-    )
+    if best > tolerance:
+        return None
+    return next(law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100))
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
-from policyloss.arguments import check_integer, seen
+from policyloss.arguments import check_integer, description
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
@@ -131,7 +131,8 @@ def check_loss(
         )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
         raise InputError(
-            f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}."
+            "loss must be a function of Tokens, a LossSpec or a preset's name, got "
+            f"{description(loss)}."
         )
     check_integer("seed", seed, 0)
     if isinstance(loss, (str, LossSpec)):
@@ -187,9 +188,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         out = spec.trust(t)
         x = out[0] if isinstance(out, tuple) else out
         if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             shapes.append(
-                f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}"
+                f"must return one number per token, shape {tuple(t.mask.shape)}; got {actual}"
             )
         return out
 
@@ -200,11 +201,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         return f"the loss of an ordinary batch is {value.item()}"
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
-    return (
-        ""
-        if gradient.any()
-        else "no token gets a gradient: is the result detached from logp and ratio?"
-    )
+    if not gradient.any():
+        return "no token gets a gradient: is the result detached from logp and ratio?"
+    return ""
 
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
@@ -243,20 +242,9 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
-    apart = Batch(
-        logp,
-        anchor,
-        anchor,
-        anchor,
-        anchor,
-        ones,
-        advantages,
-        ones,
-        ones.bool(),
-        rows // 2,
-        lengths=torch.ones_like(rows),
-        width=1,
-    )
+    lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
+    rest = (anchor, anchor, anchor, anchor, ones, advantages, ones, valid, groups, lengths)
+    apart = Batch(logp, *rest, width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 

@@ -9,9 +9,7 @@ from typing import Any
 
 
 def installed_version(package: str) -> str:
-    """The release of an installed framework; if there is none, the error says what works without
-    it.
-    """
+    """The release of an installed framework; an error says what works without it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

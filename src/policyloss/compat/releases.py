@@ -1,6 +1,4 @@
-"""Compares the releases of a framework: where a framework changed a number, its drop-in takes
-`release="0.8.0"`.
-"""
+"""Compares releases: where a framework changed a number, its drop-in takes `release=`."""
 
 from __future__ import annotations
 

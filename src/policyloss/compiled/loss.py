@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from policyloss.functional.masking import accumulator_dtype, can_be_read, comput
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
-from policyloss.metrics import Invalid, Layout, Metrics
-from policyloss.presets import PresetName
+from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -69,9 +70,7 @@ def compiled_loss(
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(
-        spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph
-    )
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
 
 
 class Gradients(NamedTuple):
@@ -82,25 +81,19 @@ class Gradients(NamedTuple):
     divergence: Tensor | None = None
 
 
+@dataclass(eq=False, repr=False)
 class CompiledLoss:
     """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
 
-    def __init__(
-        self,
-        spec: LossSpec | PresetName | str,
-        *,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        two_stages: bool | None = None,
-        cuda_graph: bool = False,
-    ) -> None:
-        spec = ready_spec(spec)
-        self.spec = spec
-        self.dynamic = dynamic
-        self.options = options
-        self.two_stages = two_stages
-        self.cuda_graph = cuda_graph
-        self._is_data = spec.is_data
+    spec: LossSpec
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    two_stages: bool | None = None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = ready_spec(self.spec)
+        self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
         self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
 
@@ -129,7 +122,7 @@ class CompiledLoss:
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
             loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
-        return LossOutput(loss, Metrics.packed(graph.layout, packed))
+        return LossOutput(loss, Metrics.packed(graph.places, packed))
 
     @takes_tensors
     def value_and_gradient(
@@ -160,7 +153,7 @@ class CompiledLoss:
             name: x.to(getattr(inputs, name).dtype)
             for name, x in zip(leaves, gradients, strict=True)
         }
-        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(**like)
+        return LossOutput(loss, Metrics.packed(graph.places, packed)), Gradients(**like)
 
     def _run(
         self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
@@ -175,16 +168,16 @@ class CompiledLoss:
             # them.
             sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
             tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
-        given = resolve(totals)
-        if given is not None:
-            tensors |= _numbers(given, logp.device)
-        call = _Call(tensors, None if given is None else given.dp_size, leaves)
+        step_totals = resolve(totals)
+        if step_totals is not None:
+            tensors |= _numbers(step_totals, logp.device)
+        call = _Call(tensors, None if step_totals is None else step_totals.dp_size, leaves)
         key = call.key
         graph = self._by_key.get(key) or self._graph(call, key)
-        found = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
-        if mask.dtype != torch.bool and can_be_read(mask) and found[1][-1] != 0:
+        results = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
+        if mask.dtype != torch.bool and can_be_read(mask) and results[1][-1] != 0:
             as_mask(mask, logp)  # complains, as the eager loss does
-        return graph, found
+        return graph, results
 
     def _traceable(self, inputs: Inputs) -> bool:
         """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
@@ -194,10 +187,8 @@ class CompiledLoss:
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
         ):
             return False
-        there = (
-            inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
-        )
-        return there and inputs.logp.numel() > 0
+        needed = (inputs.logp, inputs.advantages, inputs.mask)
+        return all(x is not None for x in needed) and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
@@ -230,7 +221,7 @@ class _Graph(NamedTuple):
 
     run: Callable[..., list[Tensor]]
     fits: Callable[[Sequence[Tensor]], bool]
-    layout: Layout
+    places: RecordPlaces
 
 
 class _Call(NamedTuple):
@@ -315,46 +306,36 @@ def _eager_value_and_gradient(
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     """The totals as tensors: their values change from step to step, so they are data."""
-    found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
+    numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
-        found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
     elif totals.groups is not None:
-        found["totals.groups"] = totals.groups
-    found |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+        numbers["totals.groups"] = totals.groups
+    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
     wide = accumulator_dtype(device)
     return {
         name: x.to(device)
         if isinstance(x, Tensor)
         else torch.full((), float(x), device=device, dtype=wide)
-        for name, x in found.items()
+        for name, x in numbers.items()
     }
 
 
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    extras = {
-        name.removeprefix("extras."): value
-        for name, value in x.items()
-        if name.startswith("extras.")
-    }
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
+
     named = {name: value for name, value in x.items() if "." not in name}
-    tokens = Inputs(**named, extras=extras).tokens()
+    tokens = Inputs(**named, extras=under("extras.")).tokens()
     if call.dp_size is None:
         return tokens, None
-    groups = (
-        GroupTokens(x["groups.ids"], x["groups.tokens"])
-        if "groups.ids" in x
-        else x.get("totals.groups")
-    )
-    statistics = {
-        name.removeprefix("statistics."): value
-        for name, value in x.items()
-        if name.startswith("statistics.")
-    }
-    return tokens, Totals(
-        x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None
-    )
+    counts, of_groups = under("totals."), under("groups.")
+    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
+    statistics = under("statistics.") or None
+    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
 
 
 def _compile(
@@ -365,9 +346,9 @@ def _compile(
     two_stages: bool | None,
 ) -> _Graph:
     """The eager pipeline, its metrics and its gradients as one graph."""
-    layouts: list[Layout] = []
+    places: list[RecordPlaces] = []
 
-    def whole(*tensors: Tensor) -> list[Tensor]:
+    def fused_call(*tensors: Tensor) -> list[Tensor]:
         x = dict(zip(call.tensors, tensors, strict=True))
         # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
         wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
@@ -387,9 +368,9 @@ def _compile(
                     if not isinstance(record, Invalid)
                 }
             )
-        layouts.append(Layout(metrics))
+        places.append(RecordPlaces(metrics))
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
-        packed = Layout.pack(metrics, invalid)
+        packed = RecordPlaces.pack(metrics, invalid)
         if totals is not None:
             # The scale is known before the first token is read: the gradient is written once, as it
             # is.
@@ -402,9 +383,9 @@ def _compile(
     split = logp.is_cuda if two_stages is None else two_stages
     rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
     run, fits = fused(
-        whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
+        fused_call, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
     )
-    return _Graph(run, fits, layouts[0])
+    return _Graph(run, fits, places[0])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from policyloss.explain.algebra import TRUE, unstopped
-from policyloss.explain.expression import Expression, name, parse
+from policyloss.explain.expression import TRUE, Expression, name, parse, unstopped
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
 from policyloss.inputs import DIFFERENTIATED
 from policyloss.parts.correction import Corrected

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from policyloss import notebook
 from policyloss.explain.formula import formula
-from policyloss.explain.sentences import SLOTS, describe_slot
 from policyloss.explain.sources import part_name
+from policyloss.explain.traits import describe_slot
 from policyloss.parts.wording import number
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.spec import LossSpec, has_fields
+from policyloss.spec import SLOTS, LossSpec, has_fields
 
 
 class FieldChange(NamedTuple):

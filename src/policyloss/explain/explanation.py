@@ -9,9 +9,8 @@ from typing import Any
 from policyloss.explain.diff import plain, shown
 from policyloss.explain.formula import Formula, formula
 from policyloss.explain.framework_names import Elsewhere
-from policyloss.explain.sentences import describe
 from policyloss.explain.sources import Sourced, nearest, sources
-from policyloss.explain.traits import elsewhere
+from policyloss.explain.traits import describe, elsewhere
 from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
@@ -73,18 +72,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
+        plain_fields = ("title", "preset", "near", "paper", "note", "advantage", "advantage_source")
         return {
-            "title": self.title,
-            "preset": self.preset,
+            **{name: getattr(self, name) for name in plain_fields},
             "also": list(self.also),
-            "near": self.near,
-            "paper": self.paper,
-            "note": self.note,
-            "advantage": self.advantage,
-            "advantage_source": self.advantage_source,
-            "formula": [
-                {"name": line.name, "expression": line.expression} for line in self.formula.lines
-            ],
+            "formula": [line._asdict() for line in self.formula.lines],
             "formula_is_exact": self.formula.exact,
             "callables": [c._asdict() for c in self.formula.callables],
             "vocabulary": self.formula.vocabulary,

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explain.expression import Expression, constant, name, parse
+from policyloss.explain.expression import Expression, bounded, constant, name, parse
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 

@@ -15,9 +15,19 @@ from typing import Any
 
 import torch
 
-from policyloss.explain import algebra
-from policyloss.explain.algebra import FALSE, LENGTHS, ONE, TRUE, ZERO, binary, function
-from policyloss.explain.expression import Expression, boolean, constant
+from policyloss.explain import expression as algebra
+from policyloss.explain.expression import (
+    FALSE,
+    LENGTHS,
+    ONE,
+    TRUE,
+    ZERO,
+    Expression,
+    binary,
+    boolean,
+    constant,
+    function,
+)
 
 
 class NotDerivableError(Exception):

@@ -15,11 +15,8 @@ def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
     dtype = like.dtype if dtype is None else dtype
-    count = (
-        count
-        if isinstance(count, Tensor)
-        else torch.full((), float(count), device=like.device, dtype=dtype)
-    )
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=like.device, dtype=dtype)
     x = count.to(like.device, dtype)
     return torch.where(x == 0, 1, 1 / x)
 

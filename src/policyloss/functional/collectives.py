@@ -92,13 +92,9 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
     rows, width = max(row[0] for row in table), max(row[1] for row in table)
     bits = torch.zeros(rows, len(columns), width, dtype=torch.int64, device=device)
     for i, x in enumerate(columns):
-        wide = (
-            x.to(device, torch.float64).view(torch.int64)
-            if x.is_floating_point()
-            else x.to(device, torch.int64)
-        )
-        bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = (
-            wide.view(n, -1) if n else wide.new_zeros(0, 1)
+        wide = x.to(device, torch.float64 if x.is_floating_point() else torch.int64)
+        bits[:n, i, : x.shape[1] if x.dim() == 2 else 1] = (
+            wide.view(torch.int64).view(n, -1) if n else wide.new_zeros(0, 1)
         )
     all_bits = torch.cat(
         [share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)]

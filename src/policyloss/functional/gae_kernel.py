@@ -146,13 +146,10 @@ def gae(
     sequence. last_values: `[S]` or None.
     """
     rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
-    advantages, returns = (
-        torch.empty_like(values, dtype=dtype),
-        torch.empty_like(values, dtype=dtype),
-    )
-    sequences, length = (
-        values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
-    )
+    advantages, returns = (torch.empty_like(values, dtype=dtype) for _ in range(2))
+    sequences, length = values.shape[0], values.shape[-1]
+    if cu_seqlens is not None:
+        sequences = cu_seqlens.shape[0] - 1
     if not sequences or not length:
         return advantages, returns
     # How long the sequences of a pack are is known on the device only; most are shorter than twice

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_tensor, seen
+from policyloss.arguments import check_group, check_like, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.collectives import all_max
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
@@ -301,7 +301,7 @@ def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     check_tensor("x", x)
     check_like("group_ids", group_ids, ("x", x), "integer")
     if x.dim() != 1:
-        raise InputError(f"x must be one number per element, [S], got {seen(x)}.")
+        raise InputError(f"x must be one number per element, [S], got {description(x)}.")
     order, groups = group_index(group_ids)
     total = groups.expand(groups.sum(x[order]))
     return torch.empty_like(total).scatter(0, order, total)

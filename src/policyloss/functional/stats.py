@@ -17,11 +17,9 @@ def count(flags: Tensor) -> Tensor:
 
     (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
     """
-    return (
-        flags.sum(dtype=torch.int32)
-        if torch.compiler.is_compiling()
-        else torch.count_nonzero(flags)
-    )
+    if torch.compiler.is_compiling():
+        return flags.sum(dtype=torch.int32)
+    return torch.count_nonzero(flags)
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:

@@ -111,13 +111,15 @@ class Sums:
     """Accumulates the gradients of windows that come one after another.
 
     gathered: how many rows of dlogits are kept until they are multiplied together; with 0, each
-    window is multiplied at once, and its dlogits take the place of its logits. whole: all rows are
-    gathered, so that each gradient is one product, rounded as it is written; otherwise weight and
-    bias are summed in float32.
+    window is multiplied at once, and its dlogits take the place of its logits. all_gathered: all
+    rows are gathered, so that each gradient is one product, rounded as it is written; otherwise
+    weight and bias are summed in float32.
     """
 
-    def __init__(self, head: Head, wanted: Wanted, gathered: int = 0, whole: bool = False) -> None:
-        self.head, self.wanted, self.whole = head, wanted, whole
+    def __init__(
+        self, head: Head, wanted: Wanted, gathered: int = 0, all_gathered: bool = False
+    ) -> None:
+        self.head, self.wanted, self.all_gathered = head, wanted, all_gathered
         x, w = head.hidden, head.weight
         # Round at the end if ranks are still to be summed, or if the loss may be scaled beyond
         # what float16 can hold.
@@ -183,7 +185,7 @@ class Sums:
         if self.wanted.weight is not None:
             if self.weight is None:
                 self.weight = torch.empty_like(
-                    w, dtype=self.wanted.weight if self.whole else self.head.dtype
+                    w, dtype=self.wanted.weight if self.all_gathered else self.head.dtype
                 )
                 rounded_product(dz.t(), x, self.weight, 1 / scale)
             else:

@@ -160,11 +160,9 @@ def operands(
     Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
     precision into float32 by itself (a CPU).
     """
-    x, w, b = (
-        hidden.detach().reshape(-1, hidden.shape[-1]),
-        weight.detach(),
-        None if bias is None else bias.detach(),
-    )
+    x = hidden.detach().reshape(-1, hidden.shape[-1])
+    w = weight.detach()
+    b = None if bias is None else bias.detach()
     cast = operand_dtype(hidden)
     if cast is not None:
         x, w = x.to(cast), w.to(cast)

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, LogProbs, windows
@@ -94,7 +94,9 @@ def logprobs(
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen(logits)}.")
+        raise InputError(
+            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
+        )
     check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):

@@ -90,8 +90,8 @@ def linear_policy_loss(
     a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
     skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
     then over the tokens that were computed.
-    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (its hidden
-    states and its head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
+    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
+    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
     call = _Call.of(
@@ -133,7 +133,8 @@ def explain_plan(
     made.
 
     With spec None, the plan that `linear_logprobs` takes, or `linear_divergence` if there is a
-    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and with `vocab_group` every rank must call it.
+    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and
+    with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -316,14 +317,18 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
             batch, work, plan.rows
         )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
-            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
-            return run_windows(head, batch, found, sums, check=check, comparison=self.comparison)
+            sums = Sums(
+                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
+            )
+            return run_windows(
+                head, batch, all_windows, sums, check=check, comparison=self.comparison
+            )
 
         with torch.no_grad():
             flat, gradients = run(check=True)
@@ -365,7 +370,7 @@ class _Call:
 def run_windows(
     head: Head,
     batch: Batch,
-    found: list[Window],
+    all_windows: list[Window],
     sums: Sums,
     *,
     check: bool,
@@ -375,14 +380,14 @@ def run_windows(
     gradients that are wanted. check: the ids too.
     """
     # The logits are gone when the gathered gradients are multiplied.
-    known = _walk(head, batch, found, sums, check, comparison)
+    known = _walk(head, batch, all_windows, sums, check, comparison)
     return known, sums.finished()
 
 
 def _walk(
     head: Head,
     batch: Batch,
-    found: list[Window],
+    all_windows: list[Window],
     sums: Sums,
     check: bool,
     comparison: Comparison | None,
@@ -394,9 +399,9 @@ def _walk(
         name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
         for name in names
     }
-    most = max((w.size for w in found), default=0)
+    most = max((w.size for w in all_windows), default=0)
     room, beside = head.room(most), None if comparison is None else comparison.room(most)
-    for window in found:
+    for window in all_windows:
         rows = head.rows(window.rows)
         if comparison is None:
             z, s = head.forward(rows, room)
@@ -438,7 +443,7 @@ def _comparison(
         return None
     if teacher is None:
         raise InputError(
-            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, a "
-            "TopK or logits)."
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
         )
     return comparison_of(teacher, part.measure, head, tokens)

@@ -28,9 +28,10 @@ from policyloss.functional.triton_modules import kernels
 BLOCK = 192 << 10
 
 
-# The logit of an entry outside of a support: its exponential is 0, and unlike −inf it can be
-# multiplied by 0.
-ABSENT = -1e30
+# The logit of an entry outside of a support. Its exponential is 0; of a large finite number that
+# would not be sure, because a GPU rounds `u·scale − maximum` once where it rounds the maximum
+# twice.
+ABSENT = -math.inf
 
 
 class Scaling(NamedTuple):
@@ -158,7 +159,7 @@ def scaled(z: Tensor, scaling: Scaling) -> Tensor:
         s = s + scaling.bias.to(s.dtype)
     if scaling.softcap is not None:
         capped = scaling.softcap * torch.tanh(s / scaling.softcap)
-        s = torch.where(s < ABSENT / 2, s, capped) if scaling.restricted else capped
+        s = torch.where(s == ABSENT, s, capped) if scaling.restricted else capped
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         return s * t.to(s.dtype).unsqueeze(-1)
@@ -218,7 +219,7 @@ def policy_gradient(
     spread: tuple[Tensor, Tensor] | None,
     target: Tensor,
 ) -> Tensor:
-    """ds, the gradient by the scaled logits, from their log-probabilities, which are overwritten."""
+    """ds, the gradient by the scaled logits, written over their log-probabilities."""
     here, column = _here(ids, log_p)
     if spread is None:
         d = log_p.exp_().mul_(-dlogp.unsqueeze(-1))

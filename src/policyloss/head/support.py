@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.head.softmax_rows import ABSENT
 
@@ -55,11 +55,11 @@ class Support(NamedTuple):
             return None
         if not isinstance(support, (tuple, list)) or len(support) != 2:
             raise InputError(
-                f"support must be a pair (ids, offsets) of tensors, got {seen(support)}."
+                f"support must be a pair (ids, offsets) of tensors, got {description(support)}."
             )
         for name, x in zip(("support ids", "support offsets"), support, strict=True):
             if not isinstance(x, Tensor) or not fits_kind(x, "integer") or x.dim() != 1:
-                raise InputError(f"{name} must be a 1-D tensor of integers, got {seen(x)}.")
+                raise InputError(f"{name} must be a 1-D tensor of integers, got {description(x)}.")
             check_tensor(name, x, "integer", ("ids", tokens))
         ids, offsets = (x.to(torch.int64) for x in support)
         n = tokens.numel()

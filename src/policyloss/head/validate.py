@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, is_number, seen
+from policyloss.arguments import check_tensor, description, fits_kind, is_number
 from policyloss.errors import InputError
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
@@ -22,7 +22,7 @@ from policyloss.tokens import checked_mask
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
-        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+        raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(
@@ -157,7 +157,7 @@ def inverse_temperature(
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
-        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
+        raise InputError(f"temperature must be a positive number, got {description(value)}.")
     return 1 / value
 
 
@@ -166,7 +166,7 @@ def check_softcap(softcap: float | None) -> None:
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise InputError(
             "softcap must be None or a positive number (logits are held within ±softcap), got "
-            f"{seen(softcap)}."
+            f"{description(softcap)}."
         )
 
 
@@ -188,22 +188,23 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     check_tensor(of_weight, weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; give "
-            "hidden [..., D] and weight [V, D] with the same D (the weight of torch.nn.Linear(D, V) "
-            "as it is)."
+            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
+            "give hidden [..., D] and weight [V, D] with the same D (the weight of "
+            "torch.nn.Linear(D, V) as it is)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
     ):
         raise InputError(
             f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), "
-            f"got {seen(bias)}."
+            f"got {description(bias)}."
         )
     if bias is not None:
         check_tensor(of_bias, bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(
-            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on one device."
+            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on "
+            "one device."
         )
     if hidden.device != weight.device:
         raise InputError(

@@ -264,13 +264,13 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
             (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True
         )
     )
-    found = [
+    all_windows = [
         Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)
     ]
     for w in windows(work.computed - n, rows):
         assert order is not None
-        found.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
-    return found
+        all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
+    return all_windows
 
 
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
@@ -285,13 +285,13 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     ).tolist()
     total = t.mask.numel()
     stops = [*starts[1:], total]
-    found = []
+    all_windows = []
     for backward in (True, False):
         chosen = [i for i, n in enumerate(lengths) if n > 0 and (live[i] > 0) == backward]
         if not backward and work.computed == work.with_gradient:
             continue
         for members in _packed(chosen, lengths, rows):
-            found.append(
+            all_windows.append(
                 _window_of(
                     batch,
                     [(starts[i], stops[i]) for i in members],
@@ -299,7 +299,7 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
                     backward,
                 )
             )
-    return found
+    return all_windows
 
 
 def _starts(sequences: Sequences, device: torch.device) -> Tensor:
@@ -310,15 +310,15 @@ def _starts(sequences: Sequences, device: torch.device) -> Tensor:
 
 def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
     """Members in order, cut where the next would not fit."""
-    found: list[list[int]] = []
+    bins: list[list[int]] = []
     filled = 0
     for i in members:
-        if not found or filled + lengths[i] > rows:
-            found.append([])
+        if not bins or filled + lengths[i] > rows:
+            bins.append([])
             filled = 0
-        found[-1].append(i)
+        bins[-1].append(i)
         filled += lengths[i]
-    return found
+    return bins
 
 
 def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:

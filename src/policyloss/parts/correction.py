@@ -134,12 +134,9 @@ class SequenceMask(Part):
         keep = correction.within(w, self.low, self.high)
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(w), keep)
-        weight = (
-            correction.importance_weight(t.log_weight(), self.log_clamp)
-            if self.weight == "token"
-            else w
-        )
-        return Corrected(weight, keep)
+        if self.weight == "token":
+            w = correction.importance_weight(t.log_weight(), self.log_clamp)
+        return Corrected(w, keep)
 
     def sentence(self) -> str:
         weights = {
@@ -200,12 +197,9 @@ class DivergenceMask(Part):
     def sentence(self) -> str:
         measure = "binary KL" if self.divergence == "kl" else "change"
         measure = f"the {measure} of its probability, rollout to old,"
-        of_token = self.level == "token"
-        what, test = (
-            ("a token", measure)
-            if of_token
-            else ("a sequence", f"the mean over its tokens of {measure}")
-        )
+        what, test = "a token", measure
+        if self.level == "sequence":
+            what, test = "a sequence", f"the mean over its tokens of {measure}"
         nats = " nats" if self.divergence == "kl" else ""
         weight = (
             "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
@@ -287,12 +281,8 @@ class Veto(Part):
         """Which sequences it keeps; the code compares logarithms."""
         bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
         bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
-        return [
-            (
-                "keep",
-                f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})",
-            )
-        ]
+        either = bad[0] if len(bad) == 1 else " | ".join(f"({test})" for test in bad)
+        return [("keep", f"~seq_any({either})")]
 
     def sentence(self) -> str:
         outside = " or ".join(bounds_in_words(self.low, self.high, ("below", "above")))

@@ -44,11 +44,9 @@ class TokenRatio(Part):
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        return (
-            ON_POLICY
-            if self.anchor == "current"
-            else f"each token's own probability ratio to {ANCHORS[self.anchor]}"
-        )
+        if self.anchor == "current":
+            return ON_POLICY
+        return f"each token's own probability ratio to {ANCHORS[self.anchor]}"
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,10 @@ class SequenceRatio(Part):
         return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
 
     def sentence(self) -> str:
+        if self.anchor == "current":
+            return ON_POLICY
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
-        return (
-            ON_POLICY
-            if self.anchor == "current"
-            else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
-        )
+        return f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,8 @@ class SegmentRatio(Part):
 
     def __call__(self, t: Tokens) -> Tensor:
         runs = turns(t.sequences, t.mask, t.positions)
-        return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
+        total, length = runs.sums(t.log_ratio_to(self.anchor), t.mask)
+        return runs.expand(total / length.clamp(min=1))
 
     def sentence(self) -> str:
         over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"

@@ -117,12 +117,9 @@ class Unbounded(Part):
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        conditions = (NO_ADVANTAGE,)
-        return (
-            Slopes(through_ratio=conditions)
-            if self.form == "ratio"
-            else Slopes(through_logp=conditions),
-        )
+        if self.form == "ratio":
+            return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,6 @@ class CovClip(Part):
 
     They are drawn at random among those with `cov_low < cov < cov_high`. fraction: how many, as a
     share of all tokens. Source: arXiv 2505.22617.
-    These tokens have `cov_low < cov < cov_high`. Source: arXiv 2505.22617.
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that
     PPO clips already. The choice depends on `seed` and on the token's own numbers, not on where it
     stands: any cut of the batch drops the same tokens. (Tokens with the same anchor log-probability
@@ -247,11 +243,8 @@ class CovKL(Part):
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        return self.penalised(
-            t,
-            t.mask
-            & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])),
-        )
+        least = stats["cov_threshold"], stats["draw_threshold"]
+        return self.penalised(t, t.mask & at_least(*self._score(t, stats), least))
 
     def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
@@ -276,9 +269,8 @@ class CovKL(Part):
 
     def slopes(self) -> tuple[Slopes, ...]:
         idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
-        return (
-            Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),
-        )
+        condition = Condition(idle, "nothing to learn from, and not held back")
+        return (Slopes(through_ratio=(condition,)),)
 
 
 def _means(t: Tokens, group: Any) -> dict[str, Tensor]:

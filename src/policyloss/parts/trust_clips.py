@@ -98,12 +98,10 @@ class Clip(Part):
                 f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the "
                 "sign of the advantage"
             )
-        outer = (
-            ""
-            if self.dual is None
-            else f"; where the advantage is negative, also above {spoken(self.dual)}"
-        )
-        return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
+        inner = _stops(1 - self.eps_low, 1 + self.eps_high)
+        if self.dual is None:
+            return inner
+        return f"{inner}; where the advantage is negative, also above {spoken(self.dual)}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         dual = math.inf if self.dual is None else self.dual
@@ -147,18 +145,13 @@ def _stops(low: float, high: float) -> str:
 
 def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
     """PPO's three bounds as conditions, without those that no ratio reaches."""
-    conditions = []
-    if not high.endswith("inf"):
-        conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
-    if eps_low < 1:
-        conditions.append(
-            Condition(f"(advantages < 0) & (ratio < 1 - {number(eps_low)})", "held from below")
-        )
-    if dual != "inf":
-        conditions.append(
-            Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound")
-        )
-    return tuple(conditions)
+    low = f"1 - {number(eps_low)}"
+    conditions = {
+        Condition(f"(advantages > 0) & (ratio > {high})", "held from above"): high[-3:] != "inf",
+        Condition(f"(advantages < 0) & (ratio < {low})", "held from below"): eps_low < 1,
+        Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound"): dual != "inf",
+    }
+    return tuple(condition for condition, reached in conditions.items() if reached)
 
 
 @dataclass(frozen=True)
@@ -200,15 +193,10 @@ class TwoSidedClip(Part):
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another trust region, "" if nothing."""
-        same = (
-            other == Clip(self.eps_low, self.eps_high, dual=self.delta)
-            and self.delta >= 1 + self.eps_high
-        )
-        return (
-            "Dual clip and two-sided clip with these numbers are the same surrogate."
-            if same
-            else ""
-        )
+        dual = Clip(self.eps_low, self.eps_high, dual=self.delta)
+        if other != dual or self.delta < 1 + self.eps_high:
+            return ""
+        return "Dual clip and two-sided clip with these numbers are the same surrogate."
 
     def slopes(self) -> tuple[Slopes, ...]:
         first, last = sorted((self.delta, 1 + self.eps_high))
@@ -252,11 +240,9 @@ class DetachedClip(Part):
                 "logp is weighted by the stopped ratio; a token counts only while its ratio is "
                 f"{band}"
             )
-        tail = (
-            "no token loses its gradient"
-            if self.outside == "clip"
-            else "tokens that PPO would clip get none"
-        )
+        tail = "tokens that PPO would clip get none"
+        if self.outside == "clip":
+            tail = "no token loses its gradient"
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
 
     def slopes(self) -> tuple[Slopes, ...]:
@@ -265,13 +251,10 @@ class DetachedClip(Part):
         up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
         if self.outside == "zero_by_sign":
             up, down = f"(advantages > 0) & ({up})", f"(advantages < 0) & ({down})"
-        dropped = (
-            Condition(up, "dropped above the band"),
-            Condition(down, "dropped below the band"),
-        )
-        return (
-            Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),
-        )
+        conditions = [NO_ADVANTAGE, Condition(up, "dropped above the band")]
+        if self.ratio_min > 0:
+            conditions.append(Condition(down, "dropped below the band"))
+        return (Slopes(through_logp=tuple(conditions)),)
 
 
 @dataclass(frozen=True)
@@ -300,15 +283,8 @@ class ProbabilityBand(Part):
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a, logp = t.ratio, t.advantages, t.logp
-        outside = trust.outside_band(
-            logp.detach(),
-            t.anchor_logp(t.anchor),
-            a,
-            self.divergence,
-            self.low,
-            self.high,
-            self.sides == "both",
-        )
+        band = (self.divergence, self.low, self.high, self.sides == "both")
+        outside = trust.outside_band(logp.detach(), t.anchor_logp(t.anchor), a, *band)
         # The weight is zeroed, not the product, so that a NaN advantage still shows.
         weight = torch.where(
             outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap)
@@ -320,11 +296,9 @@ class ProbabilityBand(Part):
     def sentence(self) -> str:
         measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
         side = "either way" if self.sides == "both" else "in the direction of its advantage"
-        weight = (
-            "the ratio"
-            if self.form == "ratio"
-            else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
-        )
+        weight = f"the stopped ratio, at most {spoken(self.cap)}, times logp"
+        if self.form == "ratio":
+            weight = "the ratio"
         far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
         return (
             f"a token counts until its probability has {measure} by {far}, {side}; it counts "
@@ -333,11 +307,9 @@ class ProbabilityBand(Part):
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
-        return (
-            Slopes(through_ratio=conditions)
-            if self.form == "ratio"
-            else Slopes(through_logp=conditions),
-        )
+        if self.form == "ratio":
+            return (Slopes(through_ratio=conditions),)
+        return (Slopes(through_logp=conditions),)
 
 
 @dataclass(frozen=True)
@@ -378,10 +350,7 @@ class GeometricClip(Part):
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        up = Condition(
-            f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above"
-        )
-        down = Condition(
-            f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below"
-        )
-        return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)
+        above = f"(advantages > 0) & (log_ratio > {number(self.eps_high)})"
+        below = f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})"
+        conditions = (Condition(above, "held from above"), Condition(below, "held from below"))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *conditions), within_sequence=True),)

@@ -25,9 +25,8 @@ class SoftGate(Part):
     tau_negative: _FinitePositive = 1.05
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(
-            trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
-        )
+        loss = trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
+        return Surrogate(loss)
 
     def sentence(self) -> str:
         positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
@@ -53,13 +52,10 @@ class GammaWeight(Part):
     lambda_negative: _FinitePositive = 2.0
 
     def __call__(self, t: Tokens) -> Surrogate:
-        positive, negative = (
-            (self.k_positive, self.lambda_positive),
-            (self.k_negative, self.lambda_negative),
-        )
-        return Surrogate(
-            trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
-        )
+        positive = (self.k_positive, self.lambda_positive)
+        negative = (self.k_negative, self.lambda_negative)
+        loss = trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
+        return Surrogate(loss)
 
     def sentence(self) -> str:
         positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"

@@ -23,7 +23,7 @@ from typing import (
     get_type_hints,
 )
 
-from policyloss.arguments import check_number, is_number, seen
+from policyloss.arguments import check_number, description, is_number
 from policyloss.errors import SpecError, unknown_name
 
 # A check of a field: it is called with the part and the name of the field.
@@ -112,7 +112,7 @@ def log_clamp(owner: Any, field: str) -> None:
     if not pair and value is not None and not (is_number(value) and value > 0):
         raise SpecError(
             f"{type(owner).__name__}.{field} must be None, a number > 0 (meaning ±number) or a "
-            f"pair (low, high), got {seen(value)}."
+            f"pair (low, high), got {description(value)}."
         )
 
 

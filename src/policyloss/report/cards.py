@@ -1,6 +1,4 @@
-"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and
-how they differ.
-"""
+"""The parts of the page that need no script: an overview of the runs, losses, settings."""
 
 from __future__ import annotations
 
@@ -18,6 +16,9 @@ _STATES = {
 }
 
 
+_COLUMNS = ("Loss", "Model", "Task", "Held-out accuracy", "Reward", "Steps", "Time", "Tokens")
+
+
 def swatch(index: int) -> str:
     """The mark in a run's colour."""
     return f'<i class="swatch run{index % 8}"></i>'
@@ -25,20 +26,7 @@ def swatch(index: int) -> str:
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     """One row for each run: what it trained, with what, how far, and how well it ended."""
-    head = "".join(
-        f"<th scope=col>{name}"
-        for name in (
-            "Run",
-            "Loss",
-            "Model",
-            "Task",
-            "Held-out accuracy",
-            "Reward",
-            "Steps",
-            "Time",
-            "Tokens",
-        )
-    )
+    head = "".join(f"<th scope=col>{name}" for name in ("Run", *_COLUMNS))
     rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
     return (
         '<div class="wide"><table class="runs '
@@ -52,23 +40,22 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
         f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
     )
     state = _STATES[s["state"]]
-    cells = {
-        "Loss": f"<b>{escaped(run['loss']['name'])}</b>",
-        "Model": escaped(s["model"] or "–"),
-        "Task": escaped(s["task"] or "–"),
-        "Held-out accuracy": _change(s["held_out"], share=True),
-        "Reward": _change(s["reward"]),
-        "Steps": f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
-        "Time": duration(s["seconds"]),
-        "Tokens": number(s["tokens"]),
-    }
+    cells = (
+        f"<b>{escaped(run['loss']['name'])}</b>",
+        escaped(s["model"] or "–"),
+        escaped(s["task"] or "–"),
+        _change(s["held_out"], share=True),
+        _change(s["reward"]),
+        f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
+        duration(s["seconds"]),
+        number(s["tokens"]),
+    )
     name = (
         "<th scope=row "
         f'title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
     )
-    return f"<tr>{name}" + "".join(
-        f'<td data-name="{label}">{cell}' for label, cell in cells.items()
-    )
+    named_cells = zip(_COLUMNS, cells, strict=True)
+    return f"<tr>{name}" + "".join(f'<td data-name="{c}">{cell}' for c, cell in named_cells)
 
 
 def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
@@ -156,15 +143,8 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     none = _no_gradient(explanation["zero_gradient"])
     numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
     traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
-    title = " · ".join(
-        filter(
-            None,
-            (
-                f"preset {explanation['preset']}" if explanation["preset"] else "",
-                explanation["paper"],
-            ),
-        )
-    )
+    preset = f"preset {explanation['preset']}" if explanation["preset"] else ""
+    title = " · ".join(filter(None, (preset, explanation["paper"])))
     heading = f"<h3>{escaped(explanation['title'])}</h3>"
     return f"""<div class="card loss">{heading}\
 <p>{used} <span class="quiet">{escaped(title)}</span></p>
@@ -176,9 +156,7 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`, both those of a single token and those that every token of its
-    group must meet.
-    """
+    """The conditions of `explain`: those of a single token, and those of its group."""
     parts = []
     if zero["alone"]:
         parts += [
@@ -212,9 +190,7 @@ def _folded(title: str, body: str) -> str:
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
-    """The settings of all runs side by side: those that differ are visible, and the complete list
-    is folded.
-    """
+    """The settings of all runs side by side: differences visible, the complete list folded."""
     runs = data["runs"]
     tables = [flat(run[name]) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)

@@ -68,9 +68,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """A content policy that allows this style, this script and pictures from the page itself, and
-    no request.
-    """
+    """A content policy that allows this style, this script, the page's pictures, no request."""
     allowed = {
         "script-src": f"'{_digest(script)}'",
         "style-src": f"'{_digest(style)}'",

@@ -62,16 +62,14 @@ def of_rewards(
     prompt, for "remax". group: the data-parallel ranks (or "local"), which share what is taken over
     the batch; the samples of a prompt lie on one of them.
     """
-    name, rewards, mask, cu_seqlens = (
-        config.reward_estimator,
-        pack.sequences["rewards"],
-        pack.tokens["mask"],
-        pack.cu_seqlens,
-    )
+    name = config.reward_estimator
+    rewards = pack.sequences["rewards"]
+    mask = pack.tokens["mask"]
+    cu_seqlens = pack.cu_seqlens
     if name == "gae":
         assert values is not None
-        found = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
-        return Judged(whiten(found.advantages, mask, group=group), found.returns)
+        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
+        return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
     if name == "reinforce_pp":
         return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=cu_seqlens, group=group))
     if name == "remax":

@@ -40,7 +40,7 @@ class Attention(Protocol):
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
         """Which sequences go through together: at most `budget` tokens, or one sequence."""
 
-    def hidden(self, body: nn.Module, micro: Mapping[str, Any]) -> Tensor:
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
 
 
@@ -63,7 +63,7 @@ class Rows:
             parts[-1].append(i)
         return parts
 
-    def hidden(self, body: nn.Module, micro: Mapping[str, Any]) -> Tensor:
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """By a call of the body with ids `[S, longest]`."""
         ids, lengths = micro["ids"], micro["lengths"]
         rows, width = len(lengths), max(lengths)
@@ -94,7 +94,7 @@ class Packed:
             used += n
         return parts
 
-    def hidden(self, body: nn.Module, micro: Mapping[str, Any]) -> Tensor:
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """By a call of the body with ids `[1, N]`, and the names that transformers has for this."""
         ids, longest = micro["ids"], max(micro["lengths"])
         ends = micro["cu_seqlens"].to(torch.int32)

@@ -37,11 +37,11 @@ class Pack:
         }
         lengths = []
         for sample in samples:
-            whole = torch.cat([sample.prompt_ids, sample.completion_ids])
-            n, prompt = whole.shape[0] - 1, sample.prompt_ids.shape[0]
+            sequence = torch.cat([sample.prompt_ids, sample.completion_ids])
+            n, prompt = sequence.shape[0] - 1, sample.prompt_ids.shape[0]
             completion = torch.arange(n) >= prompt - 1
-            parts["ids"].append(whole[:-1])
-            parts["targets"].append(whole[1:])
+            parts["ids"].append(sequence[:-1])
+            parts["targets"].append(sequence[1:])
             parts["completion"].append(completion)
             parts["mask"].append(completion & (sample.finished or train_on_cut))
             parts["position_ids"].append(torch.arange(n))

@@ -120,15 +120,15 @@ class Collector:
             config.seed, self.draws, config.prompts * config.group_size, config.max_new_tokens
         )
         self.draws += 1
-        own = range(self.ranks.rank, config.prompts, self.ranks.world)
+        groups = range(self.ranks.rank, config.prompts, self.ranks.world)
         prompts = [
             (examples[i].id, first_group + i, examples[i].prompt)
-            for i in own
+            for i in groups
             for _ in range(config.group_size)
         ]
-        places = [i * config.group_size + k for i in own for k in range(config.group_size)]
+        places = [i * config.group_size + k for i in groups for k in range(config.group_size)]
         self.at("sampling")
-        found = sample(
+        samples = sample(
             self.model,
             self.tokenizer,
             prompts,
@@ -138,16 +138,17 @@ class Collector:
             top_k=config.top_k,
             uniforms=rows[places],
             batch_tokens=config.sampling_tokens,
+            stop=config.stop,
         )
         self.at("scoring")
-        rewards = [self._reward(self.task.train[s.example], s) for s in found]
+        rewards = [self._reward(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
         good = [
             dataclasses.replace(s, reward=r)
-            for s, r in zip(found, rewards, strict=True)
+            for s, r in zip(samples, rewards, strict=True)
             if not math.isnan(r)
         ]
-        return good, len(found) - len(good)
+        return good, len(samples) - len(good)
 
     def _next(self) -> Example:
         """The next prompt: all of them in an order of their own in each pass,
@@ -177,7 +178,7 @@ class Collector:
         """The reward of the greedy answer to the prompt of each."""
         examples = sorted({s.example for s in samples})
         prompts = [(i, 0, self.task.train[i].prompt) for i in examples]
-        found = sample(
+        answers = sample(
             self.model,
             self.tokenizer,
             prompts,
@@ -187,17 +188,18 @@ class Collector:
             top_k=0,
             uniforms=None,
             batch_tokens=self.config.sampling_tokens,
+            stop=self.config.stop,
         )
-        rewards = {s.example: self._reward(self.task.train[s.example], s) for s in found}
+        rewards = {s.example: self._reward(self.task.train[s.example], s) for s in answers}
         return torch.tensor(
             [0.0 if math.isnan(rewards[s.example]) else rewards[s.example] for s in samples]
         )
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Of all completions that were sampled, kept or not, on all ranks."""
-        own = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
+        outcomes = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
         equal = sum(not _differ(group) for group in _grouped(samples))
-        shares = self.ranks.gather((own, equal, failed))
+        shares = self.ranks.gather((outcomes, equal, failed))
         rows = [row for share in shares for row in share[0]]
         if not rows:
             raise PolicyLossError(

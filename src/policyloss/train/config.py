@@ -16,6 +16,7 @@ from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS, preset, read_loss
 from policyloss.spec import LossSpec
+from policyloss.train.help import help_text
 from policyloss.train.option_types import LARGEST, typed
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
@@ -28,12 +29,13 @@ ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_
 class TrainConfig:
     """Train a language model by reinforcement learning with any policy loss."""
 
+    # What is trained, and where it is written
     loss: str = "dapo"
     """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with
     --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
-    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" and
-    "answer" in every line."""
+    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
+    "messages") and "answer" in every line."""
     reward: str | None = None
     """How a .jsonl task is scored: exact, math, or module:function."""
     success: float | None = None
@@ -54,11 +56,20 @@ class TrainConfig:
     trust_remote_code: bool = False
     """Run the Python files that come with the model. Never read from a run directory: name it again
     to resume or evaluate."""
+    system_prompt: str | None = None
+    """The first message of every prompt that has none of its own. Plain prompts become the messages
+    of a user."""
+    chat_template: Path | None = None
+    """A file with the chat template that prompts are written with, in place of the tokenizer's own.
+    Plain prompts become the messages of a user."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, beside the end token; it is cut before them."""
     unusable: Literal["refuse", "skip"] = "refuse"
     """What to do about prompts that the model cannot continue, such as too long ones: refuse to
     start and name them, or leave them out and name them."""
     out: Path = Path("runs/latest")
-    """The run directory. One that holds a run is continued with --resume, and never overwritten."""
+    """The run directory. One that holds a run is continued with --resume, and never overwritten;
+    without --out, a new run goes into a directory beside it."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, with the options it was started with."""
     extend: int | None = None
@@ -69,6 +80,7 @@ class TrainConfig:
     seed: int = 0
     """Everything random follows from it."""
 
+    # Sampling
     prompts: int = 16
     """Prompts per step."""
     group_size: int = 8
@@ -93,6 +105,7 @@ class TrainConfig:
     staleness: int = 0
     """Train on completions that were sampled this many steps ago."""
 
+    # Advantages
     advantage: str | None = None
     """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those
     that the loss is defined with, and grpo if it goes with any."""
@@ -106,6 +119,7 @@ class TrainConfig:
     """Where old_logp comes from: a forward of the policy before its first update (decoupled),
     or the sampler (bypass)."""
 
+    # Learning
     epochs: int = 1
     """How often a step's completions are gone through."""
     minibatches: int = 2
@@ -133,10 +147,25 @@ class TrainConfig:
     variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
     CUDA and in half precision), or in padded rows. By default the fastest that gives the model's
     own numbers; the run says which one it is."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of a layer again in the backward instead of keeping them: less
+    memory, more time, the same numbers."""
+    compile: bool = False
+    """Compile the model's body for learning (torch.compile). The first steps take minutes; numbers
+    change by rounding."""
+    lora_rank: int = 0
+    """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
+    weights. The model without adapters is the reference."""
+    lora_alpha: float | None = None
+    """Adapters are multiplied by this over their rank; by default twice the rank."""
+    lora_target: tuple[str, ...] = ()
+    """The names of the layers that get adapters, such as q_proj v_proj; by default every linear
+    layer but the head."""
     head: Literal["fused", "logits"] = "fused"
     """How the loss gets from hidden states to log-probabilities: window by window without keeping
     logits, or by all logits."""
 
+    # The critic, of losses with the advantage gae
     critic_lr: float = 1e-3
     """Learning rate of the critic."""
     value_clip: float = 0.2
@@ -144,11 +173,13 @@ class TrainConfig:
     critic_steps: int = 0
     """First steps in which only the critic is trained."""
 
+    # The start, the weights and the machine
     warmup_steps: int | None = None
-    """Supervised steps on the task's own answers before the first sample; by default those of the
-    built-in task for model "tiny", and none otherwise."""
+    """Supervised steps on the task's own answers before the first sample; by default some for the
+    model "tiny" on the built-in task, and none otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights."""
+    """Of the weights. In bfloat16 the optimizer keeps each weight in float32 as well, so that small
+    steps add up."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -159,6 +190,7 @@ class TrainConfig:
     """Seconds in one place after which the run says where it is and what it waits for;
     0 is never."""
 
+    # Evaluations, checkpoints and logs
     eval_every: int = 20
     """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
     eval_prompts: int = 256
@@ -188,7 +220,7 @@ class TrainConfig:
         for name in (*counts, "micro_tokens", "keep", "eval_prompts", "passk", "nonfinite_limit"):
             _at_least(self, name, 1)
         every = ("eval_every", "checkpoint_every", "rollouts_every", "rollouts_rows")
-        for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps"):
+        for name in (*every, "top_k", "staleness", "lr_warmup", "critic_steps", "lora_rank"):
             _at_least(self, name, 0)
         for name in (
             "lr",
@@ -259,6 +291,12 @@ class TrainConfig:
                 f"{self.estimator!r} they have a gradient; use it with a group advantage such as "
                 "grpo."
             )
+        if not self.lora_rank and (self.lora_alpha is not None or self.lora_target):
+            raise InputError("--lora-alpha and --lora-target need --lora-rank.")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise InputError(f"--lora-alpha must be above 0, got {self.lora_alpha}.")
+        if "" in self.stop:
+            raise InputError("--stop must be texts that are not empty.")
         if self.task.endswith(".jsonl") and self.reward is None:
             raise InputError(f"--task {self.task} needs --reward exact, math or module:function.")
 
@@ -377,6 +415,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     import tyro
 
     rest, changes = split_loss_options(arguments)
+    if {"-h", "--help"} & set(rest):
+        print(help_text(TrainConfig, "policyloss train"))
+        raise SystemExit(0)
     config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
     spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)
@@ -433,10 +474,10 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
             continue
         path, equals, value = argument.removeprefix("--loss.").partition("=")
         if not equals:
-            given = next(waiting, None)
-            if given is None:
+            following = next(waiting, None)
+            if following is None:
                 raise InputError(f"{argument} needs a value.")
-            value = given
+            value = following
         changes.append((path.replace("-", "_"), value))
     return rest, changes
 

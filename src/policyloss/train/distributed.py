@@ -69,9 +69,9 @@ class Ranks:
         """`x` of every rank, in their order."""
         if self.world == 1:
             return [x]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, x, group=self.group)
-        return found
+        objects: list[Any] = [None] * self.world
+        dist.all_gather_object(objects, x, group=self.group)
+        return objects
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks."""

@@ -63,6 +63,7 @@ def evaluate(
     *,
     max_new_tokens: int,
     batch_tokens: int,
+    stop: Sequence[str] = (),
 ) -> list[Result]:
     """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose
     errors are not caught.
@@ -77,6 +78,7 @@ def evaluate(
         top_k=0,
         uniforms=None,
         batch_tokens=batch_tokens,
+        stop=stop,
     )
     return [
         Result(

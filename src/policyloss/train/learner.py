@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.metrics import Metrics
+from policyloss.train.adapter import without_adapter
 from policyloss.train.advantages import Judged, judge
 from policyloss.train.attention import Attention
 from policyloss.train.batches import Pack, minibatches
@@ -37,12 +39,15 @@ Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 class Policy(nn.Module):
     """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
 
-    attention: how sequences go through it.
+    attention: how sequences go through it. compiled: by a compiled body; sampling, whose shapes
+    change with every token, goes through the plain one.
     """
 
-    def __init__(self, model: Any, attention: Attention) -> None:
+    def __init__(self, model: Any, attention: Attention, compiled: bool = False) -> None:
         super().__init__()
         self.model, self.attention = model, attention
+        # In a tuple, because it is no second module: its weights are the model's.
+        self._compiled = (torch.compile(parts(model)[0], dynamic=True),) if compiled else ()
 
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
@@ -51,7 +56,7 @@ class Policy(nn.Module):
         """
         body, weight, bias = parts(self.model)
         scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(body, micro)
+        hidden = self.attention.hidden(self._compiled[0] if self._compiled else body, micro)
         return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
 
 
@@ -79,7 +84,9 @@ class Learner:
     """The policy, its critic, reference and teacher (if there are), and how they learn.
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
-    the last good one. `warn` is told of each.
+    the last good one. `warn` is told of each. stores_frozen: whether weights that are never trained
+    are written to checkpoints; they need not be where loading the model gives them again. The
+    reference is None for a policy with adapters, which is its own without them.
     """
 
     config: TrainConfig
@@ -93,6 +100,7 @@ class Learner:
     teacher: nn.Module | None = None
     updates: int = field(default=0)
     skipped_in_a_row: int = 0
+    stores_frozen: bool = True
     warn: Callable[[str], None] = warnings.warn
 
     def start_copies(self) -> None:
@@ -111,7 +119,7 @@ class Learner:
         }
         for name, module, optimizer in self._trained():
             moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
-            tensors |= {name: weights(module), f"{name}_optimizer": moments}
+            tensors |= {name: self._stored(module), f"{name}_optimizer": moments}
         if self.reference is not None:
             tensors["reference"] = weights(self.reference)
         return tensors, numbers
@@ -119,11 +127,11 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Continue where `state` was taken."""
         for name, module, optimizer in self._trained():
-            load_weights(module, subtree(tensors, name))
+            load_weights(self._stored(module), subtree(tensors, name))
             moments = subtree(tensors, f"{name}_optimizer")
             load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
         if self.reference is not None:
-            load_weights(self.reference, subtree(tensors, "reference"))
+            load_weights(weights(self.reference), subtree(tensors, "reference"))
         self.updates = count_from(numbers, "updates")
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
@@ -132,9 +140,19 @@ class Learner:
         parameters do.
         """
         return {
-            f"{name}{kind}": weights(module)
+            f"{name}{kind}": self._stored(module)
             for name, module, _ in self._trained()
             for kind in ("", "_optimizer")
+        }
+
+    def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the policy alone the weights of a checkpoint."""
+        load_weights(self._stored(unwrapped(self.policy)), subtree(tensors, "policy"))
+
+    def _stored(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights of a module that a checkpoint holds."""
+        return {
+            name: x for name, x in weights(module).items() if self.stores_frozen or x.requires_grad
         }
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
@@ -182,21 +200,21 @@ class Learner:
         critic_norms: list[float] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
         updates = skipped = 0
-        for own in shares:
+        for mine in shares:
             first = fresh and not updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            found, norm, seen, good = self._update(
-                frozen, own, train=step >= self.config.critic_steps
+            update_metrics, norm, new_logp, good = self._update(
+                frozen, mine, train=step >= self.config.critic_steps
             )
             skipped += not good
-            metrics, norms = metrics + found, [*norms, norm]
-            _put(logp, seen)
+            metrics, norms = metrics + update_metrics, [*norms, norm]
+            _put(logp, new_logp)
             if first:
                 old = list(torch.split(old_logp, pack.lengths))
-                _put(old, seen)
+                _put(old, new_logp)
                 old_logp = torch.cat(old)
             if self.critic is not None:
-                value_metrics, critic_norm, good = self._update_critic(pack, own)
+                value_metrics, critic_norm, good = self._update_critic(pack, mine)
                 skipped += not good
                 values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
             updates += 1
@@ -216,8 +234,11 @@ class Learner:
     @torch.no_grad()
     def _frozen(self, pack: Pack) -> Pack:
         """The pack with what the reference and the critic say of it, before anything is updated."""
-        if self.reference is not None:
-            ref_logp = self._of_pack(pack, partial(self.logprobs, self.reference))
+        if "ref_logp" in self.spec.reads:
+            policy: Any = unwrapped(self.policy)
+            with nullcontext() if self.reference is not None else without_adapter(policy.model):
+                reference = self.reference or self.policy
+                ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
             pack = pack.with_tokens(ref_logp=ref_logp)
         if self.teacher is not None:
             teacher_logp = self._of_pack(pack, partial(self.logprobs, self.teacher))
@@ -362,15 +383,15 @@ class Learner:
             by_teacher=self.advantages_by_teacher,
         )
 
-    def _micro_batches(self, pack: Pack, own: list[int]) -> tuple[list[Pack], list[list[int]]]:
+    def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
         none gets an empty one.
         """
-        if not own:
+        if not mine:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        parts = self._cut([pack.lengths[i] for i in own])
-        members = [[own[i] for i in part] for part in parts]
+        parts = self._cut([pack.lengths[i] for i in mine])
+        members = [[mine[i] for i in part] for part in parts]
         return [pack.select(chosen) for chosen in members], members
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
@@ -385,17 +406,17 @@ class Learner:
         return attention
 
     def _update(
-        self, pack: Pack, own: list[int], train: bool
+        self, pack: Pack, mine: list[int], train: bool
     ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
         """One optimizer step of the policy, and what it saw: the log-probabilities of each
         sequence. → also whether it was made.
         """
-        packs, members = self._micro_batches(pack, own)
+        packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
-        seen: dict[int, Tensor] = {}
+        logp_of: dict[int, Tensor] = {}
         # A rank with fewer micro-batches than another gets empty ones,
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
@@ -403,18 +424,22 @@ class Learner:
                 loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
                 loss.backward()
             if chosen:
-                seen |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+                logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
         metrics = step.reduce_metrics()
         norm, good = self._stepped(
-            self.policy, self.optimizer, metrics, lambda: nonfinite_tokens(pack, own, seen), train
+            self.policy,
+            self.optimizer,
+            metrics,
+            lambda: nonfinite_tokens(pack, mine, logp_of),
+            train,
         )
-        return metrics, norm, seen, good
+        return metrics, norm, logp_of, good
 
-    def _update_critic(self, pack: Pack, own: list[int]) -> tuple[Metrics, float, bool]:
+    def _update_critic(self, pack: Pack, mine: list[int]) -> tuple[Metrics, float, bool]:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
-        packs, _ = self._micro_batches(pack, own)
+        packs, _ = self._micro_batches(pack, mine)
         step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
         metrics = Metrics()
         for micro in step:
@@ -432,7 +457,7 @@ class Learner:
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
         norm, good = self._stepped(
-            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, own, {})
+            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, mine, {})
         )
         return metrics, norm, good
 
@@ -518,11 +543,3 @@ def rate(config: TrainConfig, step: int) -> float:
     return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
         config.schedule
     ]
-
-
-def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over what requires a gradient."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay
-    )

@@ -29,12 +29,13 @@ from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
-from policyloss.train.run.directory import RunDir
+from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
 from policyloss.train.run.resumed_options import continued, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
+from policyloss.train.view.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
@@ -42,19 +43,24 @@ from policyloss.train.watch import Watch
 INTERRUPTED = 130
 
 
-def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
+def train(
+    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+) -> int:
     """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
     left a checkpoint, and said how to resume.
 
     A run that is resumed must have the options it was started with, but for those in
     `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
+    named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """
     if config.resume:
         config = continued(config, spec)
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
     ranks = Ranks.start(config.device, config.rank_timeout)
+    if not named_out:
+        config = replace(config, out=ranks.gather(free_directory(config.out))[0])
     with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         return Training(config, spec, ranks, run, offline).run()
 
@@ -100,6 +106,7 @@ class Training:
         )
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.hints = Hints(config, self.task.success, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
 
@@ -212,6 +219,7 @@ class Training:
         if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
             metrics |= self._evaluation()
         self._log(metrics, timing)
+        self.hints.look(metrics)
         every = config.rollouts_every
         if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
             shown = completions.samples[: config.rollouts_rows]
@@ -232,13 +240,13 @@ class Training:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
-        own = [index[key] for key in completions.keys]
+        places = [index[key] for key in completions.keys]
         pack = (
             Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
-            if own
+            if places
             else Pack.nothing()
         )
-        return learner.learn(pack, own, len(keys), self.step, completions.greedy)
+        return learner.learn(pack, places, len(keys), self.step, completions.greedy)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""
@@ -248,21 +256,21 @@ class Training:
             torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
         ).tolist()
         mean = total / max(n, 1)
-        found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
-        found |= {f"value/{name}": x for name, x in learned.values.items()}
-        found |= {
+        row: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
+        row |= {f"value/{name}": x for name, x in learned.values.items()}
+        row |= {
             "advantage/mean": mean,
             "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
         }
-        found |= {
+        row |= {
             "grad_norm": learned.grad_norm,
             "updates": float(learned.updates),
             "skipped": float(learned.skipped),
         }
-        found["lr"] = self.config.lr * rate(self.config, self.step - 1)
+        row["lr"] = self.config.lr * rate(self.config, self.step - 1)
         if self.learner.critic is not None:
-            found["critic_grad_norm"] = learned.critic_grad_norm
-        return found | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
+            row["critic_grad_norm"] = learned.critic_grad_norm
+        return row | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
@@ -272,17 +280,18 @@ class Training:
         budget: dict[str, Any] = {
             "max_new_tokens": config.max_new_tokens,
             "batch_tokens": config.sampling_tokens,
+            "stop": config.stop,
         }
         with gathered(self.learner.policy):
             results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        found = Evaluation.of(
+        evaluation = Evaluation.of(
             [result for share in self.ranks.gather(results) for result in share], task.success
         )
         return {
-            "eval/accuracy": found.accuracy,
-            "eval/reward": found.score,
-            "eval/length": found.mean_length,
+            "eval/accuracy": evaluation.accuracy,
+            "eval/reward": evaluation.score,
+            "eval/length": evaluation.mean_length,
         }
 
     def _last_good(self) -> str:

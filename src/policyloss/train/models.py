@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
+from policyloss.train.adapter import merged_weights
 from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
@@ -44,13 +45,13 @@ def load(
     """
     if model == "tiny":
         tokenizer = tiny_tokenizer(task)
-        found = tiny_model(tokenizer, seed).to(dtype)
+        loaded = tiny_model(tokenizer, seed).to(dtype)
     else:
-        found, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
+        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
-    found.to(device).eval()
-    _check_parts(found, model)
-    return found, tokenizer
+    loaded.to(device).eval()
+    _check_parts(loaded, model)
+    return loaded, tokenizer
 
 
 def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
@@ -107,7 +108,7 @@ class Critic(nn.Module):
 
     def start_from(self, model: PreTrainedModel) -> None:
         """Take over the weights of the model's body, as they are now."""
-        self.body.load_state_dict(parts(model)[0].state_dict())
+        self.body.load_state_dict(merged_weights(parts(model)[0]))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -121,16 +122,16 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module what `weights` returned."""
-    for name, x in weights(module).items():
+def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of a module, as `weights` names them."""
+    for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
-            seen = (
+            stored = (
                 f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
             )
             raise InputError(
-                f"the checkpoint has {seen} for {name}, which is {tuple(x.shape)} here; the model "
-                "must be the same."
+                f"the checkpoint has {stored} for {name}, which is {tuple(x.shape)} here; the "
+                "model must be the same."
             )
         x.copy_(tensors[name])
 
@@ -157,7 +158,7 @@ def _stored(
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
-        found, loading = AutoModelForCausalLM.from_pretrained(
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
         )
     # Files of any origin are read by another package: whatever it raises, they cannot be used.
@@ -174,15 +175,15 @@ def _stored(
             f"config.json, tokenizer files and weights as safetensors.{hint}"
         ) from error
     _check_weights(model, loading, warn)
-    return cast("PreTrainedModel", found), cast("PreTrainedTokenizerBase", tokenizer)
+    return cast("PreTrainedModel", loaded), cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def _check_weights(model: str, found: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Refuse a model of which weights are missing: they would be drawn at random and trained
     as if they were the model's.
     """
-    missing, extra = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    other = sorted(str(row[0]) for row in found["mismatched_keys"])
+    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    other = sorted(str(row[0]) for row in loading["mismatched_keys"])
     for names, what in (
         (missing, "are missing"),
         (other, "have another shape than its config.json says"),
@@ -216,6 +217,22 @@ def _complete(tokenizer: Any, model: str) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Have the model keep the inputs of its layers alone, and compute the rest again.
+
+    Transformers does so in layers that are in training mode, so they are; what is in them is not,
+    and dropout that a layer has itself is off, so that numbers stay.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            for name in [name for name in vars(layer) if "dropout" in name]:
+                setattr(layer, name, 0.0)
+
+
 @torch.no_grad()
 def _check_parts(model: PreTrainedModel, name: str) -> None:
     """Refuse a model that would silently be trained as another one than it samples as;
@@ -223,14 +240,14 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     """
     body, weight, bias = parts(model)
     ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-    own = model(input_ids=ids, use_cache=False).logits.float()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     scale, softcap = logit_form(model)
     logits = nn.functional.linear(hidden, weight, bias).float() * scale
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    gap = (logits - own).abs().max()
+    gap = (logits - logits).abs().max()
     # Of the largest number: the same products in the same order.
-    if not gap <= 8 * torch.finfo(weight.dtype).eps * own.abs().max():
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * logits.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
             f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "

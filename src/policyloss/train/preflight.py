@@ -51,9 +51,9 @@ def preflight(training: Training) -> None:
     problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
         problems += _disk_problem(config.out, checkpoint_bytes(training.learner), config.keep)
-    found = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
-    if found:
-        raise InputError(" ".join(found))
+    distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
+    if distinct:
+        raise InputError(" ".join(distinct))
 
 
 def unusable(
@@ -135,10 +135,8 @@ def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
     already do.
     """
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
-    needed, free = (
-        max((keep + 1) * size - there, size) + SPARE,
-        shutil.disk_usage(_existing(out)).free,
-    )
+    needed = max((keep + 1) * size - there, size) + SPARE
+    free = shutil.disk_usage(_existing(out)).free
     if free >= needed:
         return []
     return [

@@ -10,9 +10,10 @@ batches or dealt to ranks, up to the rounding of the model's own products.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,7 @@ def sample(
     top_k: int,
     uniforms: Tensor | None,
     batch_tokens: int,
+    stop: Sequence[str] = (),
 ) -> list[Sample]:
     """One completion for each (example id, group, prompt text), in the order given.
 
@@ -91,8 +93,33 @@ def sample(
         for rows in _batches(ids, max_new_tokens, batch_tokens):
             tokens, logp = _complete(model, [ids[r] for r in rows], drawn[rows], ends, rule)
             completions.update(zip(rows, _ragged(tokens, logp), strict=True))
-    return _samples(
+    samples = _samples(
         tokenizer, prompts, ids, [completions[r] for r in range(len(prompts))], set(ends)
+    )
+    return [stopped(tokenizer, s, stop) for s in samples]
+
+
+def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
+    """The completion up to the first of the texts `stop`: its tokens with those that write it, its
+    text without it. What came after is as if it had never been sampled, so no engine needs to know.
+    """
+    begins = [place for place in (s.text.find(text) for text in stop) if place >= 0]
+    if not begins:
+        return s
+
+    def ends_by(n: int) -> bool:
+        written = tokenizer.decode(
+            s.completion_ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return any(text in written for text in stop)
+
+    n = bisect_left(range(1, len(s.completion_ids)), True, key=ends_by) + 1
+    return replace(
+        s,
+        completion_ids=s.completion_ids[:n].clone(),
+        rollout_logp=s.rollout_logp[:n].clone(),
+        finished=True,
+        text=s.text[: min(begins)],
     )
 
 
@@ -254,8 +281,8 @@ def _complete(
             alive, token, position = alive[going], token[going], position[going]
             mask = None if mask is None else mask[going]
         position = position + 1
-        seen = None if mask is None else mask[:, : width + t + 1]
-        logits = _next_logits(model, cache, token[:, None], seen, position[:, None])
+        attended = None if mask is None else mask[:, : width + t + 1]
+        logits = _next_logits(model, cache, token[:, None], attended, position[:, None])
     return tokens, logps
 
 

@@ -13,12 +13,15 @@ from torch import nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.adapter import add_adapter, base_trained
 from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
+from policyloss.train.chat import with_template
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
-from policyloss.train.learner import Learner, Policy, adamw
-from policyloss.train.models import Critic, load, parts
+from policyloss.train.learner import Learner, Policy
+from policyloss.train.models import Critic, checkpoint_gradients, load, parts
+from policyloss.train.optimizers import adamw
 from policyloss.train.tasks import Task, make_task
 from policyloss.train.teacher import load_teacher
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
@@ -61,18 +64,23 @@ def build(
     # Dropout would make the policy that is trained another one than the policy that sampled.
     model.eval()
     _check_vocabulary(model, tokenizer)
+    task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     attention, sentence = choose(model, config.attention)
     say(
         f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "
         f"model of {_size(model)} parameters; {sentence}"
     )
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
     reference = critic = critic_optimizer = None
-    if "ref_logp" in spec.reads:
+    if "ref_logp" in spec.reads and not config.lora_rank:
         reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
     if config.with_critic:
         critic = Critic(model, attention).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
-    policy = Policy(model, attention)
+    if config.lora_rank:
+        add_adapter(model, config)
+    policy = Policy(model, attention, compiled=config.compile)
     learner = Learner(
         config,
         spec,
@@ -86,6 +94,7 @@ def build(
     learner.warn = warn
     if config.teacher is not None:
         learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
+    learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     return Setup(task, tokenizer, model, learner)
 
 
@@ -96,19 +105,25 @@ def teach(
 
     progress: makes, for a number of steps, the function that is told of each.
     """
-    steps = config.warmup_steps
-    if steps is None:
-        steps = WARMUP_STEPS if config.model == "tiny" else 0
+    steps = warmup_steps(config)
     if steps:
-        warm_up(
-            setup.model,
-            setup.tokenizer,
-            setup.task,
-            steps=steps,
-            seed=config.seed,
-            progress=progress(steps),
-        )
+        with base_trained(setup.model):
+            warm_up(
+                setup.model,
+                setup.tokenizer,
+                setup.task,
+                steps=steps,
+                seed=config.seed,
+                progress=progress(steps),
+            )
     setup.learner.start_copies()
+
+
+def warmup_steps(config: TrainConfig) -> int:
+    """How many there are: by default some for the built-in task, and none for a user's data."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return WARMUP_STEPS if config.model == "tiny" and config.task == "sort" else 0
 
 
 def distribute(learner: Learner) -> None:

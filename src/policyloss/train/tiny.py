@@ -22,8 +22,8 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    seen = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
-    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(seen)])}
+    letters = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(letters)])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()

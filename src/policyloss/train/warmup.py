@@ -72,17 +72,17 @@ def _tensors(
     """
     prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
     answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]
-    whole = [
+    rows = [
         [*prompt, *answer, tokenizer.eos_token_id]
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    width = max(map(len, whole))
+    width = max(map(len, rows))
     ids = torch.tensor(
-        [[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in whole], device=device
+        [[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows], device=device
     )
     places = torch.arange(width - 1, device=device)
     starts = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    ends = torch.tensor([[len(row) - 1] for row in whole], device=device)
+    ends = torch.tensor([[len(row) - 1] for row in rows], device=device)
     return ids[:, :-1], ids[:, 1:], (places >= starts) & (places < ends)
 
 

@@ -1,6 +1,4 @@
-"""OpenRLHF's arguments of its policy loss: two families of correction arguments, by release, and
-the parts they stand for.
-"""
+"""OpenRLHF's two families of correction arguments, and the parts that they stand for."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Gate(NamedTuple):
 def by_place(
     words: tuple[Any, ...], vllm: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a
-    bool.
-    """
+    """The arguments in the order of the releases up to 0.11.1, whose sixth is a bool."""
     enable, threshold, kind, fourth = words
     if vllm != (None, None, None) or fourth != (0.5, 5.0):
         raise SpecError(
@@ -115,9 +111,7 @@ def check_gate(gate: Gate) -> None:
 
 
 def bounds(threshold: Threshold) -> tuple[float, float]:
-    """A threshold as (low, high); a single number, which releases up to 0.9.0 take, is an upper
-    bound.
-    """
+    """A threshold as (low, high); a single number, as up to 0.9.0, is an upper bound."""
     if isinstance(threshold, (int, float)):
         return 0.0, threshold
     if threshold is None or len(threshold) != 2:
@@ -129,9 +123,7 @@ def bounds(threshold: Threshold) -> tuple[float, float]:
 
 
 def correction(gate: Gate) -> Truncate | Band | SequenceMask | DivergenceMask:
-    """The part that a correction stands for. OpenRLHF does not clamp the logarithm of its
-    weight.
-    """
+    """The part of a correction. OpenRLHF does not clamp the logarithm of its weight."""
     low, high = bounds(gate.threshold)
     if gate.gating != "ratio":
         level: Literal["sequence", "token"] = "sequence" if gate.level == "seq" else "token"

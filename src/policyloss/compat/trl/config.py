@@ -245,10 +245,8 @@ def _mode(config: Any) -> str | None:
 
 
 def _weight_bounds(config: Any) -> tuple[float, float]:
-    low, high = (
-        option(config, "vllm_importance_sampling_clip_min"),
-        option(config, "vllm_importance_sampling_clip_max"),
-    )
+    low = option(config, "vllm_importance_sampling_clip_min")
+    high = option(config, "vllm_importance_sampling_clip_max")
     cap = option(config, "vllm_importance_sampling_cap")  # the bound's older name, which wins
     high = high if cap is None else cap
     if low is not None and high is not None and low >= high:

@@ -49,9 +49,7 @@ class WrittenKL(KL):
     @property
     # `KL` has one reach for all its values; here it depends on a field.
     def reach(self) -> str:  # type: ignore[override]
-        """Whose numbers a token's penalty depends on: those of the "token" or of its "sequence"
-        (see `LossSpec.reach`).
-        """
+        """Whether a penalty depends on its "token" alone or on its "sequence"."""
         return "sequence" if self.ratio_level == "sequence" else "token"
 
     @property

@@ -96,9 +96,7 @@ def trainer_class() -> type[Any]:
 
         @contextmanager
         def _watching(self) -> Iterator[_Watched]:
-            """Give TRL's policy term log-probabilities without gradient, and keep them with
-            gradient for ours.
-            """
+            """Give TRL's policy term log-probabilities without gradient; ours keeps it."""
             self._watched = _Watched()
             try:
                 yield self._watched
@@ -153,10 +151,8 @@ def trainer_class() -> type[Any]:
                 return self._config_totals(inputs)
             if spec.needs_statistics:
                 return "local"  # checked_loss made sure that a step is one call
-            calls, generated = (
-                self.current_gradient_accumulation_steps,
-                self.args.steps_per_generation,
-            )
+            calls = self.current_gradient_accumulation_steps
+            generated = self.args.steps_per_generation
             if not self.model.training:
                 calls = generated = 1
             ranks = self.accelerator.num_processes
@@ -180,9 +176,7 @@ def trainer_class() -> type[Any]:
             )
 
         def _record(self, metrics: Metrics) -> None:
-            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over
-            its micro-batches and ranks.
-            """
+            """Keep a micro-batch's metrics; log them, merged, when the step is complete."""
             if not self.model.training:
                 self._evaluated.append(metrics.all_reduce())
                 return

@@ -44,9 +44,7 @@ AdvantageResult = tuple[Tensor, Tensor]
 def _by_group(
     body: Callable[[Tensor, Tensor, Any], AdvantageResult],
 ) -> Callable[..., AdvantageResult]:
-    """An estimator from each row's score, mask and group, with the signature that verl's group
-    estimators share.
-    """
+    """An estimator from scores, mask and groups, with the signature of verl's group estimators."""
 
     def estimator(
         token_level_rewards: Tensor,
@@ -234,9 +232,7 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go
-    itself.
-    """
+    """ReMax: the reward-to-go less the greedy answer's reward; masked tokens keep theirs."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise InputError(
             f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, "
@@ -278,9 +274,7 @@ def compute_rloo_vectorized_outcome_advantage(
 def _by_token(
     body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult],
 ) -> Callable[..., AdvantageResult]:
-    """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns
-    are the reward-to-go.
-    """
+    """An estimator by `optimal_token_baseline`, with the signature that verl's two share."""
 
     def estimator(
         token_level_rewards: Tensor,
@@ -327,9 +321,7 @@ def compute_optimal_token_baseline_advantage(
 def compute_multi_turn_optimal_token_baseline_advantage(
     estimate: Callable[[bool], AdvantageResult],
 ) -> AdvantageResult:
-    """The optimal token baseline by valid tokens, for rows of several turns; returns are the
-    reward-to-go.
-    """
+    """The optimal token baseline by valid tokens, for rows of several turns."""
     return estimate(True)
 
 

@@ -1,6 +1,4 @@
-"""verl's names of averages, and its functions that average: `agg_loss`, `compute_value_loss`,
-`kl_penalty`.
-"""
+"""verl's averages: `agg_loss`, `compute_value_loss`, `kl_penalty`, and their names."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_choice, seen
+from policyloss.arguments import check_choice, description
 from policyloss.compat.arguments import drop_in
 from policyloss.compat.counts import guard, guarded_mean, number, share
 from policyloss.compat.parts import seq_mean_token_mean
@@ -155,9 +153,7 @@ def compute_value_loss(
     *,
     release: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, the clipped value loss with its factor
-    one half.
-    """
+    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, with its factor one half."""
     part, totals = aggregation(
         loss_agg_mode,
         response_mask,
@@ -187,11 +183,11 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 
 
 def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
-    """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the
-    value of the estimator.
-    """
+    """The KL part of verl's name; with a "+" at its end the gradient is that of k2."""
     if not isinstance(kl_penalty, str):
-        raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
+        raise InputError(
+            f"kl_penalty must be the name of an estimator, got {description(kl_penalty)}."
+        )
     name = kl_penalty.removesuffix("+")
     if name == "full":
         raise NotOfferedError(

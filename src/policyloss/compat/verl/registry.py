@@ -89,9 +89,7 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
 
 def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
-    """verl's `global_batch_info` as totals: verl's counts over the optimizer step, and the counts
-    of this call where verl has none.
-    """
+    """verl's counts of the optimizer step as totals; this call's where verl has none."""
     totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:
@@ -146,11 +144,9 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
         )
     plus = "+" if kl.grad == "k2" else ""
     wanted = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    used, kind, coef = (
-        read(config, "use_kl_loss", False),
-        read(config, "kl_loss_type", ""),
-        read(config, "kl_loss_coef", None),
-    )
+    used = read(config, "use_kl_loss", False)
+    kind = read(config, "kl_loss_type", "")
+    coef = read(config, "kl_loss_coef", None)
     if not used or kind not in wanted or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "

@@ -9,32 +9,19 @@ from policyloss.compat.releases import at_least
 from policyloss.compat.verl.rollout_metrics import in_nats, reciprocal_band
 from policyloss.errors import SpecError, safe_repr, unknown_name
 
-SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = {
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-}
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | {
+    *(f"seq_{how}_{estimator}" for how in ("sum", "mean") for estimator in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
+}
 
 
 class ThresholdTypeError(SpecError, TypeError):
-    """A threshold of a wrong type. verl raises a TypeError; every error of this library is a
-    ValueError.
-    """
+    """A threshold of a wrong type: a TypeError as in verl, and a ValueError as all errors here."""
 
 
 class Rule(NamedTuple):
-    """One rejection, which keeps `low <= reduce(estimator) <= high`, in nats; a low of None does
-    not bind.
-    """
+    """Keeps `low <= reduce(estimator) <= high`, in nats; a low of None does not bind."""
 
     option: str
     estimator: str
@@ -135,9 +122,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
-    """(low, high) of a number, "high" or "low_high"; all positive. `called` is what an
-    error names.
-    """
+    """(low, high) of a number, "high" or "low_high". called: what an error names."""
     words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
     try:
         numbers = [float(word) for word in words]

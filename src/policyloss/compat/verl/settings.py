@@ -108,9 +108,7 @@ def _default(config: Any, option: str, default: Any) -> Any:
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon of verl's setting `actor.loss_scale_factor`; two different horizons
-    are an error.
-    """
+    """`spec` with the horizon `actor.loss_scale_factor`; it is an error if the two differ."""
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
@@ -140,13 +138,8 @@ def check_config(config: Any) -> None:
         return
     with_horizon_of(actor, name, PRESETS[name].spec)
     algorithm = read(config, "algorithm")
-    chosen = str(
-        getattr(
-            read(algorithm, "adv_estimator", "gae"),
-            "value",
-            read(algorithm, "adv_estimator", "gae"),
-        )
-    )
+    adv_estimator = read(algorithm, "adv_estimator", "gae")
+    chosen = str(getattr(adv_estimator, "value", adv_estimator))
     estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
     if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
         estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"

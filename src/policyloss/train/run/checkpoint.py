@@ -375,8 +375,8 @@ def _own_memory(name: str, x: Tensor) -> Tensor:
             "with values."
         )
     here = x.cpu().contiguous()
-    whole = here.untyped_storage().nbytes() == here.numel() * here.element_size()
-    return here if whole else here.clone()
+    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
+    return here if alone else here.clone()
 
 
 def _readable(path: Path) -> bool:

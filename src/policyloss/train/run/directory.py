@@ -41,7 +41,7 @@ from policyloss.train.run.atomic import (
     write_error,
 )
 from policyloss.train.run.checkpoint_folder import discard_after
-from policyloss.train.run.lock import Lock
+from policyloss.train.run.lock import Lock, is_held
 from policyloss.train.run.plain_files import read_plain, refuse_links
 from policyloss.train.run.records import JsonLines
 from policyloss.train.view.track import TensorBoard, Tracker, service
@@ -97,9 +97,7 @@ class RunDir:
         lock = Lock(path)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
-            if there and (
-                not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
-            ):
+            if _holds_run(path):
                 raise InputError(
                     f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
                     "directory."
@@ -268,6 +266,24 @@ class RunDir:
         self.close()
 
 
+def _holds_run(path: Path) -> bool:
+    """Whether a directory holds what must not be overwritten: anything of a run, but for a start
+    that ended before its first checkpoint.
+    """
+    return any((path / name).exists() for name in _OF_A_RUN) and (
+        not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
+    )
+
+
+def free_directory(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, … in which no run is or is being started."""
+    number, candidate = 1, path
+    while _holds_run(candidate) or is_held(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
 def environment() -> dict[str, Any]:
     """What the numbers of a run may depend on beside its config: versions, hardware, threads; and
     who started it, and when.
@@ -278,7 +294,7 @@ def environment() -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,

@@ -122,14 +122,14 @@ def load_optimizer_state(
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """The name of each parameter of `optimizer`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = [tuple(p.shape) for p in held if p not in names]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [tuple(p.shape) for p in parameters if p not in names]
     if unknown:
         raise InputError(
             f"the optimizer holds parameters of shapes {unknown} that the model does not have; "
             "give the model they are of."
         )
-    return {p: names[p] for p in held}
+    return {p: names[p] for p in parameters}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

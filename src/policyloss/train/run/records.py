@@ -75,12 +75,12 @@ class JsonLines:
             file.seek(0)
             for line in file:
                 at += len(line)
-                found = _step_of(line)
-                if found is None:
+                row_step = _step_of(line)
+                if row_step is None:
                     continue
-                if step is not None and found > step:
+                if step is not None and row_step > step:
                     break
-                end, last = at, found
+                end, last = at, row_step
         if end < os.fstat(self._handle).st_size:
             os.ftruncate(self._handle, end)
             os.fsync(self._handle)
@@ -132,10 +132,10 @@ def _step_of(line: bytes) -> int | None:
     """The step of a whole line of JSON; None if it is not one."""
     if not line.endswith(b"\n"):
         return None
-    found = _STEP.match(line)
+    match = _STEP.match(line)
     # As `line_of` writes it: to parse a long row for its first number would take far longer.
-    if found and line.endswith(b"}\n"):
-        return int(found[1])
+    if match and line.endswith(b"}\n"):
+        return int(match[1])
     try:
         step = from_json(line)["step"]
     except (ValueError, TypeError, KeyError):

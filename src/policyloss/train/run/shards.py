@@ -135,10 +135,8 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
-        stored, wanted = (
-            files[piece["file"]].shape(name),
-            [piece["rows"], *shape[1:]] if shape else [],
-        )
+        stored = files[piece["file"]].shape(name)
+        wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
             raise StorageError(
                 f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. "

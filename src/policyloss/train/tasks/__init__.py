@@ -23,11 +23,11 @@ def make_task(name: str, *, reward: str | None, seed: int, success: float | None
     so runs with different seeds can be compared.
     success: the reward from which on a completion counts as right; None is the task's own, 1.
     """
-    task = _made(name, reward, seed)
+    task = _task(name, reward, seed)
     return task if success is None else replace(task, success=success)
 
 
-def _made(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
+def _task(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":
         return SortTask.of(seed, chosen or make_reward("exact"))

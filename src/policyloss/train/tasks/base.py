@@ -13,13 +13,14 @@ from typing import Any, Protocol
 @dataclass(frozen=True)
 class Example:
     """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in
-    its split.
+    its split. messages: what the prompt was made of, if it is a chat.
     """
 
     prompt: str
     answer: str
     id: int
     meta: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 SUCCESS = 1.0  # the score of a right answer, where a task says nothing else

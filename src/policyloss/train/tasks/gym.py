@@ -23,22 +23,22 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> ListT
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
     held_out = list(_different(source, set()))
-    seen = {row[0] for row in held_out}
+    taken = {row[0] for row in held_out}
     # Enough items that the loss of repeated prompts is made up for,
     # where the data set has that many different ones.
     train = list(
-        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), seen), TRAIN)
+        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), taken), TRAIN)
     )
     if not train:
         raise InputError(
             f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
             "train on."
         )
-    own = checked(
+    rule = checked(
         name,
         lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
     )
-    return ListTask(name, numbered(train), numbered(held_out), reward or own)
+    return ListTask(name, numbered(train), numbered(held_out), reward or rule)
 
 
 def _creator(dataset: str) -> Any:
@@ -71,13 +71,13 @@ def _creator(dataset: str) -> Any:
     return create
 
 
-def _different(source: Any, seen: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _different(source: Any, taken: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(prompt, answer, meta) of each item whose prompt is new.
     An item whose scorer needs no answer has the answer "".
     """
-    seen = set(seen)
+    taken = set(taken)
     for entry in source:
         prompt, answer = entry["question"], entry["answer"]
-        if prompt not in seen:
-            seen.add(prompt)
+        if prompt not in taken:
+            taken.add(prompt)
             yield prompt, "" if answer is None else str(answer), {"entry": entry}

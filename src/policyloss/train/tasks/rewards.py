@@ -50,7 +50,7 @@ def checked(name: str, function: Any) -> Reward:
 
     def reward(example: Example, completion: str) -> float:
         try:
-            found = function(example, completion)
+            value = function(example, completion)
         # By `sys.exit` a reward would end the run as if it had succeeded.
         except (
             Exception,
@@ -59,10 +59,10 @@ def checked(name: str, function: Any) -> Reward:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
-        number = _number(found)
+        number = _number(value)
         if not math.isfinite(number):
             raise RewardError(
-                name, example, completion, f"returned {_shown(found)} where a finite number belongs"
+                name, example, completion, f"returned {_shown(value)} where a finite number belongs"
             )
         return number
 

@@ -55,13 +55,13 @@ class SortTask:
         return "".join([*sorted(others), last])
 
 
-def _different(rng: Random, seen: set[str]) -> Iterator[str]:
-    """Digit strings, each once and none that is in `seen`."""
-    seen = set(seen)
+def _different(rng: Random, taken: set[str]) -> Iterator[str]:
+    """Digit strings, each once and none that is in `taken`."""
+    taken = set(taken)
     while True:
         digits = "".join(rng.sample(DIGITS, rng.randint(SHORTEST, LONGEST)))
-        if digits not in seen:
-            seen.add(digits)
+        if digits not in taken:
+            taken.add(digits)
             yield digits
 
 
