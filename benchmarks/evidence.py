@@ -39,7 +39,8 @@ from benchmarks.evidence_plan import (
 )
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
-from policyloss.train.config import TrainConfig, read_spec
+from policyloss.train.config import TrainConfig
+from policyloss.train.loss_options import read_spec
 from policyloss.train.run import directory
 
 Record = dict[str, Any]

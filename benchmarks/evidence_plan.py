@@ -13,7 +13,8 @@ from typing import Any
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, check_together, read_spec
+from policyloss.train.config import TrainConfig, check_together
+from policyloss.train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`

@@ -4,10 +4,11 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS = (
+_DISK, _FAULTS, _DOORS, _REAL = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
+    "test_train_real_models.py::",
 )
 TRAIN = (
     (
@@ -135,5 +136,40 @@ TRAIN = (
         "s.group % prompts % world == rank",
         "s.group % world == rank",
         "test_train_completions.py::test_the_share_of_a_rank",
+    ),
+    (
+        "a_window_is_one_too_wide",
+        "train/attention.py",
+        "else sliding_window - 1",
+        "else sliding_window",
+        "test_train_attention.py::test_sequences_in_one_row_are_each_sequence_alone",
+    ),
+    (
+        "rows_are_not_sorted",
+        "train/attention.py",
+        "key=lambda i: -lengths[i]",
+        "key=lambda i: 0",
+        "test_train_attention.py::test_rows_are_sorted_and_cut_by_hand",
+    ),
+    (
+        "the_reference_has_adapters",
+        "train/learner.py",
+        "else without_adapter(policy.model):",
+        "else nullcontext():",
+        _REAL + "test_the_reference_of_a_policy_with_adapters_is_the_model_without_them",
+    ),
+    (
+        "masters_do_not_reach_the_weights",
+        "train/optimizers.py",
+        "torch._foreach_copy_(weights, masters)",
+        "pass",
+        _REAL + "test_small_steps_add_up_in_float32_masters",
+    ),
+    (
+        "old_logp_of_the_first_update_is_lost",
+        "train/learner.py",
+        "_put(old, new_logp)",
+        "pass",
+        "test_train_learner.py::test_old_log_probabilities_are_the_policy_s_or_the_sampler_s",
     ),
 )

@@ -106,6 +106,7 @@ EXTRAS = {
         "math_verify",
         "numpy",
         "reasoning_gym",
+        "vllm",
         "rich",
         "safetensors",
         "tokenizers",

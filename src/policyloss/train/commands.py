@@ -201,14 +201,16 @@ def _as_in_training(
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place."""
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
     config, spec = stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
         model=options.model or config.model,
         device=options.device,
-    ), spec
+    ), spec or pl.LossSpec()
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:

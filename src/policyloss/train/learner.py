@@ -332,34 +332,29 @@ class Learner:
         """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
         into the step's.
 
-        Without `old_logp`, the policy is the old one: its own log-probabilities are the old ones.
+        Without `old_logp`, the policy is the old one.
         """
         targets, temperature = micro["targets"], self.config.temperature
-        is_old = "old_logp" not in micro
-        if self.config.head == "fused" and not is_old:
-            options = {**micro.arguments(), "softcap": softcap, "temperature": temperature}
-            options["teacher"] = self._teacher_of(micro)
+        more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
+        teacher = self._teacher_of(micro)
+        if self.config.head == "fused":
+            options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
+            options["teacher"] = teacher
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
-        if self.config.head == "fused":
-            now = self._logprobs_head(micro, hidden, weight, bias, softcap)
-        else:
-            logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-            now = pl.logprobs(
-                logits, targets, temperature, entropy=True, mask=mask, softcap=softcap
-            )
-        more = {"old_logp": now.logp.detach()} if is_old else {}
-        part, teacher = self.spec.divergence, self._teacher_of(micro)
-        if part is not None and teacher is not None:
-            options = {"mask": micro["mask"], "bias": bias, "softcap": softcap}
+        logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
+        if self.spec.divergence is not None and teacher is not None:
             more["divergence"] = pl.linear_divergence(
                 hidden,
                 weight,
                 teacher,
-                **part.measure._asdict(),
+                **self.spec.divergence.measure._asdict(),
                 temperature=temperature,
-                **options,
+                mask=mask,
+                bias=bias,
+                softcap=softcap,
             )
         return micro.loss(now.logp, entropy=now.entropy, **more), now.logp.detach()
 

@@ -13,7 +13,7 @@ from policyloss.train.attention import choose
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Policy
-from policyloss.train.models import load, load_weights, parts
+from policyloss.train.models import load, load_weights, parts, weights
 from policyloss.train.run.checkpoint import latest, subtree
 from policyloss.train.run.checkpoint import load as load_checkpoint
 from policyloss.train.run.directory import RunDir
@@ -70,4 +70,4 @@ def _load_run(policy: Policy, folder: Path) -> None:
         raise InputError(f"{folder / 'checkpoints'} holds no checkpoint that can be read.")
     tensors, _ = load_checkpoint(chosen)
     with explained(chosen):
-        load_weights(policy, subtree(tensors, "policy"))
+        load_weights(weights(policy), subtree(tensors, "policy"))
