@@ -1,6 +1,4 @@
-"""The divergences of a teacher and a student: hand-computed numbers, identities,
-closed-form gradients.
-"""
+"""The divergences of a teacher and a student: numbers by hand, identities, gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch import Tensor
 import policyloss as pl
 from policyloss.functional.divergence import (
     KINDS,
-    SUPPORTS,
+    TOPS,
     Measure,
     of_distributions,
     on_support,
@@ -60,8 +58,7 @@ def test_hand_computed(measure: Measure, value: float) -> None:
     ).item() == pytest.approx(value, rel=1e-14)
 
 
-# The same two rows known on the first two entries:
-# student ½, ¼ and ¼ beside, teacher ¼, ¼ and ½ beside.
+# The same two rows, known on the first two entries: ¼ of the student lies beside, ½ of the teacher.
 # forward on the two: ¼·log ½ + 0 = −¼·log 2, and the bucket adds ½·log(½/¼) = ½·log 2.
 # reverse on the two: ½·log 2; the bucket adds ¼·log(¼/½) = −¼·log 2.
 # generalised: ½·log 2 − ¾ + ½.
@@ -182,7 +179,7 @@ def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
     z, teacher = rows()
     measure = measure._replace(tail=tail)
     student = z.log_softmax(-1)
-    for which in SUPPORTS:
+    for which in TOPS:
         ids, keep = support_of(student, teacher, which, z.shape[-1])
         s, t = student.gather(-1, ids), teacher.gather(-1, ids)
         value = on_support(s, t, measure, keep)
@@ -213,9 +210,7 @@ def test_a_tail_bucket_is_never_negative_and_grows_with_k(measure: Measure) -> N
 
 
 def test_the_generalised_form_is_least_at_equality() -> None:
-    """On any support, and the un-tailed reverse KL is not:
-    there the student gains by leaving it.
-    """
+    """On any support. The un-tailed reverse KL is not: there the student gains by leaving it."""
     teacher = logits(5).log_softmax(-1)
     few = slice(0, 4)
     generalised, cut = Measure("generalised"), Measure("reverse", tail=False)
@@ -280,17 +275,18 @@ def test_an_entry_that_one_side_excludes() -> None:
 
 
 def test_a_divergence_in_the_slot() -> None:
-    """Two tokens: coef·weight·divergence on top of the policy term,
-    the weight without a gradient.
-    """
+    """Two tokens: coef·weight·divergence on top of the policy term, the weight not moved."""
     logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-1.5, -2.0]], dtype=torch.float64)
     divergence = torch.tensor([[0.5, 2.0]], dtype=torch.float64, requires_grad=True)
     zero, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
     spec = pl.LossSpec(kl=pl.Divergence("reverse", 0.1, weight="ratio", clamp=(None, 1.0)))
     out = pl.policy_loss(spec, logp, old, zero, mask, divergence=divergence)
+    bounded = spec.with_fields(weight_max=1.25)
     # token 1: 0.1·e^0.5·0.5; token 2: 0.1·1·1.0 (held); the mean of the two.
     assert out.loss.item() == pytest.approx((0.05 * math.exp(0.5) + 0.1) / 2, rel=1e-14)
+    held = pl.policy_loss(bounded, logp, old, zero, mask, divergence=divergence)
+    assert held.loss.item() == pytest.approx((0.05 * 1.25 + 0.1) / 2, rel=1e-14)
     dlogp, ddivergence = torch.autograd.grad(out.loss, (logp, divergence))
     assert (dlogp == 0).all()
     assert ddivergence.tolist() == [[pytest.approx(0.05 * math.exp(0.5)), 0.0]]
@@ -359,11 +355,13 @@ def test_one_or_none_in_a_tuple() -> None:
         ({"beta": 1.5}, ["beta", "1.5", "between 0"]),
         ({"weight": 0.5}, ["weight", "0.5", "extras"]),
         ({"clamp": -1.0}, ["clamp", "-1.0"]),
+        ({"weight_max": 2.0}, ["weight_max", "2.0", "none"]),
+        ({"weight": "ratio", "weight_max": 0.0}, ["weight_max", "0.0"]),
         ({"tail": "yes"}, ["tail", "yes"]),
-        ({"support": "everyone", "k": 3}, ["support", "everyone", "union"]),
-        ({"support": "student"}, ["support='student'", "k=None", "give both"]),
-        ({"k": 3}, ["support=None", "k=3"]),
-        ({"support": "student", "k": 0}, ["k=0", "positive"]),
+        ({"top": "everyone", "k": 3}, ["top", "everyone", "union"]),
+        ({"top": "student"}, ["top='student'", "k=None", "give both"]),
+        ({"k": 3}, ["top=None", "k=3"]),
+        ({"top": "student", "k": 0}, ["k=0", "positive"]),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -398,7 +396,7 @@ def test_in_words() -> None:
         kl=(
             pl.KL("k3", 0.1),
             pl.Divergence(
-                "jsd", 0.5, beta=0.9, weight="ratio", clamp=(None, 4.0), support="union", k=100
+                "jsd", 0.5, beta=0.9, weight="ratio", clamp=(None, 4.0), top="union", k=100
             ),
         )
     )
@@ -407,7 +405,7 @@ def test_in_words() -> None:
     assert "kl_2 = min(divergence, 4) * sg(ratio)" in text
     assert "the JSD of student and teacher at beta 0.9" in text
     assert "the student's or the teacher's 100 most probable entries and one for the rest" in text
-    assert "held at most 4, times the ratio, which is not differentiated" in text
+    assert "held at most 4, times the ratio, without its gradient" in text
     assert "the KL term and the divergence from the teacher still move" in text
     assert "beta" not in str(pl.explain(pl.LossSpec(kl=pl.Divergence("reverse", 0.5))))
     named = pl.LossSpec(kl=pl.Divergence("forward", 1.0, weight="importance"))

@@ -268,9 +268,7 @@ class HeadBatch:
         return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in given.items()}
 
     def teacher(self, dtype: torch.dtype | None = None) -> pl.Teacher:
-        """A teacher of width 5, whose hidden states follow from the student's:
-        it is cut and packed as they are.
-        """
+        """A teacher of width 5; its hidden states follow from the student's in any layout."""
         g, (vocab, size) = generator(99), self.weight.shape
         mixed = torch.randn(size, 5, generator=g).to(self.hidden)
         hidden = torch.tanh(self.hidden.detach() @ mixed)
@@ -340,9 +338,7 @@ class LossRun(NamedTuple):
 
 
 def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
-    """What `linear_policy_loss` takes after the ids,
-    a teacher among them if the loss has a divergence.
-    """
+    """What `linear_policy_loss` takes after the ids, with a teacher for a divergence."""
     teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
     return {**batch.kwargs, **teacher, **kwargs}
 

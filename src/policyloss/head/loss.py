@@ -90,9 +90,9 @@ def linear_policy_loss(
     a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
     skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
     then over the tokens that were computed.
-    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (its
-    hidden states and its head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher`
-    "one_pass" takes four matmuls. The teacher gets no gradient.
+    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
+    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
+    takes four matmuls. The teacher gets no gradient.
     """
     call = _Call.of(
         spec,
