@@ -28,9 +28,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence_plan import COMMON, GOAL, PRESET_STUDY, Job, jobs
+from benchmarks.evidence_plan import (
+    COMMON,
+    GOAL,
+    PRESET_STUDY,
+    TEACHER,
+    TEACHER_OPTIONS,
+    Job,
+    jobs,
+)
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
+from policyloss.train.config import TrainConfig
+from policyloss.train.loss_options import read_spec
 from policyloss.train.run import directory
 
 Record = dict[str, Any]
@@ -246,6 +256,17 @@ def line_of(record: Record) -> str:
     return f"{name}: {record['start']:.3f} → {record['end']:.3f}, {when}"
 
 
+def make_teacher(folder: Path) -> None:
+    """The run that students learn from, unless it is there."""
+    from policyloss.train.loop import train
+
+    if (folder / "checkpoints").is_dir():
+        return
+    config = TrainConfig(out=folder, **{**COMMON, "checkpoint_every": 60, **TEACHER_OPTIONS})
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(config, read_spec(config.loss, ()).with_horizon(config.max_new_tokens))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -275,6 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import policyloss.train.loop  # noqa: F401
 
     try:
+        if any("teacher" in job.plan.options for job in results.missing(wanted)):
+            make_teacher(Path(TEACHER))
         done = run_all(wanted, results, workers)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here")

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.harness import environment, table, write_json
-from policyloss.train.config import TrainConfig, read_spec
+from policyloss.train.config import TrainConfig
 from policyloss.train.loop import train
+from policyloss.train.loss_options import read_spec
 from policyloss.train.tasks.base import Example
 
 if TYPE_CHECKING:

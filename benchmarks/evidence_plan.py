@@ -13,7 +13,8 @@ from typing import Any
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, check_together, read_spec
+from policyloss.train.config import TrainConfig, check_together
+from policyloss.train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`
@@ -47,6 +48,16 @@ _CENTRED = Plan({"advantage": "dr_grpo"}, why="reward minus the group's mean")
 _STALE = Plan(
     {"advantage": "grpo", "staleness": 1},
     why="corrects a mismatch, so completions are one step old",
+)
+
+# A teacher that is made here, by reinforcement: the last weights of this run, from another start
+# than any student's. Students see no reward, unless their plan says so.
+TEACHER = "out/evidence-teacher"
+TEACHER_OPTIONS: Mapping[str, Any] = {"loss": "dapo", "seed": 100, "steps": 60}
+_OF_TEACHER: Mapping[str, Any] = {"advantage": "grpo", "teacher": TEACHER, "steps": 20}
+_TAUGHT = Plan(_OF_TEACHER, why="learns from the teacher alone, on its own completions")
+_SELF_TAUGHT = Plan(
+    _OF_TEACHER, why="learns from the teacher alone; the teacher is another model here"
 )
 
 # Every preset is a loss that people train with alone, so none is left out;
@@ -111,6 +122,26 @@ PLANS: Mapping[str, Plan] = {
     "rloo_loss": Plan({"advantage": "rloo"}, why="its own advantages"),
     "two_sided": _GROUPS,
     "aipo": Plan({"advantage": "grpo"}, why="measures against the sampler itself"),
+    "opd": Plan(
+        {**_OF_TEACHER, "advantage": "opd"}, why="the teacher's preference is the advantage"
+    ),
+    "opd_kl": _TAUGHT,
+    "iw_opd": Plan(
+        {**_OF_TEACHER, "advantage": "iw_opd"}, why="the teacher's preference is the advantage"
+    ),
+    "kdrl": Plan({**_OF_TEACHER, "reward_coef": 1.0}, why="a reward and a teacher together"),
+    "sdpo": _SELF_TAUGHT,
+    "opd_exact": _TAUGHT,
+    "gkd": _TAUGHT,
+    "gkd_forward": _TAUGHT,
+    "gkd_reverse": _TAUGHT,
+    "mopd_topk": Plan(
+        _OF_TEACHER,
+        {"kl.support": "teacher", "kl.k": 4},
+        why="learns from the teacher's four most probable entries",
+    ),
+    "opsd": _SELF_TAUGHT,
+    "sdft": _SELF_TAUGHT,
 }
 
 # Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled
@@ -157,9 +188,10 @@ class Job:
 
     def config(self, out: Path) -> TrainConfig:
         """The options, with the run directory `out`."""
-        return TrainConfig(
-            loss=self.preset, seed=self.seed, out=out, **{**self.common, **self.plan.options}
-        )
+        options = {**self.common, **self.plan.options}
+        if "teacher" in options:
+            options["teacher"] = Path(options["teacher"])
+        return TrainConfig(loss=self.preset, seed=self.seed, out=out, **options)
 
     @cached_property
     def spec(self) -> LossSpec:

@@ -35,9 +35,9 @@ from benchmarks.harness import environment, table, time_interleaved, write_json
 from benchmarks.train_workers import Size
 from policyloss.errors import PolicyLossError
 from policyloss.train.attention import Packed
-from policyloss.train.config import read_spec
 from policyloss.train.distributed import Ranks
 from policyloss.train.loop import Training
+from policyloss.train.loss_options import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 # The learning phase with a dense mask, as it was measured before: completion tokens per second on
@@ -76,14 +76,16 @@ def learning(device: str, size: evidence_large.Size, rounds: int) -> dict[str, A
         config = dataclasses.replace(config, reward="benchmarks.evidence_large:reward", lr=0.0)
         spec = read_spec(config.loss)
         training = Training(config, spec, Ranks(0, 1, torch.device(device)), None, offline=True)
+        training.collector.rollout.ready(0)
         completions = training.collector.collect()
         policy: Any = training.learner.policy
         chosen, implementation = policy.attention, training.model.config._attn_implementation
         ways = {chosen.name: (chosen, implementation), "dense": (Dense(), "sdpa")}
 
         def learn(way: str) -> Any:
-            policy.attention, name = ways[way]
-            training.model.set_attn_implementation(name)
+            # What a model does when it is told another one, without its checks, which take longer
+            # than an update.
+            policy.attention, training.model.config._attn_implementation = ways[way]
             return training._learn(completions)
 
         first = {way: learn(way) for way in ways}

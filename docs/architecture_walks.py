@@ -147,6 +147,7 @@ def training_walk() -> Walk:
     """One step of the reference trainer."""
     from policyloss.train import collect, learner, loop
     from policyloss.train.config import TrainConfig
+    from policyloss.train.rollout.built_in import BuiltIn
 
     sizes: dict[str, Any] = {
         "prompts": 1,
@@ -167,7 +168,8 @@ def training_walk() -> Walk:
         loop.train,
         loop.Training._step,
         loop.Collector.collect,
-        collect.sample,
+        collect.Rollout.samples,
+        BuiltIn.generate,
         collect.scored,
         loop.Pack.of,
         learner.Learner.learn,
@@ -177,7 +179,7 @@ def training_walk() -> Walk:
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,
-        loop.evaluate,
+        loop.answered,
         loop.RunDir.log,
         loop.store,
     )

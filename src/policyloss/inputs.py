@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
+# As `old_logp`: the policy is the old one, as in the first update after sampling.
+CURRENT = "current"
 
 
 class SharedTensors(TypedDict, total=False):
@@ -77,6 +79,11 @@ class Inputs:
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
+        if isinstance(old_logp, str):
+            if old_logp != CURRENT:
+                raise InputError(unknown_name("old_logp", old_logp, (CURRENT,)))
+            check_tensor("logp", logp, "float")
+            old_logp = logp.detach()
         return cls(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **tensors)
 
     def replace(self, **changes: Any) -> Self:

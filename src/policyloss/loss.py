@@ -44,7 +44,7 @@ class LossOutput:
 def policy_loss(
     spec: LossSpec | PresetName | str,
     logp: Tensor,
-    old_logp: Tensor | None,
+    old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -62,9 +62,11 @@ def policy_loss(
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
       the current policy's, for a `Divergence`) carry the gradient. `old_logp` is the trainer's own
-      policy when the batch was frozen, `rollout_logp` what the inference engine reported,
-      `ref_logp` the reference model's, `teacher_logp` a teacher's. A tensor that no part reads may
-      be None (`spec.reads` lists those that are read); if it is there, it feeds the metrics.
+      policy when the batch was frozen, or "current" if that is the policy of now, as in the first
+      update after sampling: `logp`, detached. `rollout_logp` is what the inference engine
+      reported, `ref_logp` the reference model's, `teacher_logp` a teacher's. A tensor that no part
+      reads may be None (`spec.reads` lists those that are read); if it is there, it feeds the
+      metrics.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
       longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.

@@ -25,6 +25,7 @@ from policyloss.parts.aggregate import (
     TokenSum,
 )
 from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -88,6 +89,9 @@ _DPPO_NOTE = (
     "ratio=TokenRatio(anchor='rollout')."
 )
 _CLIP = Clip(0.2, 0.2)
+_NO_REWARD = Unbounded("logp")
+_TAUGHT = "no policy term of its own: 0 advantages leave the teacher alone, others add a reward"
+_GKD_MEAN = "GKD, arXiv 2306.13649, equation 2: mean over outputs of token means"
 
 _ALL = (
     _preset(
@@ -574,6 +578,203 @@ _ALL = (
         aggregate: token mean
         """,
     ),
+    Preset(
+        "opd",
+        "On-policy distillation on the sampled tokens: the teacher's preference as advantage",
+        "arXiv 2601.02780",
+        LossSpec(trust=Unbounded("ratio"), aggregate=TokenMean()),
+        {
+            "trust": (
+                "arXiv 2601.02780, section on multi-teacher distillation: the policy gradient with "
+                "importance weights"
+            ),
+            "aggregate": "token mean, as NeMo-RL averages its on-policy distillation",
+            "advantage": (
+                "arXiv 2601.02780, equation 8: log of the teacher's over the student's probability "
+                "of the sampled token"
+            ),
+        },
+        note="The paper adds IcePop's band: correction=Band(0.5, 5.0).",
+        advantage="opd",
+    ),
+    Preset(
+        "opd_kl",
+        "On-policy distillation on the sampled tokens: the reverse KL of the live student",
+        "TRL SDPO and SDFT, sampled_token; prime-rl ref_kl",
+        LossSpec(
+            trust=_NO_REWARD,
+            kl=KL("k1", 1.0, grad="k2", anchor="teacher", clamp=None),
+            aggregate=TokenMean(),
+        ),
+        {
+            "trust": _TAUGHT,
+            "kl": (
+                "-sg(teacher_logp - logp)·logp has this gradient, and the KL itself is reported "
+                "instead of that product"
+            ),
+            "aggregate": "token mean",
+        },
+    ),
+    Preset(
+        "iw_opd",
+        "IW-OPD: on-policy distillation with less weight behind a prefix that went apart",
+        "arXiv 2606.22600",
+        LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
+        {
+            "trust": "TRL's iw_opd: -A·logp, no ratio",
+            "aggregate": "TRL's iw_opd: divided by the tokens of the step",
+            "advantage": (
+                "IW-OPD, arXiv 2606.22600: the teacher's preference times 1 + gamma·(1 - share of "
+                "the disagreement before the token); gamma 0.5 is TRL's default"
+            ),
+        },
+        note="The same loss as gpg; the advantages make the difference.",
+        advantage="iw_opd",
+    ),
+    Preset(
+        "kdrl",
+        "KDRL: a reward and a teacher, the policy gradient plus a reverse KL on sampled tokens",
+        "arXiv 2506.02208",
+        LossSpec(
+            trust=Unbounded("ratio"),
+            kl=KL("k2", 5e-3, anchor="teacher"),
+            aggregate=TokenMean(),
+        ),
+        {
+            "trust": "KDRL, arXiv 2506.02208: GRPO's importance-weighted policy gradient",
+            "kl": "KDRL: the reverse KL to the teacher by k2, whose gradient is unbiased",
+            "kl.coef": "KDRL: the KL coefficient begins at 5e-3 (and is lowered to 1e-3)",
+            "aggregate": "KDRL: divided by the tokens of all outputs",
+            "advantage": "KDRL: GRPO's advantages of a rule-based reward",
+        },
+        note="The teacher's share is kl.coef; scale the advantages to weigh the reward.",
+        advantage="grpo",
+    ),
+    Preset(
+        "sdpo",
+        "SDPO: the model with feedback in its context teaches the model without, token by token",
+        "arXiv 2601.20802",
+        LossSpec(
+            trust=_NO_REWARD,
+            kl=KL(
+                "k1",
+                1.0,
+                grad="k2",
+                weight="detached_ratio",
+                weight_max=2.0,
+                anchor="teacher",
+                clamp=None,
+            ),
+            aggregate=SeqMeanTokenMean(),
+        ),
+        {
+            "trust": _TAUGHT,
+            "kl": "TRL's SDPO: distillation_mode 'sampled_token', alpha 1 (the reverse KL)",
+            "kl.weight": "SDPO, arXiv 2601.20802: times the truncated ratio, without its gradient",
+            "kl.weight_max": "TRL's SDPO: distillation_is_clip 2",
+            "aggregate": "TRL's SDPO: mean over sequences of token means",
+        },
+        note=(
+            "teacher_logp is the same model's, read with the feedback in its prompt; without "
+            "gradient."
+        ),
+    ),
+    Preset(
+        "opd_exact",
+        "On-policy distillation by the exact reverse KL over the whole vocabulary",
+        "NeMo-RL distillation; TRL DistillationTrainer",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("reverse", 1.0), aggregate=TokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": "KL(student‖teacher) of the next token; TRL's DistillationTrainer: beta 1",
+            "aggregate": "TRL's DistillationTrainer: divided by the tokens of the step",
+        },
+    ),
+    Preset(
+        "gkd",
+        "GKD: the generalised Jensen-Shannon divergence on the student's own completions",
+        "arXiv 2306.13649",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("jsd", 1.0), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": "GKD, arXiv 2306.13649, equation 1: the mixture of student and teacher",
+            "kl.beta": "TRL GKDConfig: beta 0.5",
+            "aggregate": _GKD_MEAN,
+        },
+    ),
+    Preset(
+        "gkd_forward",
+        "GKD with the forward KL: the student covers what the teacher would say",
+        "arXiv 2306.13649",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("forward", 1.0), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": "GKD, arXiv 2306.13649, section 3: KL(teacher‖student), its JSD at beta 0",
+            "aggregate": _GKD_MEAN,
+        },
+    ),
+    Preset(
+        "gkd_reverse",
+        "GKD with the reverse KL: the student avoids what the teacher would not say",
+        "arXiv 2306.13649",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("reverse", 1.0), aggregate=SeqMeanTokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": "GKD, arXiv 2306.13649, section 3: KL(student‖teacher), its JSD at beta 1",
+            "aggregate": _GKD_MEAN,
+        },
+        note="opd_exact is the same divergence averaged over tokens.",
+    ),
+    Preset(
+        "mopd_topk",
+        "Generalised KL on the entries that the teacher sent",
+        "arXiv 2606.30406",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("generalised", 1.0), aggregate=TokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": (
+                "arXiv 2606.30406, equation 5: a sum that is smallest where student and teacher "
+                "are equal, although the entries hold less than the whole mass"
+            ),
+            "aggregate": "token mean",
+        },
+        note="The teacher is a TopK; with a teacher of all entries this is the reverse KL.",
+    ),
+    Preset(
+        "opsd",
+        "OPSD: the model that sees the solution teaches the model that does not",
+        "arXiv 2601.18734",
+        LossSpec(trust=_NO_REWARD, kl=Divergence("jsd", 1.0), aggregate=TokenMean()),
+        {
+            "trust": _TAUGHT,
+            "kl": "OPSD, arXiv 2601.18734: a divergence over the whole vocabulary, on rollouts",
+            "kl.beta": "as GKD",
+            "aggregate": "token mean",
+        },
+        note="The teacher is the same model with the solution in its prompt.",
+    ),
+    Preset(
+        "sdft",
+        "SDFT: the model with a demonstration in its context teaches the model without",
+        "arXiv 2601.19897",
+        LossSpec(
+            ratio=TokenRatio(log_clamp=(-20.0, math.log(2.0))),
+            trust=_NO_REWARD,
+            kl=Divergence("jsd", 1.0, weight="ratio"),
+            aggregate=SeqMeanTokenMean(),
+        ),
+        {
+            "ratio": "TRL's SDFT: distillation_is_clip 2, the log-ratio no lower than -20",
+            "trust": _TAUGHT,
+            "kl": "SDFT, arXiv 2601.19897; TRL's distillation_mode 'full_logits', alpha 0.5",
+            "kl.weight": "TRL's SDFT: times the truncated ratio, without its gradient",
+            "aggregate": "TRL's SDFT: mean over sequences of token means",
+        },
+        note=(
+            "TRL's default compares the student's 100 most probable entries, normalised over "
+            "themselves."
+        ),
+    ),
 )
 
 # The names, for type checkers and editors.
@@ -614,6 +815,18 @@ PresetName = Literal[
     "rloo_loss",
     "two_sided",
     "aipo",
+    "opd",
+    "opd_kl",
+    "iw_opd",
+    "kdrl",
+    "sdpo",
+    "opd_exact",
+    "gkd",
+    "gkd_forward",
+    "gkd_reverse",
+    "mopd_topk",
+    "opsd",
+    "sdft",
 ]
 
 PRESETS: dict[str, Preset] = {p.name: p for p in _ALL}

@@ -505,7 +505,10 @@ def test_passk_combinatorial_without_scale_and_with_shift():
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(adv.ESTIMATORS) - {"gae", "optimal_token_baseline", "reinforce_pp"})
+    "name",
+    sorted(
+        set(adv.ESTIMATORS) - {"gae", "iw_opd", "opd", "optimal_token_baseline", "reinforce_pp"}
+    ),
 )
 def test_empty_input(name):
     extra = {

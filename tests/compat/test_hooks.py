@@ -66,6 +66,9 @@ DEFINED_WITH = {
     "dro": "dr_grpo",
     "gpg": "gpg",
     "rloo_loss": "rloo",
+    "opd": "opd",
+    "iw_opd": "iw_opd",
+    "kdrl": "grpo",
 }
 
 

@@ -13,12 +13,12 @@ from policyloss.functional.divergence import (
     KINDS,
     TOPS,
     Measure,
-    full_divergence,
-    full_gradient,
+    of_distributions,
     on_support,
     support_of,
     support_slopes,
     terms,
+    whole_gradient,
 )
 
 FORWARD, REVERSE, GENERALISED = Measure("forward"), Measure("reverse"), Measure("generalised")
@@ -53,7 +53,7 @@ HAND = [
 
 @pytest.mark.parametrize(("measure", "value"), HAND, ids=lambda x: getattr(x, "kind", ""))
 def test_hand_computed(measure: Measure, value: float) -> None:
-    assert full_divergence(
+    assert of_distributions(
         log(0.5, 0.25, 0.25), log(0.25, 0.25, 0.5), measure
     ).item() == pytest.approx(value, rel=1e-14)
 
@@ -86,7 +86,7 @@ def test_unequal_beta_hand_computed() -> None:
     ¼·1·log(8/5) + ¾·(½·log(4/5) + ½·log(4/3)).
     """
     value = 0.25 * math.log(8 / 5) + 0.375 * (math.log(4 / 5) + math.log(4 / 3))
-    found = full_divergence(log(0.5, 0.5), log(1.0, 0.0), Measure("jsd", 0.25))
+    found = of_distributions(log(0.5, 0.5), log(1.0, 0.0), Measure("jsd", 0.25))
     assert found.item() == pytest.approx(value, rel=1e-14)
 
 
@@ -95,9 +95,9 @@ def test_the_gradient_is_that_of_autograd(measure: Measure) -> None:
     for scale in (0.1, 2.0, 15.0):
         z, teacher = rows(scale)
         z.requires_grad_()
-        value = full_divergence(z.log_softmax(-1), teacher, measure)
+        value = of_distributions(z.log_softmax(-1), teacher, measure)
         (expected,) = torch.autograd.grad(value.sum(), z)
-        found = full_gradient(z.detach().log_softmax(-1), teacher, measure)
+        found = whole_gradient(z.detach().log_softmax(-1), teacher, measure)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert expected.abs().max() > 1e-5
 
@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_autograd(measure: Measure) -> None:
 def test_gradcheck(measure: Measure) -> None:
     z, teacher = rows(1.0)
     assert torch.autograd.gradcheck(
-        lambda x: full_divergence(x.log_softmax(-1), teacher, measure), z.requires_grad_()
+        lambda x: of_distributions(x.log_softmax(-1), teacher, measure), z.requires_grad_()
     )
 
 
@@ -143,33 +143,33 @@ def test_the_limits_of_the_jsd_are_the_two_kls() -> None:
     for beta, kl in ((0.0, FORWARD), (1.0, REVERSE)):
         jsd = Measure("jsd", beta)
         assert torch.equal(
-            full_divergence(student, teacher, jsd), full_divergence(student, teacher, kl)
+            of_distributions(student, teacher, jsd), of_distributions(student, teacher, kl)
         )
         assert torch.equal(
-            full_gradient(student, teacher, jsd), full_gradient(student, teacher, kl)
+            whole_gradient(student, teacher, jsd), whole_gradient(student, teacher, kl)
         )
     # And they are limits: JSD/β and JSD/(1−β) approach them.
-    near = full_divergence(student, teacher, Measure("jsd", 1e-7)) / 1e-7
-    torch.testing.assert_close(near, full_divergence(student, teacher, FORWARD), rtol=1e-4, atol=0)
-    near = full_divergence(student, teacher, Measure("jsd", 1 - 1e-7)) / 1e-7
-    torch.testing.assert_close(near, full_divergence(student, teacher, REVERSE), rtol=1e-4, atol=0)
+    near = of_distributions(student, teacher, Measure("jsd", 1e-7)) / 1e-7
+    torch.testing.assert_close(near, of_distributions(student, teacher, FORWARD), rtol=1e-4, atol=0)
+    near = of_distributions(student, teacher, Measure("jsd", 1 - 1e-7)) / 1e-7
+    torch.testing.assert_close(near, of_distributions(student, teacher, REVERSE), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @by_measure
 def test_an_equal_teacher_gives_nothing(measure: Measure, dtype: torch.dtype) -> None:
     student = logits(3).to(dtype).log_softmax(-1)
-    assert (full_divergence(student, student, measure) == 0).all()
+    assert (of_distributions(student, student, measure) == 0).all()
     each = terms(student, student, measure)
     assert (each == 0).all()
     # Of the forward KL the gradient is p_s − p_t, of the others a multiple of a zero.
-    assert (full_gradient(student, student, measure) == 0).all()
+    assert (whole_gradient(student, student, measure) == 0).all()
 
 
 @by_measure
 def test_never_negative(measure: Measure) -> None:
     z, teacher = rows(6.0)
-    assert (full_divergence(z.log_softmax(-1), teacher, measure) > 0).all()
+    assert (of_distributions(z.log_softmax(-1), teacher, measure) > 0).all()
 
 
 @pytest.mark.parametrize("tail", [True, False])
@@ -184,12 +184,12 @@ def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
         s, t = student.gather(-1, ids), teacher.gather(-1, ids)
         value = on_support(s, t, measure, keep)
         torch.testing.assert_close(
-            value, full_divergence(student, teacher, measure), rtol=1e-12, atol=1e-12
+            value, of_distributions(student, teacher, measure), rtol=1e-12, atol=1e-12
         )
         slopes = support_slopes(s, t, measure, keep)
         each = torch.zeros_like(z).scatter_add_(-1, ids, slopes)
         gradient = each - student.exp() * slopes.sum(-1, keepdim=True)
-        expected = full_gradient(student, teacher, measure)
+        expected = whole_gradient(student, teacher, measure)
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -251,10 +251,12 @@ def test_entries_that_neither_knows_count_for_nothing(measure: Measure) -> None:
     student = z.log_softmax(-1)
     nothing = torch.full((5, 3), -torch.inf, dtype=torch.float64)
     wide = [torch.cat([x, nothing], -1) for x in (student, teacher)]
-    assert torch.equal(full_divergence(*wide, measure), full_divergence(student, teacher, measure))
-    gradient = full_gradient(*wide, measure)
+    assert torch.equal(
+        of_distributions(*wide, measure), of_distributions(student, teacher, measure)
+    )
+    gradient = whole_gradient(*wide, measure)
     torch.testing.assert_close(
-        gradient[:, :12], full_gradient(student, teacher, measure), rtol=0, atol=1e-16
+        gradient[:, :12], whole_gradient(student, teacher, measure), rtol=0, atol=1e-16
     )
     assert (gradient[:, 12:] == 0).all()
 
@@ -262,14 +264,14 @@ def test_entries_that_neither_knows_count_for_nothing(measure: Measure) -> None:
 def test_an_entry_that_one_side_excludes() -> None:
     """KL(p‖q) is infinite where q excludes what p allows; a JSD stays finite."""
     sure, open_ = log(1.0, 0.0), log(0.5, 0.5)
-    assert full_divergence(sure, open_, FORWARD).item() == math.inf
-    assert full_divergence(sure, open_, REVERSE).item() == pytest.approx(math.log(2))
-    assert full_divergence(open_, sure, FORWARD).item() == pytest.approx(math.log(2))
-    assert full_divergence(open_, sure, REVERSE).item() == math.inf
+    assert of_distributions(sure, open_, FORWARD).item() == math.inf
+    assert of_distributions(sure, open_, REVERSE).item() == pytest.approx(math.log(2))
+    assert of_distributions(open_, sure, FORWARD).item() == pytest.approx(math.log(2))
+    assert of_distributions(open_, sure, REVERSE).item() == math.inf
     for pair in ((sure, open_), (open_, sure)):
-        jsd = full_divergence(*pair, Measure("jsd", 0.5))
+        jsd = of_distributions(*pair, Measure("jsd", 0.5))
         assert 0 < jsd.item() < math.log(2)
-        assert full_gradient(*pair, Measure("jsd", 0.5)).isfinite().all()
+        assert whole_gradient(*pair, Measure("jsd", 0.5)).isfinite().all()
 
 
 def test_a_divergence_in_the_slot() -> None:

@@ -17,7 +17,8 @@ from cases import make_batch, run
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.explain.formula import formula
 from policyloss.parts import aggregate
-from policyloss.train.config import check_together, read_arguments, read_spec
+from policyloss.train.config import check_together, read_arguments
+from policyloss.train.loss_options import read_spec
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
 

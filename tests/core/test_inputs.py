@@ -94,9 +94,9 @@ def test_micro_batches_carry_extras() -> None:
 
 
 def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
-    given = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
-    eager = pl.policy_loss("ppo", **given)
-    compiled = pl.compiled_loss("ppo")(**given)
+    arguments = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
+    eager = pl.policy_loss("ppo", **arguments)
+    compiled = pl.compiled_loss("ppo")(**arguments)
     assert_same(compiled.loss, eager.loss, what="loss")
 
 

@@ -431,6 +431,29 @@ def test_refused(name):
     assert not missing, f"the message does not say {missing}: {error.value}"
 
 
+PARTS = (*RATIOS, *TRUSTS, *(c for cs in CORRECTIONS for c in cs), *KLS, *AGGREGATES)
+FIELDS = {
+    f"{type(part).__name__}.{field.name}": (part, field.name)
+    for part in PARTS
+    if dataclasses.is_dataclass(part)
+    for field in dataclasses.fields(part)
+    if not dataclasses.is_dataclass(getattr(part, field.name))
+}
+# The name of any tensor, and a flag.
+LEGAL = {("Divergence.weight", "nonsense"), ("Divergence.tail", True)}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_of_every_part_is_checked(name):
+    """No number is NaN and no word is nonsense: a field without a check would take them."""
+    part, field = FIELDS[name]
+    for value in (nan, "nonsense", True, (1, 2, 3)):
+        if (name, value) in LEGAL:
+            continue
+        with pytest.raises(pl.SpecError, match=rf"{type(part).__name__}\b.*\b{field}\b"):
+            dataclasses.replace(part, **{field: value})
+
+
 def test_errors_are_value_errors():
     assert issubclass(pl.SpecError, pl.PolicyLossError)
     assert issubclass(pl.InputError, pl.PolicyLossError)

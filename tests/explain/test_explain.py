@@ -241,6 +241,8 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     for slot in ("trust", "kl", "aggregate"):
         part = getattr(spec, slot)
         for f in dataclasses.fields(part) if has_fields(part) else ():
+            if f.name in getattr(part, "idle_fields", ()):
+                continue
             if isinstance(getattr(part, f.name), (int, float)) and not (
                 f.name == "cap" and part.form == "ratio"
             ):
@@ -365,6 +367,8 @@ def test_every_name_and_trap_applies_to_some_loss() -> None:
         FULL.replace(ratio=pl.TokenRatio("rollout"), trust=pl.DetachedClip(0.8, 1.2, "zero"))
     )
     made.append(FULL.replace(ratio=pl.SequenceRatio(), aggregate=pl.TokenMean()))
+    bare = [pl.Divergence(kind, 1.0, tail=False) for kind in ("forward", "reverse")]
+    made += [FULL.replace(kl=part) for part in (*bare, pl.KL("k3", 0.1, anchor="teacher"))]
     found = [traits(s) for s in made]
     for entry in (*ELSEWHERE, *TRAPS):
         assert any(fits(entry.needs, f) for f in found), entry.needs
@@ -389,6 +393,17 @@ def text_of_traps(spec: Any) -> str:
         ("rloo_loss", "RLOO is an advantage estimator everywhere but in TRL"),
         (pl.preset("gspo").replace(aggregate=pl.TokenMean()), "GSPO averages over sequences"),
         (pl.preset("ppo").replace(kl=pl.KL("k1", 0.1)), "it reports a KL and pulls nowhere"),
+        ("gkd", "pass zeros to learn from the teacher alone"),
+        ("opd_kl", "The tokens must be the student's own"),
+        (
+            pl.LossSpec(kl=pl.Divergence("reverse", 1.0, tail=False)),
+            "no minimum where student and teacher are equal",
+        ),
+        (pl.LossSpec(kl=pl.Divergence("forward", 1.0, tail=False)), "verl holds it at 0"),
+        (
+            pl.LossSpec(kl=pl.KL("k3", 1.0, anchor="teacher")),
+            "not an estimate of the gradient of the KL",
+        ),
     ],
 )
 def test_known_traps_are_shown_where_they_belong(loss: Any, words: str) -> None:

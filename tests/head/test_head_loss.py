@@ -101,6 +101,30 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
+    """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
+    batch, spec = LAYOUTS[layout], PRESETS[name]
+    logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
+    expected = run_oracle(spec, batch, old_logp=logp.detach())
+    assert_same_loss(run_oracle(spec, batch, old_logp="current"), expected, loss_tolerance(batch))
+    for plan in admitted(lambda plan: run_loss(spec, batch, plan=plan, old_logp="current")):
+        actual = run_loss(spec, batch, plan=plan, old_logp="current")
+        assert_same_loss(actual, expected, loss_tolerance(batch))
+
+
+def test_the_policy_of_now_in_one_pass() -> None:
+    """Unless a correction reads the old log-probabilities before the first window."""
+    arguments = {**BATCH.kwargs, "old_logp": "current"}
+    of_head = (leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids)
+    plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
+    assert plans["dapo"] == "one_pass"
+    assert plans["tis"] in ("recompute", "stash")
+    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current"):
+        pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "tis"])
 def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
     """Multiplied when room for so many rows is full:

@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "anchors_not_detached",
         "inputs.py",
-        'raw[name] = x if x is None or name == "entropy" else x.detach()',
+        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),

@@ -233,8 +233,8 @@ PARTS = (
     (
         "sequence_mask_weights_swapped",
         _CORRECTION,
-        'if self.weight == "token":\n            w =',
-        'if self.weight != "token":\n            w =',
+        'if self.weight == "token": return',
+        'if self.weight != "token":\n            return',
         _CORRECTIONS + "test_weight",
     ),
     (
@@ -408,8 +408,8 @@ PARTS = (
     (
         "old_logp_not_detached",
         "inputs.py",
-        'raw[name] = x if x is None or name == "entropy" else x.detach()',
-        'raw[name] = x if x is None or name in ("entropy", "old_logp") else x.detach()',
+        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
+        'raw[name] = x if x is None or name in (*DIFFERENTIATED, "old_logp") else x.detach()',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
@@ -439,5 +439,12 @@ PARTS = (
         "_SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)",
         "_SegmentSum.apply(x.to(torch.float32), offsets, ids)",
         "test_counts.py::test_sums_over_packs_are_rounded_once",
+    ),
+    (
+        "bounds_of_fields_unread",
+        "parts/validate.py",
+        "checks += kind.__metadata__",
+        "checks += ()",
+        "test_spec.py::test_every_field_of_every_part_is_checked",
     ),
 )

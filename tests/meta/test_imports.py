@@ -105,7 +105,9 @@ EXTRAS = {
     "train": {
         "math_verify",
         "numpy",
+        "peft",
         "reasoning_gym",
+        "vllm",
         "rich",
         "safetensors",
         "tokenizers",

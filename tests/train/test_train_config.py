@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import policyloss as pl
-from policyloss.train.config import TrainConfig, check_together, read_arguments, read_spec
+from policyloss.train.config import TrainConfig, check_together, read_arguments
+from policyloss.train.loss_options import read_spec
 
 
 def test_a_preset_with_changes() -> None:

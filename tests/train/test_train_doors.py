@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -441,14 +441,14 @@ def test_prompts_that_are_left_out_leave_the_others_where_they_were(
     from policyloss.train.collect import Collector
     from policyloss.train.config import TrainConfig
     from policyloss.train.distributed import Ranks
+    from policyloss.train.rollout.session import Rollout
 
     task = make_task("sort", reward=None, seed=0)
     whole, skipping = (
         Collector(
             TrainConfig(),
             task,
-            None,
-            None,
+            cast("Rollout", None),
             Ranks(0, 1, torch.device("cpu")),
             print,
             unusable=unusable,

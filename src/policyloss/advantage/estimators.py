@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.advantage.distillation import iw_opd, opd
 from policyloss.advantage.groups import (
     RankedGroups,
     Single,
@@ -432,7 +433,9 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "gpg": gpg,
     "grpo": grpo,
     "grpo_loo": grpo_loo,
+    "iw_opd": iw_opd,
     "maxrl": maxrl,
+    "opd": opd,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
     "passk_combinatorial": passk_combinatorial,

@@ -143,8 +143,8 @@ class CompiledLoss:
         graph behind it.
         """
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-        others = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
-        leaves = ("logp", *others)
+        present = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
+        leaves = ("logp", *present)
         if not self._traceable(inputs):
             return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)

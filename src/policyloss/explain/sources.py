@@ -136,8 +136,8 @@ def distance(a: LossSpec, b: LossSpec) -> float:
     """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
 
     What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
-    costs little either way, because people leave it out of every loss, and guards cost next to
-    nothing. A horizon that `b` leaves open costs nothing.
+    costs little either way, because people leave it out of every loss, unless it pulls to a
+    teacher; and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in _PARTS:
@@ -145,7 +145,8 @@ def distance(a: LossSpec, b: LossSpec) -> float:
             continue
         mine, theirs = a.parts_in(slot), b.parts_in(slot)
         if [kind(p) for p in mine] != [kind(p) for p in theirs]:
-            total += _ADDED if not theirs else _EXCHANGED[slot]
+            taught = any(getattr(p, "teaches", False) for p in (*mine, *theirs))
+            total += _TEACHER if taught else _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
             if not has_fields(x):
@@ -161,6 +162,7 @@ def distance(a: LossSpec, b: LossSpec) -> float:
 # The price of a part in the place of another, or of none in its place.
 _EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "kl": 0.6}
 _ADDED = 0.9
+_TEACHER = 1.4  # of a pull to a teacher, there or not there
 
 
 def _price_of(field: Any, mine: Any, theirs: Any) -> float:

@@ -160,6 +160,22 @@ kl: kl_weight_ratio
     The weight carries a gradient, so it changes the pull even where the ratio is exactly 1.
 kl: kl_anchor_rollout kl_k2
     prime-rl and Kimi write the square without the one half: their 1e-3 is a coef of 2e-3 here.
+kl: kl_anchor_teacher
+    The tokens must be the student's own. On tokens that the teacher wrote, this estimate is of
+    another divergence; use TokenRatio(anchor='teacher') and the likelihood there.
+kl: kl_anchor_teacher kl_grad_value
+    The gradient of an estimate is not an estimate of the gradient of the KL: grad='k2' gives the
+    gradient of the reverse KL on-policy, whatever estimate is reported.
+kl: divergence_reverse divergence_no_tail
+    Without the tail this sum has no minimum where student and teacher are equal: the student can
+    lower it by moving mass out of the entries. Use tail=True, or kind='generalised'.
+kl: divergence_forward divergence_no_tail
+    Without the tail the sum may be negative, and verl holds it at 0: there it has no gradient,
+    which was so in most steps of a run of theirs. Use tail=True.
+kl: divergence_generalised
+    With every entry known this is the reverse KL, number for number.
+kl: Divergence
+    The advantages still count: pass zeros to learn from the teacher alone.
 entropy_coef: entropy
     Entropy is the full softmax's here; EasyR1 uses -logp, Megatron-LM -p·logp of the sampled token.
     TRL averages the bonus over tokens whatever the loss type; here it is averaged like the rest of

@@ -60,7 +60,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | None,
+    old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -124,7 +124,7 @@ def explain_plan(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | None = None,
+    old_logp: Tensor | Literal["current"] | None = None,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     **arguments: Any,
@@ -187,7 +187,7 @@ class _Call:
     """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is
     computed.
 
-    step: the given totals, None if this call is the step.
+    step: the given totals, None if this call is the step. on_policy: old_logp is what logp will be.
     """
 
     spec: LossSpec
@@ -203,7 +203,8 @@ class _Call:
     step: Totals | None
     plan: str | Plan
     skip_zero_advantage: bool
-    comparison: Comparison | None = None
+    comparison: Comparison | None
+    on_policy: bool
 
     @classmethod
     def of(
@@ -212,7 +213,7 @@ class _Call:
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        old_logp: Tensor | None,
+        old_logp: Tensor | Literal["current"] | None,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -245,18 +246,20 @@ class _Call:
                 "is over the whole vocabulary; leave out one of them."
             )
         comparison = _comparison(spec, teacher, head, tuple(ids.shape))
-        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison)
+        on_policy = isinstance(old_logp, str)
+        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison, on_policy)
 
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        # A part that reads it before it is computed is an error.
-        t = replace(t, raw={**t.raw, "logp": None})
+        # A part that reads what is not computed yet is an error.
+        uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
+        t = replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
         reach, why = self._reach()
-        batch = None if reach == "batch" else batch_of(self.spec, t, step)
+        batch = None if reach == "batch" else batch_of(self.spec, t, step, self.on_policy)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
@@ -282,6 +285,8 @@ class _Call:
                 "`reads_logp = False`"
             )
             return "batch", f"a part of it may look at any token ({hint})"
+        if self.on_policy and spec.correction:
+            return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
@@ -311,8 +316,13 @@ class _Call:
         detached = {name: x.detach() for name, x in known.items()}
         if not entropy_has_slope(self.spec):
             known["entropy"] = detached["entropy"]
-        loss = loss_of(self.spec, self.inputs.replace(**known), self.step)
+        loss = loss_of(self.spec, self._inputs_with(known), self.step)
         return HeadOutput(loss.loss, loss.metrics, **detached)
+
+    def _inputs_with(self, known: dict[str, Tensor]) -> Inputs:
+        """The inputs of `policy_loss`, with what the head has computed."""
+        old = {"old_logp": known["logp"].detach()} if self.on_policy else {}
+        return self.inputs.replace(**known, **old)
 
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
@@ -357,7 +367,7 @@ class _Call:
 
     def _value(self, batch: Batch, known: dict[str, Tensor]) -> LossOutput:
         """The loss and its metrics, from what is known of all windows together."""
-        inputs = self.inputs.replace(**known)
+        inputs = self._inputs_with(known)
         if not self.skip_zero_advantage:
             return loss_of(self.spec, inputs, self.step)
         correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)

@@ -53,7 +53,7 @@ class Batch:
     step: the given totals, None if this call is the step. weight: None if there is no correction,
     or if one reads logp. corrections: those of the spec, in its order; beside one that reads logp,
     the others with their answer for the whole batch. live: tokens that may have a gradient, flat
-    bool.
+    bool. on_policy: old_logp is what logp will be.
     """
 
     spec: LossSpec
@@ -62,6 +62,7 @@ class Batch:
     weight: Tensor | None
     corrections: tuple[Any, ...]
     live: Tensor
+    on_policy: bool = False
 
     @cached_property
     def average(self) -> Tensor:
@@ -145,6 +146,8 @@ class Batch:
             .requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
             for name, x in known.items()
         }
+        if self.on_policy and raw["logp"] is not None:
+            raw["old_logp"] = raw["logp"].detach()
         mask = self.rows[at].view(shape)
         alone = window.cu_seqlens is None
         sequences = (
@@ -229,7 +232,7 @@ def _reaches_further() -> InputError:
     )
 
 
-def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
+def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
     """`t` (whose logp is not read) with everything that
     is known before its log-probabilities are.
     """
@@ -248,7 +251,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, step, weight, corrections, live)
+    return Batch(spec, t, step, weight, corrections, live, on_policy)
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:

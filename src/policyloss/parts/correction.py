@@ -135,7 +135,7 @@ class SequenceMask(Part):
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(w), keep)
         if self.weight == "token":
-            w = correction.importance_weight(t.log_weight(), self.log_clamp)
+            return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
         return Corrected(w, keep)
 
     def sentence(self) -> str:

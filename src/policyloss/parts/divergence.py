@@ -59,6 +59,7 @@ class Divergence(Part):
     """
 
     reach: ClassVar[str] = "token"
+    teaches: ClassVar[bool] = True
 
     kind: Literal["forward", "reverse", "jsd", "generalised"]
     coef: Annotated[float, within(least=0, finite=True, hint="to leave it out, use kl=None.")]
@@ -117,13 +118,13 @@ class Divergence(Part):
         limit = self.clamp
         low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)
         clamp = " and ".join(bounds_in_words(low, high)).removeprefix("at ")
-        clamped = f", held at {clamp}" if clamp else ""
+        limited = f", held at {clamp}" if clamp else ""
         weight = "the ratio" if self.reads_ratio else self.weight
         most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
         by = "" if weight is None else f", times {weight}{most}, without its gradient"
         over = self._entries_in_words()
         return (
-            f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{clamped}{by}"
+            f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{limited}{by}"
         )
 
     def _entries_in_words(self) -> str:

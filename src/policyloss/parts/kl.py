@@ -52,6 +52,11 @@ class KL(Part):
             )
 
     @property
+    def teaches(self) -> bool:
+        """Whether the pull is to a teacher."""
+        return self.anchor == "teacher"
+
+    @property
     def reads_ratio(self) -> bool:
         """Whether the penalty is multiplied by a ratio."""
         return self.weight is not None

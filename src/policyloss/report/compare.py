@@ -58,6 +58,9 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
     card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
     if spec is None:
         return card
+    if spec == {"code": asked}:
+        notes.append(f"The loss is code, {asked}, which a report does not run.")
+        return card
     try:
         explanation = explain(LossSpec.from_dict(spec))
         explained = strict(explanation.to_dict(), "The explanation of the loss", notes)

@@ -52,6 +52,17 @@ def without_adapter(model: Any) -> Iterator[None]:
         model.enable_adapters()
 
 
+@contextmanager
+def written_whole(model: Any) -> Iterator[None]:
+    """Inside, transformers writes the model and not its adapters alone."""
+    adapted = has_adapter(model)
+    model._hf_peft_config_loaded = False
+    try:
+        yield
+    finally:
+        model._hf_peft_config_loaded = adapted
+
+
 def has_adapter(model: Any) -> bool:
     """Whether `add_adapter` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -201,14 +201,16 @@ def _as_in_training(
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place."""
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
     config, spec = stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
         model=options.model or config.model,
         device=options.device,
-    ), spec
+    ), spec or pl.LossSpec()
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
@@ -233,7 +235,7 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     index = checked_index(chosen, sums=True)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
-    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )

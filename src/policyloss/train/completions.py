@@ -100,6 +100,7 @@ class Completions:
                 or not 0 <= s.example < examples
                 or type(s.group) is not int
                 or s.group < 0
+                or type(s.version) is not int
             ):
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
             if (

@@ -5,7 +5,6 @@ What makes no sense is refused before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +13,17 @@ from typing import Any, Literal
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
-from policyloss.presets import PRESETS, preset, read_loss
+from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
 from policyloss.train.help import help_text
+from policyloss.train.loss_options import read_spec, split_loss_options
 from policyloss.train.option_types import LARGEST, typed
+from policyloss.train.user_code import is_reference
 
 # Estimators that take rewards and groups of one step and nothing that a run does not have.
+ENGINES = ("built-in", "vllm")
 LARGEST_RATE = 1e3  # of a learning rate; far beyond what can learn, and far from what overflows
+BY_TEACHER = ("opd", "iw_opd")  # estimators that read a teacher
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 
 
@@ -30,21 +33,30 @@ class TrainConfig:
 
     # What is trained, and where it is written
     loss: str = "dapo"
-    """A preset's name, or the path of a JSON file that holds a LossSpec. Change a part with
+    """A preset's name, the path of a JSON file that holds a LossSpec, or code of your own,
+    module:name or path/to/file.py:name: a LossSpec, or a function of Tokens. Change a part with
     --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
     """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
     "messages") and "answer" in every line."""
     reward: str | None = None
-    """How a .jsonl task is scored: exact, math, or module:function."""
+    """How a .jsonl task is scored: exact, math, or a function of your own, module:function or
+    path/to/file.py:function."""
     success: float | None = None
     """The reward from which on a completion counts as right: accuracy is the share of completions
     that reach it. By default what the task says, which is 1."""
     reward_timeout: float = 60.0
     """Seconds that one call of the reward may take; what takes longer has failed. 0 is no limit."""
     model: str = "tiny"
-    """"tiny" makes a small model for the task on the spot; else a local folder or a hub name of a
-    causal language model."""
+    """"tiny" makes a small model for the task on the spot, and "tiny32" one that vLLM can run on a
+    CPU; else a local folder or a hub name of a causal language model."""
+    teacher: Path | None = None
+    """A teacher with the same tokenizer: the folder of a model, or a run directory. The loss reads
+    it (--loss gkd, opd_kl, …); if it does not, the teacher speaks through the advantages."""
+    teacher_coef: float = 1.0
+    """How much the teacher counts in the advantages; in a loss that reads it, --loss.kl.coef."""
+    reward_coef: float | None = None
+    """How much the advantages of the rewards count; by default 1, and 0 with a teacher."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model. Never read from a run directory: name it again
     to resume or evaluate."""
@@ -95,12 +107,21 @@ class TrainConfig:
     """Completions that were cut: train on them as they are, take them out of the loss,
     or give them reward −1."""
     staleness: int = 0
-    """Train on completions that were sampled this many steps ago."""
+    """Train on completions that were sampled this many steps ago; from 1 on, sampling goes on while
+    the policy learns."""
+    rollout: str = "built-in"
+    """What samples: the built-in sampler; vllm, in this process; the addresses of running vLLM
+    servers, http://host:port[,…]; or an engine of your own, module:factory (docs/rollout.md)."""
+    rollout_timeout: float = 120.0
+    """Seconds that a server may take for one prompt; for as long it is asked again if it fails."""
+    rollout_memory: float = 0.3
+    """Share of the GPU's memory that vllm in this process may take."""
 
     # Advantages
     advantage: str | None = None
-    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …; by default those
-    that the loss is defined with, and grpo if it goes with any."""
+    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …, or a function of
+    your own, module:function or path/to/file.py:function; by default those that the loss is defined
+    with, and grpo if it goes with any."""
     passk: int = 4
     """k of the advantage passk_combinatorial."""
     gamma: float = 1.0
@@ -216,6 +237,7 @@ class TrainConfig:
             _at_least(self, name, 0)
         for name in (
             "lr",
+            "teacher_coef",
             "critic_lr",
             "weight_decay",
             "grad_clip",
@@ -237,22 +259,30 @@ class TrainConfig:
             )
         if not 0 < self.top_p <= 1:
             raise InputError(f"--top-p must be above 0 and at most 1, got {self.top_p}.")
-        if self.advantage is not None and self.advantage not in ADVANTAGES:
+        if self.advantage not in (None, *ADVANTAGES) and not is_reference(self.advantage):
             raise InputError(unknown_name("advantage", self.advantage, ADVANTAGES))
+        _check_rollout(self)
         if self.minibatches > self.prompts * self.group_size:
             raise InputError(
                 f"--minibatches {self.minibatches} is more than the "
                 f"{self.prompts * self.group_size} completions of a step (--prompts × "
                 "--group-size)."
             )
-        if self.group_size == 1 and self.estimator in (
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "grpo_loo",
-            "opo",
-            "maxrl",
-            "gpg",
+        if self.reward_coef is not None:
+            _at_least(self, "reward_coef", 0)
+        if (
+            self.group_size == 1
+            and self.reward_share
+            and self.reward_estimator
+            in (
+                "grpo",
+                "dr_grpo",
+                "rloo",
+                "grpo_loo",
+                "opo",
+                "maxrl",
+                "gpg",
+            )
         ):
             raise InputError(
                 f"--group-size 1 leaves the advantage {self.estimator!r} nobody to compare a "
@@ -263,6 +293,11 @@ class TrainConfig:
             raise InputError(
                 f"--passk {self.passk} must be below --group-size {self.group_size}: where a "
                 "subset holds all completions, every advantage is 0."
+            )
+        if self.dynamic_sampling and self.teacher is not None:
+            raise InputError(
+                "--dynamic-sampling drops groups whose rewards are equal, but a --teacher has "
+                "something to say of them; leave one of the two out."
             )
         if self.dynamic_sampling and self.estimator in ("gae", "reinforce_pp", "remax"):
             raise InputError(
@@ -283,6 +318,18 @@ class TrainConfig:
     def estimator(self) -> str:
         """The name of the advantage estimator."""
         return self.advantage or self.defined_with or "grpo"
+
+    @property
+    def reward_estimator(self) -> str:
+        """The estimator of the part of the advantages that comes from rewards."""
+        return "grpo" if self.estimator in BY_TEACHER else self.estimator
+
+    @property
+    def reward_share(self) -> float:
+        """What the advantages of rewards are multiplied by."""
+        if self.reward_coef is not None:
+            return self.reward_coef
+        return 1.0 if self.teacher is None else 0.0
 
     @property
     def defined_with(self) -> str | None:
@@ -332,6 +379,20 @@ def flag(name: str) -> str:
 def _at_least(config: TrainConfig, name: str, least: int) -> None:
     if not getattr(config, name) >= least:
         raise InputError(f"{flag(name)} must be at least {least}, got {getattr(config, name)}.")
+
+
+def _check_rollout(config: TrainConfig) -> None:
+    """Raise for an engine that cannot be, or not with these options."""
+    name = config.rollout
+    if name not in ENGINES and "://" not in name and not is_reference(name):
+        valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
+        raise InputError(f"--rollout must be one of {valid}; got {name!r}.")
+    if config.dtype == "float64" and name != ENGINES[0]:
+        raise InputError(f"--rollout {name} samples in float32 or bfloat16, not --dtype float64.")
+    if not config.rollout_timeout > 0:
+        raise InputError(f"--rollout-timeout must be above 0, got {config.rollout_timeout}.")
+    if not 0 < config.rollout_memory < 1:
+        raise InputError(f"--rollout-memory must be between 0 and 1, got {config.rollout_memory}.")
 
 
 def _check_sizes(config: TrainConfig) -> None:
@@ -391,25 +452,6 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     return config, spec
 
 
-def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
-    """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
-    named = read_loss(loss)
-    return change_spec(preset(named) if isinstance(named, str) else named, changes)
-
-
-def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
-    """The loss with changes such as `("trust.eps_high", "0.28")`."""
-    if not changes:
-        return spec
-    data = spec.to_dict()
-    for path, text in changes:
-        _change(data, path, text)
-    try:
-        return LossSpec.from_dict(data)
-    except OverflowError as error:
-        raise InputError(f"a number of the loss is too large: {error}.") from None
-
-
 def check_together(config: TrainConfig, spec: LossSpec) -> None:
     """Raise where the loss and the options contradict each other."""
     if spec.needs_horizon:
@@ -422,47 +464,9 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
             "rollout they are the same numbers; use --old-logp recompute."
         )
-
-
-def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The arguments without `--loss.SLOT.OPTION VALUE`, and these as (path, text)."""
-    rest: list[str] = []
-    changes: list[tuple[str, str]] = []
-    waiting = iter(arguments)
-    for argument in waiting:
-        if not argument.startswith("--loss."):
-            rest.append(argument)
-            continue
-        path, equals, value = argument.removeprefix("--loss.").partition("=")
-        if not equals:
-            following = next(waiting, None)
-            if following is None:
-                raise InputError(f"{argument} needs a value.")
-            value = following
-        changes.append((path.replace("-", "_"), value))
-    return rest, changes
-
-
-def _change(data: dict[str, Any], path: str, text: str) -> None:
-    """Set one entry of a spec's dictionary. Numbers, true, false and null are read as JSON,
-    other words as they are.
-    """
-    *slots, name = path.split(".")
-    place: Any = data
-    for slot in slots:
-        if not isinstance(place, dict) or slot not in place:
-            valid = sorted(place) if isinstance(place, dict) else []
-            raise InputError(
-                f"--loss.{path}: the loss has no part {slot!r} here; valid are "
-                f"{', '.join(valid) or 'none'}."
-            )
-        place = place[slot]
-    if not isinstance(place, dict):
+    taught = any(getattr(part, "teaches", False) for part in spec.pulls)
+    if config.teacher is None and (taught or config.estimator in BY_TEACHER):
         raise InputError(
-            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be "
-            "set."
+            f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
+            "give the folder of one, --teacher DIR."
         )
-    try:
-        place[name] = json.loads(text)
-    except ValueError:
-        place[name] = text

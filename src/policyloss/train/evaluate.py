@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from policyloss.errors import InputError
-from policyloss.train.sampler import sample
+from policyloss.train.sampler import Sample, sample
 from policyloss.train.tasks.base import SUCCESS, Example, Reward
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ def evaluate(
         batch_tokens=batch_tokens,
         stop=stop,
     )
+    return answered(examples, samples, score)
+
+
+def answered(examples: Sequence[Example], samples: Sequence[Sample], score: Reward) -> list[Result]:
+    """What was sampled for each example, scored."""
     return [
         Result(
             e.id,

@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from policyloss.errors import InputError
-from policyloss.train.adapter import has_adapter, merged_weights
+from policyloss.train.adapter import has_adapter, merged_weights, written_whole
 from policyloss.train.commands import FromRun, load_run, unscored_options
 from policyloss.train.run.atomic import make_folder, sync, write_error
 
@@ -55,11 +55,8 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
         if adapter or not has_adapter(model):
             model.save_pretrained(temporary)
         else:
-            model._hf_peft_config_loaded = False  # or transformers would write the adapters alone
-            try:
+            with written_whole(model):
                 model.save_pretrained(temporary, state_dict=merged_weights(model))
-            finally:
-                model._hf_peft_config_loaded = True
         tokenizer.save_pretrained(temporary)
         for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):
             sync(file)

@@ -40,13 +40,13 @@ def groups(options: type) -> dict[str, dict[str, str]]:
         for number, line in enumerate(source.splitlines(), 1)
         if line.startswith("    # ")
     }
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
     for node, after in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             title = titles[max(number for number in titles if number < node.lineno)]
             text = ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
-            found.setdefault(title, {})[node.target.id] = " ".join(text.split())
-    return found
+            texts.setdefault(title, {})[node.target.id] = " ".join(text.split())
+    return texts
 
 
 def _flag(name: str, kind: Any) -> str:

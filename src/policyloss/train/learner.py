@@ -30,6 +30,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 from policyloss.train.models import Critic, load_weights, logit_form, parts, weights
+from policyloss.train.routing import Routing
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
@@ -81,7 +82,7 @@ class Learned:
 
 @dataclass
 class Learner:
-    """The policy, its critic and reference (if there are), and how they learn.
+    """The policy, its critic, reference and teacher (if there are), and how they learn.
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
     the last good one. `warn` is told of each. stores_frozen: whether weights that are never trained
@@ -97,9 +98,11 @@ class Learner:
     reference: nn.Module | None = None
     critic: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
+    teacher: nn.Module | None = None
     updates: int = field(default=0)
     skipped_in_a_row: int = 0
     stores_frozen: bool = True
+    routing: Routing | None = None
     warn: Callable[[str], None] = warnings.warn
 
     def start_copies(self) -> None:
@@ -177,10 +180,6 @@ class Learner:
         makes the same minibatches.
         """
         pack = self._frozen(pack.to(self.ranks.device))
-        judged = self._judged(pack, greedy)
-        pack = pack.with_tokens(advantages=judged.advantages)
-        if judged.returns is not None:
-            pack = pack.with_tokens(returns=judged.returns)
         place = {index: i for i, index in enumerate(indices)}
         shares = [
             [place[index] for index in chosen if index in place]
@@ -189,9 +188,15 @@ class Learner:
                 total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
             )
         ]
-        # A loss that is measured before its first backward reads the old ones there already.
-        fresh = self.config.old_logp == "recompute" and not self.spec.needs_statistics
+        # A loss that is measured before its first backward reads the old ones there already; so do
+        # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
+        early = self.spec.needs_statistics or self.advantages_by_teacher
+        fresh = self.config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
+        judged = self._judged(pack.with_tokens(old_logp=old_logp), greedy)
+        pack = pack.with_tokens(advantages=judged.advantages)
+        if judged.returns is not None:
+            pack = pack.with_tokens(returns=judged.returns)
         metrics, values = Metrics(), Metrics()
         norms: list[float] = []
         critic_norms: list[float] = []
@@ -217,8 +222,9 @@ class Learner:
             updates += 1
         pack = pack.with_tokens(old_logp=old_logp)
         self.updates += updates - skipped
+        routes = {} if self.routing is None else self.routing.busiest(self.ranks)
         return Learned(
-            self._computed(metrics, updates),
+            self._computed(metrics, updates) | routes,
             self._computed(values, updates),
             updates,
             _mean(norms),
@@ -237,9 +243,35 @@ class Learner:
                 reference = self.reference or self.policy
                 ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
             pack = pack.with_tokens(ref_logp=ref_logp)
+        if self.teacher is not None:
+            teacher_logp = self._of_pack(pack, partial(self.logprobs, self.teacher))
+            pack = pack.with_tokens(teacher_logp=teacher_logp)
         if self.critic is not None:
             pack = pack.with_tokens(old_values=self._of_pack(pack, self._values))
         return pack
+
+    @property
+    def advantages_by_teacher(self) -> bool:
+        """Whether the teacher speaks through the advantages: it does where the loss reads none."""
+        taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
+        return self.teacher is not None and not taught
+
+    @torch.no_grad()
+    def _teacher_of(self, micro: Any) -> pl.Teacher | None:
+        """The teacher's hidden states at a micro-batch, and its head; None if the loss reads none.
+
+        They are made for each micro-batch anew, so that no more of them are held.
+        """
+        if self.teacher is None or self.spec.divergence is None:
+            return None
+
+        def head(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+        ) -> pl.Teacher:
+            return pl.Teacher(hidden, weight, bias, self.config.temperature, softcap)
+
+        teacher: pl.Teacher = self.teacher(micro, head)
+        return teacher
 
     @torch.no_grad()
     def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
@@ -303,24 +335,31 @@ class Learner:
         """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
         into the step's.
 
-        Without `old_logp`, the policy is the old one: its own log-probabilities are the old ones.
+        Without `old_logp`, the policy is the old one.
         """
         targets, temperature = micro["targets"], self.config.temperature
-        is_old = "old_logp" not in micro
-        if self.config.head == "fused" and not is_old:
-            options = {**micro.arguments(), "softcap": softcap, "temperature": temperature}
+        more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
+        teacher = self._teacher_of(micro)
+        if self.config.head == "fused":
+            options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
+            options["teacher"] = teacher
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
-        if self.config.head == "fused":
-            now = self._logprobs_head(micro, hidden, weight, bias, softcap)
-        else:
-            logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-            now = pl.logprobs(
-                logits, targets, temperature, entropy=True, mask=mask, softcap=softcap
+        logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
+        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
+        if self.spec.divergence is not None and teacher is not None:
+            more["divergence"] = pl.linear_divergence(
+                hidden,
+                weight,
+                teacher,
+                **self.spec.divergence.measure._asdict(),
+                temperature=temperature,
+                mask=mask,
+                bias=bias,
+                softcap=softcap,
             )
-        old = {"old_logp": now.logp.detach()} if is_old else {}
-        return micro.loss(now.logp, entropy=now.entropy, **old), now.logp.detach()
+        return micro.loss(now.logp, entropy=now.entropy, **more), now.logp.detach()
 
     def _values(self, micro: Any) -> Tensor:
         assert self.critic is not None
@@ -333,7 +372,14 @@ class Learner:
             greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
         greedy = None if greedy is None else greedy.to(self.ranks.device)
         values = pack.tokens.get("old_values")
-        return judge(self.config, pack, values=values, greedy=greedy, group=self.ranks.statistics)
+        return judge(
+            self.config,
+            pack,
+            values=values,
+            greedy=greedy,
+            group=self.ranks.statistics,
+            by_teacher=self.advantages_by_teacher,
+        )
 
     def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has

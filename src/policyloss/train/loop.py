@@ -24,18 +24,20 @@ from policyloss.train.batches import Pack
 from policyloss.train.collect import Collector
 from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
-from policyloss.train.distributed import Ranks, gathered
-from policyloss.train.evaluate import Evaluation, evaluate
+from policyloss.train.distributed import Ranks
+from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
+from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
+from policyloss.train.rollout.make import make_rollout
+from policyloss.train.rollout.protocol import RolloutError
 from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
-from policyloss.train.run.resumed_options import continued, resume_command
+from policyloss.train.run.resumed_options import continued, loss_data, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
-from policyloss.train.view.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
@@ -71,7 +73,7 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     run = (
         RunDir.open(config.out)
         if config.resume
-        else RunDir.create(config.out, options, spec.to_dict())
+        else RunDir.create(config.out, options, loss_data(spec, config.loss))
     )
     if options != run.config:
         run.rewrite(options)
@@ -101,9 +103,8 @@ class Training:
         self.task, self.tokenizer, self.model, self.learner = self.setup
         if run is not None:
             run.note(attention=self.learner.attention.name)
-        self.collector = Collector(
-            config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
-        )
+        rollout = make_rollout(config, self.setup, warn)
+        self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
         self.hints = Hints(config, self.task.success, warn)
@@ -130,6 +131,10 @@ class Training:
             raise NotFiniteError(
                 f"stopped in step {self.step + 1}: {error} {self._last_good()}"
             ) from error
+        except RolloutError as error:
+            raise RolloutError(
+                f"stopped in step {self.step + 1}: {error} {self._last_good()}"
+            ) from error
         except RuntimeError as error:
             if not self.watch.lost_a_rank(error):
                 raise
@@ -138,6 +143,8 @@ class Training:
                 f"{self.watch.places()}."
             )
             raise PolicyLossError(f"{text} {self._last_good()} ({error})") from error
+        finally:
+            self.collector.close()
 
     def _run(self) -> int:
         config = self.config
@@ -203,13 +210,14 @@ class Training:
     def _step(self) -> None:
         """Sample, score, learn."""
         config, began = self.config, time.perf_counter()
-        with gathered(self.learner.policy):
-            completions = self.collector.next_step()
+        completions = self.collector.next_step(self.step)
         sampled = time.perf_counter()
         learned = self._learn(completions)
+        done = time.perf_counter()
+        self.collector.finish()
         timing = {
-            "sample_s": sampled - began,
-            "learn_s": time.perf_counter() - sampled,
+            "sample_s": time.perf_counter() - done + sampled - began,
+            "learn_s": done - sampled,
             "step_s": time.perf_counter() - began,
         }
         if timing["step_s"] > 0:  # a clock may stand still
@@ -275,18 +283,13 @@ class Training:
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
         self.watch.at(f"step {self.step}, evaluating")
-        config, task = self.config, self.task
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
-        budget: dict[str, Any] = {
-            "max_new_tokens": config.max_new_tokens,
-            "batch_tokens": config.sampling_tokens,
-            "stop": config.stop,
-        }
-        with gathered(self.learner.policy):
-            results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
+        self.collector.rollout.ready(self.step)
+        results = answered(examples, self.collector.answers(examples), self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
         evaluation = Evaluation.of(
-            [result for share in self.ranks.gather(results) for result in share], task.success
+            [result for share in self.ranks.gather(results) for result in share],
+            self.task.success,
         )
         return {
             "eval/accuracy": evaluation.accuracy,

@@ -18,7 +18,7 @@ from policyloss.errors import InputError
 from policyloss.train.adapter import merged_weights
 from policyloss.train.attention import Attention
 from policyloss.train.tasks.base import Task
-from policyloss.train.tiny import tiny_model, tiny_tokenizer
+from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,9 +43,9 @@ def load(
     offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored
     weights that the model lacks.
     """
-    if model == "tiny":
+    if model in TINY:
         tokenizer = tiny_tokenizer(task)
-        loaded = tiny_model(tokenizer, seed).to(dtype)
+        loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
         loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
@@ -240,14 +240,14 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
     """
     body, weight, bias = parts(model)
     ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    expected = model(input_ids=ids, use_cache=False).logits.float()
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     scale, softcap = logit_form(model)
     logits = nn.functional.linear(hidden, weight, bias).float() * scale
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    gap = (logits - logits).abs().max()
+    gap = (logits - expected).abs().max()
     # Of the largest number: the same products in the same order.
-    if not gap <= 8 * torch.finfo(weight.dtype).eps * logits.abs().max():
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max():
         raise InputError(
             f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
             f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "

@@ -45,6 +45,7 @@ class Sample:
     finished: bool  # ended by an end token; False: cut at max_new_tokens
     text: str  # the completion without special tokens
     reward: float = math.nan
+    version: int = 0  # of the weights that sampled it: how many steps they had learned
 
 
 def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
@@ -88,15 +89,26 @@ def sample(
     ids = encode(tokenizer, [text for _, _, text in prompts])
     _check_lengths(model, prompts, ids, max_new_tokens)
     ends = end_ids(model, tokenizer)
+    completions = complete(model, ids, drawn, ends, rule, batch_tokens)
+    samples = as_samples(tokenizer, [row[:2] for row in prompts], ids, completions, set(ends))
+    return [stopped(tokenizer, s, stop) for s in samples]
+
+
+def complete(
+    model: PreTrainedModel,
+    ids: Sequence[list[int]],
+    uniforms: Tensor,
+    ends: list[int],
+    rule: Rule,
+    batch_tokens: int,
+) -> list[tuple[list[int], Tensor]]:
+    """Tokens and log-probabilities of one completion of each prompt, as `sample` draws them."""
     completions: dict[int, tuple[list[int], Tensor]] = {}
     with evaluating(model), torch.no_grad():
-        for rows in _batches(ids, max_new_tokens, batch_tokens):
-            tokens, logp = _complete(model, [ids[r] for r in rows], drawn[rows], ends, rule)
+        for rows in _batches(ids, uniforms.shape[1], batch_tokens):
+            tokens, logp = _complete(model, [ids[r] for r in rows], uniforms[rows], ends, rule)
             completions.update(zip(rows, _ragged(tokens, logp), strict=True))
-    samples = _samples(
-        tokenizer, prompts, ids, [completions[r] for r in range(len(prompts))], set(ends)
-    )
-    return [stopped(tokenizer, s, stop) for s in samples]
+    return [completions[r] for r in range(len(ids))]
 
 
 def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
@@ -354,13 +366,15 @@ def _ragged(tokens: Tensor, logp: Tensor) -> list[tuple[list[int], Tensor]]:
     ]
 
 
-def _samples(
+def as_samples(
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[tuple[int, int, str]],
-    ids: list[list[int]],
-    completions: list[tuple[list[int], Tensor]],
+    keys: Sequence[tuple[int, int]],
+    ids: Sequence[list[int]],
+    completions: Sequence[tuple[list[int], Tensor]],
     ends: set[int],
+    version: int = 0,
 ) -> list[Sample]:
+    """Completions as text. keys: example and group of each. ids: the prompt of each."""
     finished = [tokens[-1] in ends for tokens, _ in completions]
     # An end token need not be marked special in the tokenizer: it is cut here.
     bodies = [
@@ -373,9 +387,9 @@ def _samples(
         else []
     )
     return [
-        Sample(example, group, torch.tensor(prompt), torch.tensor(tokens), logp, done, text)
-        for (example, group, _), prompt, (tokens, logp), done, text in zip(
-            prompts, ids, completions, finished, texts, strict=True
+        Sample(*key, torch.tensor(prompt), torch.tensor(tokens), logp, done, text, version=version)
+        for key, prompt, (tokens, logp), done, text in zip(
+            keys, ids, completions, finished, texts, strict=True
         )
     ]
 

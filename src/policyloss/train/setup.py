@@ -22,7 +22,10 @@ from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy
 from policyloss.train.models import Critic, checkpoint_gradients, load, parts
 from policyloss.train.optimizers import adamw
+from policyloss.train.routing import Routing
 from policyloss.train.tasks import Task, make_task
+from policyloss.train.teacher import load_teacher
+from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
@@ -90,8 +93,10 @@ def build(
         critic,
         critic_optimizer,
     )
-    learner.warn = warn
+    learner.warn, learner.routing = warn, Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
+    if config.teacher is not None:
+        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
     return Setup(task, tokenizer, model, learner)
 
 
@@ -120,7 +125,7 @@ def warmup_steps(config: TrainConfig) -> int:
     """How many there are: by default some for the built-in task, and none for a user's data."""
     if config.warmup_steps is not None:
         return config.warmup_steps
-    return WARMUP_STEPS if config.model == "tiny" and config.task == "sort" else 0
+    return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0
 
 
 def distribute(learner: Learner) -> None:

@@ -90,38 +90,38 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _row(line: bytes, where: str) -> Row:
     try:
-        value = json.loads(line.decode("utf-8"))
+        data = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}).") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}).") from error
-    if not isinstance(value, dict):
+    if not isinstance(data, dict):
         raise InputError(
-            f'{where}: {type(value).__name__} where an object {{"prompt": …, "answer": …}} belongs.'
+            f'{where}: {type(data).__name__} where an object {{"prompt": …, "answer": …}} belongs.'
         )
-    messages = _messages(value, where)
+    messages = _messages(data, where)
     if messages:
-        value["prompt"] = "\n".join(message["content"] for message in messages)
+        data["prompt"] = "\n".join(message["content"] for message in messages)
     for key in ("prompt", "answer"):
-        if key not in value:
+        if key not in data:
             raise InputError(
                 f"{where}: the key {key!r} is missing; there are: "
-                f"{', '.join(map(repr, value)) or 'none'}."
+                f"{', '.join(map(repr, data)) or 'none'}."
             )
-        if not isinstance(value[key], str):
+        if not isinstance(data[key], str):
             raise InputError(
-                f'{where}: {key!r} is {value[key]!r}; write it as a string, "{key}": "…".'
+                f'{where}: {key!r} is {data[key]!r}; write it as a string, "{key}": "…".'
             )
-    if not value["prompt"].strip():
+    if not data["prompt"].strip():
         raise InputError(f"{where}: the prompt is empty.")
-    split = value.get("split")
+    split = data.get("split")
     if split is not None and split not in SPLITS:
         raise InputError(
             f"{where}: 'split' is {split!r}; valid are {' and '.join(map(repr, SPLITS))}."
         )
     named = ("prompt", "messages", "answer", "split")
-    meta = {key: value for key, value in value.items() if key not in named}
-    return Row(value["prompt"], value["answer"], split, meta, messages)
+    meta = {key: item for key, item in data.items() if key not in named}
+    return Row(data["prompt"], data["answer"], split, meta, messages)
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:

@@ -4,18 +4,15 @@ None of them can fail unnoticed.
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 from policyloss.train.tasks.time_limit import TimeIsUp, within
+from policyloss.train.user_code import load_code
 
 
 class RewardError(PolicyLossError):
@@ -145,40 +142,10 @@ _BUILT_IN = {"exact": _exact, "math": _math}
 
 def _imported(name: str) -> Any:
     """The function that `module:function` names."""
-    module_name, _, attribute = name.partition(":")
-    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise InputError(f"the reward {name!r} is not of the form module:function.")
-    function = getattr(_module(module_name, name), attribute, None)
+    function = load_code(name, "the reward")
     if not callable(function):
+        module, _, attribute = name.rpartition(":")
         raise InputError(
-            f"the reward {name!r}: the module {module_name!r} has no function {attribute!r}."
+            f"the reward {name!r}: the module {module!r} has no function {attribute!r}."
         )
     return function
-
-
-def _module(module: str, reward: str) -> ModuleType:
-    """Import it; the current folder counts, as it does for `python -m`."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise InputError(
-                f"the reward {reward!r}: the module {module!r} needs another one: {error}."
-            ) from error
-        raise InputError(
-            f"the reward {reward!r}: there is no module {module!r} here or among the installed "
-            "ones."
-        ) from error
-    # It is the user's own code, which may do anything when it is imported.
-    except (
-        Exception,
-        SystemExit,
-    ) as error:
-        raise InputError(
-            f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}."
-        ) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)

@@ -62,6 +62,7 @@ def rollout_rows(
                 "step": step,
                 "example": sample.example,
                 "group": sample.group,
+                "weights": sample.version,
                 "prompt": example.prompt,
                 "completion": sample.text,
                 "answer": example.answer,
