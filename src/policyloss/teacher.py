@@ -36,7 +36,8 @@ class Teacher:
         entries = self.weight.shape[0]
         if not isinstance(size, int) or not 0 < size <= entries:
             raise InputError(
-                f"prefix takes the first entries of the teacher's {entries}; got {description(size)}."
+                f"prefix takes the first entries of the teacher's {entries}, got "
+                f"{description(size)}."
             )
         bias = None if self.bias is None else self.bias[:size]
         return replace(self, weight=self.weight[:size], bias=bias)

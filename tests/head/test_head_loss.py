@@ -120,7 +120,7 @@ def test_the_policy_of_now_in_one_pass() -> None:
     plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
     assert plans["dapo"] == "one_pass"
     assert plans["tis"] in ("recompute", "stash")
-    with pytest.raises(pl.InputError, match="unknown old_logp 'now'. Valid: current"):
+    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current"):
         pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
 
 

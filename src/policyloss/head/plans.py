@@ -49,8 +49,8 @@ class Plan:
     "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
     are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
-    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory beyond inputs and
-    gradients, at most about this. reason: why this plan.
+    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory
+    beyond inputs and gradients, at most about this. reason: why this plan.
     """
 
     name: str
