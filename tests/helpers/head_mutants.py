@@ -51,8 +51,8 @@ HEAD = (
     (
         "pair_kernel_cross_of_the_student",
         "head/pair_kernels.py",
-        "e_t * (t - s)",
-        "e_s * (t - s)",
+        "e_t * (t - s), 0.0",
+        "e_s * (t - s), 0.0",
         _PAIRS + "test_statistics",
     ),
     (
