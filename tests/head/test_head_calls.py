@@ -17,6 +17,7 @@ from head_cases import (
     LossRun,
     MatmulRows,
     Poison,
+    arguments_of,
     assert_near,
     assert_same_bits,
     assert_same_loss,
@@ -87,14 +88,12 @@ def test_scaled_repeated_and_detached(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_without_gradients(name: str) -> None:
     """Under no_grad, or with nothing that requires it: the value and the metrics, and no graph."""
-    expected = run_oracle(PRESETS[name], BATCH)
+    expected, arguments = run_oracle(PRESETS[name], BATCH), arguments_of(PRESETS[name], BATCH)
     with torch.no_grad():
         out = pl.linear_policy_loss(
-            PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **BATCH.kwargs
+            PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **arguments
         )
-    other = pl.linear_policy_loss(
-        PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **BATCH.kwargs
-    )
+    other = pl.linear_policy_loss(PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **arguments)
     for found in (out, other):
         assert not found.loss.requires_grad
         assert_same_loss(

@@ -19,6 +19,7 @@ from head_cases import (
     HeadBatch,
     LossRun,
     admitted,
+    arguments_of,
     assert_near,
     assert_same_bits,
     assert_same_loss,
@@ -70,7 +71,9 @@ def rows_of_plan(
     """A plan by name with windows of `rows` rows."""
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
     return forced_rows(
-        pl.explain_plan(spec, hidden, weight, batch.ids, plan=plan, **{**batch.kwargs, **kwargs}),
+        pl.explain_plan(
+            spec, hidden, weight, batch.ids, **arguments_of(spec, batch, plan=plan, **kwargs)
+        ),
         rows,
     )
 
@@ -276,7 +279,7 @@ def test_every_preset_that_can_takes_one_pass(name: str) -> None:
         leaf(BATCH.weight),
         BATCH.ids,
         totals=totals,
-        **BATCH.kwargs,
+        **arguments_of(PRESETS[name], BATCH),
     )
     assert plan.name == "one_pass"
 
