@@ -49,7 +49,8 @@ class Function:
     output "loss" is compared (for a tensor "loss" that is not 0-dim, the gradient of its sum
     weighted by a fixed random tensor). seeds: how many batches to draw for each kind of batch,
     dtype and combination of options. dtypes: those that are compared, None for all; a function that
-    computes in float32 whatever it gets is compared in float32. releases: the versions of the framework this entry applies to,
+    computes in float32 whatever it gets is compared in float32. releases: the versions of the
+    framework this entry applies to,
     None for all that are tried. defect: tells known defects of the framework from the case itself,
     before anything runs; several may concern one case.
     """

@@ -42,9 +42,7 @@ def _logits(batch: Batch, options: Options) -> Inputs:
 def _jsd(function: Any, inputs: Inputs, options: Options) -> Outputs:
     labels = inputs["labels"] if options["labels"] else None
     rest = {name: x for name, x in options.items() if name != "labels"}
-    return {
-        "loss": function(inputs["student_logits"], inputs["teacher_logits"], labels, **rest)
-    }
+    return {"loss": function(inputs["student_logits"], inputs["teacher_logits"], labels, **rest)}
 
 
 def _hidden(batch: Batch, options: Options) -> Inputs:

@@ -46,9 +46,7 @@ def _forward_kl(function: Any, inputs: Inputs, options: Options) -> Outputs:
         torch.nested.nested_tensor([inputs[name][0]], layout=torch.jagged)
         for name in ("log_probs", "ids")
     ]
-    config = SimpleNamespace(
-        distillation_loss=SimpleNamespace(log_prob_min_clamp=options["least"])
-    )
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=options["least"]))
     outputs = dict(function(inputs["student_logits"], *nested, config=config, data_format="thd"))
     return {"loss": outputs.pop("distillation_losses"), **outputs}
 

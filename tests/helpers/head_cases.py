@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
-from policyloss.functional.divergence import whole
+from policyloss.functional.divergence import of_distributions
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -388,7 +388,7 @@ def oracle_divergence(
     u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
     student = (x @ weight.T).log_softmax(-1)
     of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
-    return whole(student, of_teacher, spec.divergence.measure)
+    return of_distributions(student, of_teacher, spec.divergence.measure)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:

@@ -105,6 +105,7 @@ EXTRAS = {
     "train": {
         "math_verify",
         "numpy",
+        "peft",
         "reasoning_gym",
         "vllm",
         "rich",

@@ -11,10 +11,10 @@ from train_loop_ranks import SMALL, arguments, lines, train
 from policyloss.cli import main
 from policyloss.train import help as train_help
 from policyloss.train.config import TrainConfig
+from policyloss.train.hints import LONG_PATIENCE, PATIENCE, Hints
 from policyloss.train.run.directory import free_directory
 from policyloss.train.run.lock import Lock
 from policyloss.train.setup import warmup_steps
-from policyloss.train.view.hints import LONG_PATIENCE, PATIENCE, Hints
 
 # Sixteen groups of eight with different rewards, some completions cut, some right.
 GOOD = {

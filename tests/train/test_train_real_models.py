@@ -28,6 +28,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.learner import Learner, Policy
 from policyloss.train.models import Critic, checkpoint_gradients, logit_form, parts
 from policyloss.train.optimizers import MasterAdamW, adamw
+from policyloss.train.routing import Routing
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0}
@@ -292,6 +293,27 @@ def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, h
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert learned.metrics["ratio_max"] == pytest.approx(1)
     assert (logit_form(made) != (1.0, None)) == (kind != "mixtral")
+
+
+def test_the_load_of_the_busiest_expert_by_hand() -> None:
+    """From the router logits that the model itself returns: two of four experts for each token."""
+    made = make("mixtral")
+    routing = Routing(made)
+    ids = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        out = made(input_ids=ids, output_router_logits=True, use_cache=False)
+    assert routing.busiest(HERE) == {}  # nothing is counted where nothing learns
+    loads = []
+    for logits_of_layer in out.router_logits:
+        chosen = logits_of_layer.topk(2).indices.flatten().tolist()
+        loads.append(max(chosen.count(expert) for expert in range(4)) / (24 / 4))
+    made(input_ids=ids[:, :5], use_cache=False)  # two forwards of a step, of the same tokens
+    routing.busiest(HERE)
+    made(input_ids=ids, use_cache=False)
+    assert routing.busiest(HERE) == {"router_busiest": pytest.approx(sum(loads) / 2)}
+    assert max(loads) > 1
+    assert routing.busiest(HERE) == {}
+    assert Routing(llama(1)).busiest(HERE) == {}
 
 
 # --- export

@@ -120,7 +120,8 @@ def test_everything_in_the_trainer_is_used() -> None:
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
-        f"commands.{name}_command" for name in ("train", "eval", "sample")
+        *(f"commands.{name}_command" for name in ("train", "eval", "sample")),
+        "export.export_command",
     ]
 
 

@@ -85,7 +85,7 @@ def slope_total(slopes_of_rows: Tensor, measure: Measure) -> Tensor:
     return slopes_of_rows.sum(-1)
 
 
-def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
+def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     """The divergence of rows that hold every entry. `[..., V]`, `[..., V]` → `[...]`."""
     if measure.form == "generalised":  # the probabilities of either row sum to 1
         measure = measure._replace(kind="reverse")
@@ -93,7 +93,7 @@ def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
 
 
 def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """The gradient of `whole` by the student's logits: `slopes − p_s·Σ slopes`. → `[..., V]`."""
+    """Its gradient by the student's logits, `slopes − p_s·Σ slopes`. → `[..., V]`."""
     each = slopes(student, teacher, measure)
     return each - student.exp() * slope_total(each, measure).unsqueeze(-1)
 

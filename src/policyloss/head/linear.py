@@ -330,8 +330,8 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
     room = comparison.room(numbers.divergence.shape[0], ctx.plan.columns)
 
     def columns(c: slice) -> Compared:
-        whole = isinstance(numbers, PairStatistics)
-        teacher = comparison.teacher_rows(at, room, c) if whole else None
+        is_full = isinstance(numbers, PairStatistics)
+        teacher = comparison.teacher_rows(at, room, c) if is_full else None
         return Compared(comparison.measure, numbers, teacher, head.vocabulary.first + c.start)
 
     return columns

@@ -30,6 +30,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 from policyloss.train.models import Critic, load_weights, logit_form, parts, weights
+from policyloss.train.routing import Routing
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
@@ -101,6 +102,7 @@ class Learner:
     updates: int = field(default=0)
     skipped_in_a_row: int = 0
     stores_frozen: bool = True
+    routing: Routing | None = None
     warn: Callable[[str], None] = warnings.warn
 
     def start_copies(self) -> None:
@@ -220,8 +222,9 @@ class Learner:
             updates += 1
         pack = pack.with_tokens(old_logp=old_logp)
         self.updates += updates - skipped
+        routes = {} if self.routing is None else self.routing.busiest(self.ranks)
         return Learned(
-            self._computed(metrics, updates),
+            self._computed(metrics, updates) | routes,
             self._computed(values, updates),
             updates,
             _mean(norms),

@@ -27,6 +27,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
+from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
 from policyloss.train.rollout.make import make_rollout
@@ -37,7 +38,6 @@ from policyloss.train.run.resumed_options import continued, loss_data, resume_co
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
-from policyloss.train.view.hints import Hints
 from policyloss.train.view.token_log import ratio_histogram, rollout_rows
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch

@@ -22,6 +22,7 @@ from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy
 from policyloss.train.models import Critic, checkpoint_gradients, load, parts
 from policyloss.train.optimizers import adamw
+from policyloss.train.routing import Routing
 from policyloss.train.tasks import Task, make_task
 from policyloss.train.teacher import load_teacher
 from policyloss.train.tiny import TINY
@@ -92,7 +93,7 @@ def build(
         critic,
         critic_optimizer,
     )
-    learner.warn = warn
+    learner.warn, learner.routing = warn, Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
         learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)

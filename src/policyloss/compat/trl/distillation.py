@@ -33,9 +33,7 @@ def generalized_jsd_loss(
     vocabulary entries, and anything else returns the terms `[…, V]`. num_items_in_batch: divide the
     sum by this instead.
     """
-    student, teacher = (
-        (x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits)
-    )
+    student, teacher = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
     each = terms(student, teacher, Measure("jsd", beta))
     valid = None if labels is None else labels != -100
     each = each if valid is None else each[valid]
