@@ -136,7 +136,8 @@ def _features(case: Case) -> set[frozenset[str]]:
 
 def _candidates(function: Function) -> Iterator[Case]:
     """Some of the function's cases, each on a small batch, where there is something to compare."""
-    every, chance = list(cases(function, dtypes=("float64",))), random.Random(function.name)
+    dtypes = function.dtypes or ("float64",)
+    every, chance = list(cases(function, dtypes=dtypes)), random.Random(function.name)
     for case in chance.sample(every, min(CANDIDATES, len(every))):
         small = Case(chance.choice(_small_seeds()), case.kind, case.dtype, case.options)
         if all(

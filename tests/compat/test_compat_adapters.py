@@ -36,9 +36,11 @@ BOOKKEEPING = {
     "colossalai/parts.py": "beta times a penalty that is given",
     "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
     "trl/counts.py": "the step's counts seen from one micro-batch",
+    "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
     "trl/parts.py": "its rounding of k3 and the ratio that weighs its KL",
     "verl/advantage_numbers.py": "advantages with its rounding",
     "verl/counts.py": "means with its guard",
+    "verl/distillation.py": "masses and overlaps of top-k entries, for its report",
     "verl/parts.py": "numbers of one micro-batch, guarded lengths",
     "verl/rollout_metrics.py": "statistics of the rollout weights, for its report",
 }
