@@ -76,7 +76,7 @@ def learning(device: str, size: evidence_large.Size, rounds: int) -> dict[str, A
         config = dataclasses.replace(config, reward="benchmarks.evidence_large:reward", lr=0.0)
         spec = read_spec(config.loss)
         training = Training(config, spec, Ranks(0, 1, torch.device(device)), None, offline=True)
-        completions = training.collector.collect()
+        completions = training.collector.next_step(0)
         policy: Any = training.learner.policy
         chosen, implementation = policy.attention, training.model.config._attn_implementation
         ways = {chosen.name: (chosen, implementation), "dense": (Dense(), "sdpa")}
