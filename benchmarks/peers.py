@@ -179,6 +179,12 @@ def liger_grpo_loss(peers: Path) -> Any:
         ).LigerFusedLinearGRPOLoss
 
 
+def liger_jsd_loss(peers: Path) -> Any:
+    """Liger's `LigerFusedLinearJSDLoss` class."""
+    with _alone(_found(peers, "liger_kernel"), ("liger_kernel", "liger_kernel.chunked_loss"), ()):
+        return importlib.import_module("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDLoss
+
+
 def cut_cross_entropy(peers: Path) -> Callable[..., Any]:
     """Apple's `linear_cross_entropy`."""
     with _alone(_found(peers, "cut_cross_entropy"), ("cut_cross_entropy",), ()):
@@ -198,6 +204,14 @@ def trl_chunked_head(peers: Path) -> Any:
         # weights, of which there are none.
         _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
         return module.ChunkedLogProbFunction
+
+
+def trl_chunked_divergence(peers: Path) -> Any:
+    """TRL's `ChunkedDivergenceFunction`: both models' logits in tiles, twice."""
+    with _trl(peers):
+        _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
+        module = importlib.import_module("trl.kernels.chunked_divergence")
+        return module.ChunkedDivergenceFunction
 
 
 # The vocabulary chunk that TRL's trainers pass to its chunked head.

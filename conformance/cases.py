@@ -71,13 +71,14 @@ def cases(
     for options, kind, i in islice(drawn, 0, None, _step(function, every)):
         words = json.dumps(options, sort_keys=True, default=str)
         seed = zlib.crc32(f"{shift}/{function.name}/{words}/{kind}/{i}".encode()) >> 1
-        for dtype in dtypes:
+        for dtype in (d for d in dtypes if function.dtypes is None or d in function.dtypes):
             yield Case(seed, kind, dtype, options)
 
 
 def count(function: Function, every: int = 1) -> int:
     """How many cases `cases` gives."""
-    return math.ceil(_draws(function) / _step(function, every)) * len(DTYPES)
+    dtypes = len(DTYPES if function.dtypes is None else function.dtypes)
+    return math.ceil(_draws(function) / _step(function, every)) * dtypes
 
 
 def _draws(function: Function) -> int:

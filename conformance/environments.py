@@ -64,7 +64,7 @@ PEERS = {
         Peer(
             "verl",
             "0.9.1",
-            ("verl_losses", "verl_advantages", "verl_rollout", "verl_worker"),
+            ("verl_losses", "verl_advantages", "verl_rollout", "verl_worker", "verl_distillation"),
             others=("0.9.0", "0.8.0", "0.7.1", "0.7.0"),
             steps=(
                 ("torch", "numpy"),
@@ -93,7 +93,7 @@ PEERS = {
         Peer(
             "trl",
             "1.16.0",
-            ("trl",),
+            ("trl", "trl_distillation"),
             others=("1.15.0", "1.14.0"),
             steps=(("torch", "numpy"), ("trl",)),
             programs=("conformance.trl_run",),

@@ -48,7 +48,9 @@ class Function:
     inside, so that this module loads without it. differentiate: the inputs in which the gradient of
     output "loss" is compared (for a tensor "loss" that is not 0-dim, the gradient of its sum
     weighted by a fixed random tensor). seeds: how many batches to draw for each kind of batch,
-    dtype and combination of options. releases: the versions of the framework this entry applies to,
+    dtype and combination of options. dtypes: those that are compared, None for all; a function that
+    computes in float32 whatever it gets is compared in float32. releases: the versions of the
+    framework this entry applies to,
     None for all that are tried. defect: tells known defects of the framework from the case itself,
     before anything runs; several may concern one case.
     """
@@ -61,6 +63,7 @@ class Function:
     differentiate: tuple[str, ...] = ()
     seeds: int = 1
     kinds: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
     releases: tuple[str, ...] | None = None
     defect: Callable[[Options, Inputs], Defect | Sequence[Defect] | None] = no_defect
 

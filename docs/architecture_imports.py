@@ -54,7 +54,7 @@ class Layer:
 # each other.
 LAYERS = (
     Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output")),
-    Layer("The tensors of a call", ("advantage", "tokens", "totals", "metrics")),
+    Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),
     Layer("The loss", ("policy_metrics", "loss")),
     Layer("Around the loss", ("value", "accumulate", "head", "compiled", "check", "explain")),

@@ -34,9 +34,11 @@ def performance_page(runs: dict[str, Run]) -> str:
         "not timed. They are interleaved, each round in another order, and the figure is the "
         "median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what "
         "they are compared with, `make bench` runs all of it on a CPU, and `python -m "
-        "benchmarks.head --device cuda` (also `.loss`, `.gae`) on a GPU."
+        "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    divergences = [d for d in WHERE if f"divergence_{d}" in runs]
+    sections += [divergence_section(runs[f"divergence_{d}"], d) for d in divergences]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
     sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
     return join(
@@ -85,7 +87,7 @@ def targets_section(runs: dict[str, Run]) -> str:
     return join("## Targets", said, table(columns, [[where, *_target(t)] for where, t in found]))
 
 
-PARTS = ("head", "loss", "gae")
+PARTS = ("head", "divergence", "loss", "gae")
 LATENCY = (
     "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
     "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
@@ -176,6 +178,31 @@ MASKED_NOTE = (
     "forward for the metrics and no backward, or neither (`skip_zero_advantage=True`). The others "
     "are given their rows gathered before the clock starts."
 )
+
+
+def divergence_section(run: Run, device: str) -> str:
+    """One run of `benchmarks.divergence`: a table for each kind."""
+    shape = run["shape"]
+    about = (
+        f"{shape['sequences'] * shape['length']} tokens × vocabulary {shape['vocabulary']} × "
+        f"hidden size {shape['hidden']} of both models, {run['dtype']}, {machine(run)}. Every "
+        "provider gives the mean divergence of student and teacher and its gradients, from the "
+        "hidden states of both. The floor is four matrix products: the logits of either model, d "
+        "hidden and d weight."
+    )
+    words = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
+    tables = []
+    for kind, providers in run["groups"].items():
+        base = providers.get("four bare matmuls", {}).get("median_ms")
+        rows = [_divergence_row(name, p, base) for name, p in providers.items()]
+        columns = ["", "time / floor", "ms (p20 to p80)", "extra memory", "d hidden", "d weight"]
+        tables += [f"### {words[kind]}", table(columns, rows)]
+    return join(f"## A teacher's distributions {WHERE[device]}", about, *tables, _not_timed(run))
+
+
+def _divergence_row(name: str, p: Run, base: float | None) -> list[str]:
+    *measured, _, d_hidden, d_weight = _row(name, p, base)
+    return [*measured, d_hidden, d_weight]
 
 
 def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:

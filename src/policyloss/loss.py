@@ -53,7 +53,9 @@ def policy_loss(
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
 
-    `loss = Σ_t weight_t · (correction_t · surrogate_t + Σ kl.coef · kl_t − entropy_coef · entropy_t)`
+    `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
+
+    The `kl` term is there once for each part of that slot.
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
 
@@ -122,7 +124,7 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term would train nothing: `logp` has a gradient, its entropy or divergence none."""
+    """Raise if a term trains nothing: `logp` has a gradient, its entropy or divergence none."""
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):

@@ -82,8 +82,8 @@ FORMULAS = {
     "rejected_fraction/<part>": "share of valid tokens that this correction rejects",
     "kl_ref": "Σ kl / n, to the KL part's anchor: the estimate before coef (weight included)",
     "entropy": "Σ entropy / n",
-    "divergence": "Σ divergence / n: of the teacher's distribution and the current policy's, before "
-    "clamp, weight and coef",
+    "divergence": "Σ divergence / n: of the teacher's distribution and the current policy's, "
+    "before clamp, weight and coef",
 }
 
 

@@ -49,10 +49,10 @@ class LossSpec(Part):
     ratio: which probability ratio. trust: how a step is limited. correction: what is done about
     rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
     denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or a
-    teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
-    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
-    docs/custom.md).
+    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
+    a teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate:
+    how tokens are averaged. Any slot but `rejected` and `entropy_coef` also takes a callable of
+    `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO

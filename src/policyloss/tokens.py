@@ -282,8 +282,8 @@ class Tokens(Layout):
         if not self.has("divergence"):
             raise InputError(
                 "this loss has a Divergence, which reads the divergence of each token; pass "
-                "divergence= to policy_loss (policyloss.linear_divergence and policyloss.divergence "
-                "make it), or teacher= to linear_policy_loss."
+                "divergence= to policy_loss (policyloss.linear_divergence and "
+                "policyloss.divergence make it), or teacher= to linear_policy_loss."
             )
         return fill(self.read("divergence"), self.mask, self.dtype)
 

@@ -63,7 +63,8 @@ def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
     hidden = torch.randn(*BATCH.mask.shape, 4, generator=generator, dtype=torch.float64)
     head = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 9, BATCH.mask.shape, generator=generator)
-    shared = {n: x for n, x in BATCH.kwargs.items() if n not in ("logp", "entropy", "advantages")}
+    left_out = ("logp", *DIFFERENTIATED, "advantages")
+    shared = {n: x for n, x in BATCH.kwargs.items() if n not in left_out}
 
     def slopes(spec: pl.LossSpec, advantages: Tensor, **extras: Any) -> list[Tensor]:
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]

@@ -51,9 +51,9 @@ def totals_of(spec: pl.LossSpec, batch: HeadBatch) -> pl.Totals:
     tokens = dataclasses.replace(
         batch.tokens, **{k: v for k, v in batch.kwargs.items() if isinstance(v, Tensor)}
     )
-    return step_totals(
-        spec, dataclasses.replace(tokens, logp=logp.to(wide), entropy=entropy.to(wide))
-    )
+    known = {"logp": logp.to(wide), "entropy": entropy.to(wide)}
+    known["divergence"] = tokens.divergence.to(logp.device)
+    return step_totals(spec, dataclasses.replace(tokens, **known))
 
 
 def check(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
@@ -120,7 +120,7 @@ def test_the_policy_of_now_in_one_pass() -> None:
     plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
     assert plans["dapo"] == "one_pass"
     assert plans["tis"] in ("recompute", "stash")
-    with pytest.raises(pl.InputError, match="unknown old_logp 'now'. Valid: current"):
+    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current"):
         pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
 
 

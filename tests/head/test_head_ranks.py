@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import divergence_ranks
 import head_ranks as ranks_of
 import head_ranks_train as train_of
 import pytest
@@ -185,6 +186,15 @@ def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
     for case, (spec, _, scale) in cases.items():
         expected = on_one(spec, cut.batch(**scale), cut.bias, **scale) if scale else plain(spec)
         check_shards(said, f"loss: {name}, {case}", expected, cut)
+
+
+def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
+    """One shard has a single entry, fewer than are asked for as the most probable ones."""
+    cut = CUTS[3][FIRST[3]]
+    expected = divergence_ranks.divergences(cut, slice(0, VOCAB), None)
+    assert len(expected) == len(divergence_ranks.CASES) + 2
+    for case, truth in expected.items():
+        check_shards(three, case, truth, cut)
 
 
 @pytest.mark.parametrize(("count", "name"), SHARDED)

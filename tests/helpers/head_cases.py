@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
-from policyloss.functional.divergence import whole
+from policyloss.functional.divergence import of_distributions
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -268,7 +268,7 @@ class HeadBatch:
         return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in given.items()}
 
     def teacher(self, dtype: torch.dtype | None = None) -> pl.Teacher:
-        """A teacher of width 5, whose hidden states follow from the student's: it is cut and packed as they are."""
+        """A teacher of width 5; its hidden states follow from the student's in any layout."""
         g, (vocab, size) = generator(99), self.weight.shape
         mixed = torch.randn(size, 5, generator=g).to(self.hidden)
         hidden = torch.tanh(self.hidden.detach() @ mixed)
@@ -338,7 +338,7 @@ class LossRun(NamedTuple):
 
 
 def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
-    """What `linear_policy_loss` takes after the ids, a teacher among them if the loss has a divergence."""
+    """What `linear_policy_loss` takes after the ids, with a teacher for a divergence."""
     teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
     return {**batch.kwargs, **teacher, **kwargs}
 
@@ -388,7 +388,7 @@ def oracle_divergence(
     u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
     student = (x @ weight.T).log_softmax(-1)
     of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
-    return whole(student, of_teacher, spec.divergence.measure)
+    return of_distributions(student, of_teacher, spec.divergence.measure)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:

@@ -157,26 +157,26 @@ def test_a_run_with_both(
     model: str, code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`clipped` is PPO's clip and `centred` is dr_grpo, so the run is that of the library's."""
-    own: dict[str, Any] = {"loss": f"{code}:clipped", "advantage": f"{code}:centred"}
+    mine: dict[str, Any] = {"loss": f"{code}:clipped", "advantage": f"{code}:centred"}
     spec = tmp_path / "ppo.json"
     spec.write_text(json.dumps(pl.LossSpec().to_dict()))
     out, library = tmp_path / "own", tmp_path / "library"
-    assert train(out, model=model, **own, steps=2) == 0
+    assert train(out, model=model, **mine, steps=2) == 0
     assert train(library, model=model, loss=str(spec), advantage="dr_grpo", steps=2) == 0
     same_numbers(out, library)
     stored = json.loads((out / "config.json").read_text())
-    assert stored["loss"] == {"code": own["loss"]}
-    assert stored["config"]["advantage"] == own["advantage"]
+    assert stored["loss"] == {"code": mine["loss"]}
+    assert stored["config"]["advantage"] == mine["advantage"]
 
     capsys.readouterr()
     assert resume(out, extend=3) == 2
     assert f"names the loss '{code}:clipped', which is code" in capsys.readouterr().err
-    assert resume(out, extend=3, loss=own["loss"]) == 2
+    assert resume(out, extend=3, loss=mine["loss"]) == 2
     assert f"names the advantage '{code}:centred', which is code" in capsys.readouterr().err
-    assert resume(out, extend=3, loss=f"{code}:ppo", advantage=own["advantage"]) == 2
-    said = capsys.readouterr().err
-    assert f"--loss is {code}:ppo, and the run has {code}:clipped" in said
-    assert resume(out, extend=3, **own) == 0
+    assert resume(out, extend=3, loss=f"{code}:ppo", advantage=mine["advantage"]) == 2
+    printed = capsys.readouterr().err
+    assert f"--loss is {code}:ppo, and the run has {code}:clipped" in printed
+    assert resume(out, extend=3, **mine) == 0
     assert resume(library, extend=3) == 0
     same_numbers(out, library)
 

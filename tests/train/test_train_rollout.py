@@ -145,6 +145,50 @@ def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
     assert sampled(copied) == sampled(live) != before
 
 
+def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
+    """An engine gets a model without adapters that says the same, in memory and as a folder."""
+    from transformers import AutoTokenizer
+
+    from policyloss.train.adapter import add_adapter
+
+    plain, policy = loaded(model), loaded(model)
+    add_adapter(policy, TrainConfig(lora_rank=2))
+    with torch.no_grad():
+        for name, x in policy.named_parameters():
+            if "lora_B" in name:
+                x.fill_(0.05)
+    weights = PolicyWeights(
+        policy, AutoTokenizer.from_pretrained(model), Ranks(0, 1, torch.device("cpu"))
+    )
+    ids = torch.tensor([[20, 30, 31, 32]])
+    with torch.no_grad():
+        wanted, before = policy(ids).logits, plain(ids).logits
+        plain.load_state_dict(dict(weights.tensors()))
+        weights.save(tmp_path / "weights")
+        again = loaded(str(tmp_path / "weights"))(ids).logits
+        assert (wanted - before).abs().max() > 0.01
+        torch.testing.assert_close(plain(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(again, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_on_a_gpu_samples_beside_the_learner(model: str) -> None:
+    """On a stream of its own, in a thread, while the default stream changes the policy."""
+    policy = loaded(model).cuda()
+    engine = BuiltIn(policy, lambda: policy, 4096, copied=True)
+    weights: Any = None
+    engine.update_weights(weights, 0)
+    expected = [c.ids for group in engine.generate(PROMPTS, SAMPLING) for c in group]
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(engine.generate(PROMPTS, SAMPLING)))
+    thread.start()
+    with torch.no_grad():
+        for _ in range(50):
+            policy.model.embed_tokens.weight.mul_(0.99)
+    thread.join()
+    assert [c.ids for group in results[0] for c in group] == expected
+
+
 def test_a_completion_depends_on_its_place_and_not_on_the_others(model: str) -> None:
     policy = loaded(model)
     engine = BuiltIn(policy, lambda: policy, 4096, copied=False)
@@ -248,8 +292,8 @@ def test_an_error_while_it_samples_ahead_ends_the_run_in_words(
     with monkeypatch.context() as patch:
         patch.setattr(BuiltIn, "generate", generated)
         assert train(tmp_path / "run", model=model, staleness=1, steps=4) == 2
-    said = capsys.readouterr().err
-    assert "stopped in step 3: the engine is gone. The last good checkpoint is" in said
+    printed = capsys.readouterr().err
+    assert "stopped in step 3: the engine is gone. The last good checkpoint is" in printed
     assert resume(tmp_path / "run") == 0
 
 
@@ -300,9 +344,9 @@ def test_an_engine_is_code_that_a_run_directory_cannot_ask_for(
     assert train(out, model=model, steps=1, rollout=f"{file}:make") == 0
     capsys.readouterr()
     assert resume(out, extend=2) == 2
-    said = capsys.readouterr().err
-    assert f"names the rollout '{file}:make', which is code" in said
-    assert f"name it yourself: --rollout {file}:make" in said
+    printed = capsys.readouterr().err
+    assert f"names the rollout '{file}:make', which is code" in printed
+    assert f"name it yourself: --rollout {file}:make" in printed
     assert resume(out, extend=2, rollout=f"{file}:make") == 0
     assert resume(out, extend=3, rollout="built-in") == 0
     assert len(lines(out)) == 4
@@ -352,8 +396,8 @@ def test_the_tiny_model_for_vllm_has_other_heads() -> None:
     task = make_task("sort", reward=None, seed=0)
     heads = {}
     for name in ("tiny", "tiny32"):
-        made, _ = load(name, task, dtype=torch.float32, device="cpu", seed=0)
-        heads[name] = made.config.head_dim
+        tiny, _ = load(name, task, dtype=torch.float32, device="cpu", seed=0)
+        heads[name] = tiny.config.head_dim
     assert heads == {"tiny": 16, "tiny32": 32}
 
 

@@ -287,13 +287,13 @@ def test_a_run_whose_servers_are_gone_stops_in_words_and_resumes(
 
         server.before = dying
         assert train(out, **options, rollout=server.address) == 2
-        said = capsys.readouterr().err
-        assert "stopped in step 2: no completions have come for 0.5 s" in said
-        assert f"the server {server.address} did not answer {GENERATE}" in said
+        printed = capsys.readouterr().err
+        assert "stopped in step 2: no completions have come for 0.5 s" in printed
+        assert f"the server {server.address} did not answer {GENERATE}" in printed
         command = (
             f"policyloss train --resume --out {out} --reward train_loop_ranks:graded --rollout"
         )
-        assert f"{command} {server.address}" in said
+        assert f"{command} {server.address}" in printed
         assert resume(out) == 2
         assert f"names the rollout '{server.address}', which is an address" in (
             capsys.readouterr().err

@@ -450,8 +450,9 @@ def joined(rank: int, ranks: int, folder: str) -> Any:
 
 def three(rank: int, folder: str) -> None:
     """The body of each of three processes."""
+    from divergence_ranks import over_ranks  # which is made of this module
+
     world = joined(rank, 3, folder)
-    torch.save(
-        {**vocabulary(rank, 3, world), **refusals(rank, 3, world)}, Path(folder) / f"rank{rank}.pt"
-    )
+    said = {**vocabulary(rank, 3, world), **refusals(rank, 3, world), **over_ranks(rank, 3, world)}
+    torch.save(said, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

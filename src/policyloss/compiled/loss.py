@@ -143,8 +143,8 @@ class CompiledLoss:
         graph behind it.
         """
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-        given = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
-        leaves = ("logp", *given)
+        present = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
+        leaves = ("logp", *present)
         if not self._traceable(inputs):
             return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
@@ -286,8 +286,8 @@ def _requiring_grad(inputs: Inputs) -> tuple[str, ...]:
     """Which tensors carry a gradient in this call."""
     if not torch.is_grad_enabled():
         return ()
-    given = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
-    return tuple(name for name, x in given.items() if x is not None and x.requires_grad)
+    tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
+    return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
 
 
 def _eager_value_and_gradient(

@@ -170,8 +170,8 @@ kl: divergence_reverse divergence_no_tail
     Without the tail this sum has no minimum where student and teacher are equal: the student can
     lower it by moving mass out of the entries. Use tail=True, or kind='generalised'.
 kl: divergence_forward divergence_no_tail
-    Without the tail the sum may be negative, and verl holds it at 0: there it has no gradient, which
-    was so in most steps of a run of theirs. Use tail=True.
+    Without the tail the sum may be negative, and verl holds it at 0: there it has no gradient,
+    which was so in most steps of a run of theirs. Use tail=True.
 kl: divergence_generalised
     With every entry known this is the reverse KL, number for number.
 kl: Divergence

@@ -14,19 +14,20 @@ The limits of the JSD are defined as in GKD: β = 0 is the forward KL and β = 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 KINDS = ("forward", "reverse", "jsd", "generalised")
-SUPPORTS = ("student", "teacher", "union", "intersection")
+TOPS = ("student", "teacher", "union", "intersection")
 
 
 class Measure(NamedTuple):
     """Which divergence is taken. kind, beta: as above; beta is the teacher's share of m.
 
-    support: None for every entry that the teacher knows; otherwise the `k` most probable entries of
+    top: None for every entry that the teacher knows; otherwise the `k` most probable entries of
     the student, of the teacher, of either ("union") or of both ("intersection"). tail: whether the
     entries outside a support count as one more entry; the generalised form never has it.
     """
@@ -34,7 +35,7 @@ class Measure(NamedTuple):
     kind: str
     beta: float = 0.5
     tail: bool = True
-    support: str | None = None
+    top: str | None = None
     k: int | None = None
 
     @property
@@ -84,7 +85,7 @@ def slope_total(slopes_of_rows: Tensor, measure: Measure) -> Tensor:
     return slopes_of_rows.sum(-1)
 
 
-def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
+def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     """The divergence of rows that hold every entry. `[..., V]`, `[..., V]` → `[...]`."""
     if measure.form == "generalised":  # the probabilities of either row sum to 1
         measure = measure._replace(kind="reverse")
@@ -92,7 +93,7 @@ def whole(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
 
 
 def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """The gradient of `whole` by the student's logits: `slopes − p_s·Σ slopes`. → `[..., V]`."""
+    """Its gradient by the student's logits, `slopes − p_s·Σ slopes`. → `[..., V]`."""
     each = slopes(student, teacher, measure)
     return each - student.exp() * slope_total(each, measure).unsqueeze(-1)
 
@@ -124,27 +125,33 @@ def support_slopes(
     student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     each = slopes(student, teacher, measure)
     # The tail's log-probability falls as those of the support rise:
-    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, with no slope.
+    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, and flat.
     through_tail = torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)
     return each[..., :-1] - p * through_tail
 
 
-def support_of(student: Tensor, teacher: Tensor, which: str, k: int) -> tuple[Tensor, Tensor]:
+def largest(x: Tensor, k: int) -> Tensor:
+    """The ids of the k largest entries. `[..., V]` → `[..., k]`."""
+    return x.topk(k, -1).indices
+
+
+def support_of(
+    student: Tensor,
+    teacher: Tensor,
+    which: str,
+    k: int,
+    largest: Callable[[Tensor, int], Tensor] = largest,
+) -> tuple[Tensor, Tensor]:
     """The entries of a support, and which of them count. `[..., V]`, `[..., V]` → `[..., K]` twice.
 
-    which: whose k most probable entries, one of `SUPPORTS`. K is k, or 2·k for both.
+    student, teacher: log-probabilities, or numbers that rise with them. which: whose k most
+    probable entries, one of `TOPS`. K is k, or 2·k for both.
     """
-    k = min(k, student.shape[-1])
     of_each = {"student": student, "teacher": teacher}
     if which in of_each:
-        ids = of_each[which].topk(k, -1).indices
+        ids = largest(of_each[which], k)
         return ids, torch.ones_like(ids, dtype=torch.bool)
-    return joined(student.topk(k, -1).indices, teacher.topk(k, -1).indices, which)
-
-
-def joined(a: Tensor, b: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """Two sets of distinct ids as one, and which of them count. `[..., K]` twice → `[..., 2K]`."""
-    ids = torch.cat([a, b], -1).sort(-1).values
+    ids = torch.cat([largest(x, k) for x in of_each.values()], -1).sort(-1).values
     twice = torch.nn.functional.pad(ids[..., 1:] == ids[..., :-1], (1, 0))
     return ids, twice if which == "intersection" else ~twice
 

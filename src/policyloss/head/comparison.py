@@ -13,8 +13,9 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
-from policyloss.functional.divergence import Measure
+from policyloss.functional.divergence import Measure, support_of
 from policyloss.functional.masking import compute_dtype
+from policyloss.head.entry_rows import Entries, support_gradient, values_at
 from policyloss.head.head import Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
 from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
@@ -25,7 +26,6 @@ from policyloss.head.softmax_rows import (
     row_partials,
     scaled,
 )
-from policyloss.head.support_rows import Entries, support_gradient, support_ids, values_at
 from policyloss.head.validate import (
     check_matrices,
     check_softcap,
@@ -71,7 +71,7 @@ class Compared(NamedTuple):
 class Comparison:
     """What a student's head is compared with, ready for any rows: one of the three below.
 
-    head: the teacher's. logits: the teacher's, `[N, V]`. top: entries `[N, K]` and the teacher's
+    head: the teacher's. logits: the teacher's, `[N, V]`. known: entries `[N, K]` and the teacher's
     log-probabilities of them. size: of the student's vocabulary, over all ranks. width: of the
     student's hidden states.
     """
@@ -81,12 +81,12 @@ class Comparison:
     width: int
     head: Head | None = None
     logits: Tensor | None = None
-    top: TopK | None = None
+    known: TopK | None = None
 
     @property
     def makes_logits(self) -> bool:
         """Whether the teacher's logits are computed or copied window by window."""
-        return self.top is None
+        return self.known is None
 
     @property
     def matmul(self) -> float:
@@ -121,7 +121,7 @@ class Comparison:
         """The student's statistics and the divergence of the rows at `at`, whose logits are z."""
         vocabulary, here = head.vocabulary, head.ids_here(rows, z)
         teacher = self.teacher_rows(at, room)
-        if teacher is not None and self.measure.support is None:
+        if teacher is not None and self.measure.top is None:
             s, pair = pair_statistics(
                 z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, here, entropy
             )
@@ -133,7 +133,8 @@ class Comparison:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
             lse = finished(vocabulary.merged(partials, here)).lse
             both = (scaled(z, rows.scaling), scaled(*teacher))
-            ids, keep = support_ids(*both, self.measure, vocabulary)
+            k = min(self.measure.k or 0, vocabulary.size)
+            ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
             values = values_at(teacher.u, ids, teacher.scaling, vocabulary)
             of_teacher = values - lse.unsqueeze(-1)
         student = values_at(z, ids, rows.scaling, vocabulary) - s.lse.unsqueeze(-1)
@@ -142,14 +143,14 @@ class Comparison:
 
     def counts(self, valid: Tensor | None) -> Tensor | None:
         """How many values are certainly wrong, on the device; None if none can be. valid: flat."""
-        if self.top is not None:
-            return self.top.counts(self.size, valid)
+        if self.known is not None:
+            return self.known.counts(self.size, valid)
         rate = None if self.head is None else self.head.inverse_temperature
         return unusable_temperatures(rate, valid).sum() if isinstance(rate, Tensor) else None
 
     def refuse(self, counts: Any) -> None:
         """Raise if `counts`, read back, show a teacher that cannot be used."""
-        if self.top is not None:
+        if self.known is not None:
             refuse_counts(counts, self.size)
         elif counts:
             raise InputError(
@@ -160,14 +161,14 @@ class Comparison:
         self, head: Head, rows: Rows, at: Index, z: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The entries of a `TopK`, which of them count, and the teacher's log-probabilities."""
-        assert self.top is not None
-        ids, logp = self.top.ids[at], self.top.logp[at]
+        assert self.known is not None
+        ids, logp = self.known.ids[at], self.known.logp[at]
         keep = ids >= 0
         k = self.measure.k
-        if self.measure.support == "teacher" and k is not None and k < ids.shape[-1]:
+        if self.measure.top == "teacher" and k is not None and k < ids.shape[-1]:
             least = torch.where(keep, logp, -torch.inf).topk(k, -1).indices
             keep &= torch.zeros_like(keep).scatter_(-1, least, True)
-        if self.measure.support == "intersection" and k is not None:
+        if self.measure.top == "intersection" and k is not None:
             vocabulary = head.vocabulary
             top = vocabulary.top(scaled(z, rows.scaling), min(k, vocabulary.size)).sort(-1).values
             place = torch.searchsorted(top, ids.contiguous()).clamp(max=top.shape[-1] - 1)
@@ -185,7 +186,7 @@ def comparison_of(
     entries = head.weight.shape[0]
     if isinstance(teacher, TopK):
         return _of_top_k(teacher, measure, head, tokens)
-    if measure.support is None and measure.kind == "generalised":
+    if measure.top is None and measure.kind == "generalised":
         measure = measure._replace(kind="reverse")  # the probabilities of either sum to 1
     of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
     if isinstance(teacher, Tensor):
@@ -195,8 +196,8 @@ def comparison_of(
         return Comparison(*of_student, logits=teacher.detach().reshape(-1, entries))
     if not isinstance(teacher, Teacher):
         raise InputError(
-            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a tensor "
-            f"of logits, got {description(teacher)}."
+            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a "
+            f"tensor of logits, got {description(teacher)}."
         )
     return Comparison(*of_student, head=_teacher_head(teacher, head, tokens))
 
@@ -219,16 +220,16 @@ def _teacher_head(teacher: Teacher, head: Head, tokens: tuple[int, ...]) -> Head
 def _of_top_k(teacher: TopK, measure: Measure, head: Head, tokens: tuple[int, ...]) -> Comparison:
     check_tensor("teacher.logp", teacher.logp, "float", like=("hidden", head.hidden))
     _check_tokens("teacher.ids", teacher.ids, tokens, "K")
-    if measure.support in ("student", "union"):
+    if measure.top in ("student", "union"):
         raise InputError(
-            f"support={measure.support!r} needs the teacher's probability of entries that a TopK may "
-            "not hold; pass a TopK of the entries that you mean with support=None, or a Teacher."
+            f"top={measure.top!r} needs the teacher's probability of entries that a TopK may not "
+            "hold; pass a TopK of the entries that you mean with top=None, or a Teacher."
         )
     k = teacher.ids.shape[-1]
     ids = teacher.ids.reshape(-1, k).to(torch.int64)
     logp = teacher.logp.detach().reshape(-1, k)
     of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
-    return Comparison(*of_student, top=TopK(ids, logp))
+    return Comparison(*of_student, known=TopK(ids, logp))
 
 
 def _check_tokens(name: str, x: Tensor, tokens: tuple[int, ...], last: str) -> None:
@@ -245,6 +246,6 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
     n = min(theirs, ours)
     how = cut.format(n=n) if theirs > ours else f"weight[:{n}] and bias[:{n}] of the student"
     raise InputError(
-        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first {n} "
-        f"entries are the same tokens, compare those: pass {how}."
+        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first "
+        f"{n} entries are the same tokens, compare those: pass {how}."
     )

@@ -29,7 +29,7 @@ from policyloss.parts.divergence import Divergence
 from policyloss.teacher import Teacher, TopK
 
 Kind = Literal["forward", "reverse", "jsd", "generalised"]
-Support = Literal["student", "teacher", "union", "intersection"]
+Top = Literal["student", "teacher", "union", "intersection"]
 
 
 def linear_divergence(
@@ -40,7 +40,7 @@ def linear_divergence(
     kind: Kind,
     beta: float = 0.5,
     tail: bool = True,
-    support: Support | None = None,
+    top: Top | None = None,
     k: int | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -70,7 +70,7 @@ def linear_divergence(
     # No token is looked up, so any id does.
     ids = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
-    part = Divergence(kind, 1.0, beta=beta, tail=tail, support=support, k=k)
+    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
     comparison = comparison_of(teacher, part.measure, head, tokens)
     outputs = Outputs(logp=False, comparison=comparison)
     flat = rows_with_gradient(hidden, weight, bias, head, mask, plan, outputs)[2]
@@ -85,7 +85,7 @@ def divergence(
     kind: Kind,
     beta: float = 0.5,
     tail: bool = True,
-    support: Support | None = None,
+    top: Top | None = None,
     k: int | None = None,
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
@@ -102,16 +102,17 @@ def divergence(
         )
     if isinstance(teacher, Teacher):
         raise InputError(
-            "divergence compares logits that exist; with a Teacher use linear_divergence, which makes "
-            "the logits of both models a window at a time."
+            "divergence compares logits that exist; with a Teacher use linear_divergence, which "
+            "makes the logits of both models a window at a time."
         )
+    check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     check_softcap(softcap)
     tokens = tuple(logits.shape[:-1])
     z = logits.reshape(-1, logits.shape[-1])
     rate = inverse_temperature(temperature, tokens, compute_dtype(z), z.device)
     ids = torch.zeros(z.shape[0], dtype=torch.int64, device=z.device)
-    part = Divergence(kind, 1.0, beta=beta, tail=tail, support=support, k=k)
+    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
     # Columns of logits in the place of a weight's rows: the head is asked for their number only.
     head = Head(z, z.t(), ids, None, rate, softcap, Vocabulary(z.shape[1], z.shape[1]))
     comparison = comparison_of(teacher, part.measure, head, tokens)

@@ -22,12 +22,12 @@ from policyloss.head.backward import (
     keep_probabilities,
 )
 from policyloss.head.comparison import Compared, Comparison
+from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Statistics
 from policyloss.head.support import Support, SupportArgument
-from policyloss.head.support_rows import Entries
 from policyloss.head.validate import (
     check_ids,
     check_mask,
@@ -127,7 +127,7 @@ def linear_logprobs(
 
 
 class Outputs(NamedTuple):
-    """What is computed of each row. comparison: the teacher, if the divergence from it is wanted."""
+    """What is computed of each row. comparison: the teacher, if a divergence is wanted."""
 
     logp: bool = True
     entropy: bool = False
@@ -297,7 +297,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
         )
         dlogp, dentropy, ddivergence = grads
-        if dlogp is None and ddivergence is None:
+        if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
         # A second backward through a retained graph has no stash, and computes the logits again.
         stash, ctx.stash = ctx.stash, (None, None)
@@ -330,15 +330,15 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
     room = comparison.room(numbers.divergence.shape[0], ctx.plan.columns)
 
     def columns(c: slice) -> Compared:
-        whole = isinstance(numbers, PairStatistics)
-        teacher = comparison.teacher_rows(at, room, c) if whole else None
+        is_full = isinstance(numbers, PairStatistics)
+        teacher = comparison.teacher_rows(at, room, c) if is_full else None
         return Compared(comparison.measure, numbers, teacher, head.vocabulary.first + c.start)
 
     return columns
 
 
 def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
-    """`known`, the numbers of all n rows (None before the first), with those of the rows at `at`."""
+    """`known`, the numbers of all n rows (None before the first), with those of some rows."""
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
     for everywhere, x in zip(known, numbers, strict=True):

@@ -90,8 +90,8 @@ def linear_policy_loss(
     a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
     skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
     then over the tokens that were computed.
-    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (its hidden
-    states and its head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
+    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
+    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
     call = _Call.of(
@@ -133,7 +133,8 @@ def explain_plan(
     made.
 
     With spec None, the plan that `linear_logprobs` takes, or `linear_divergence` if there is a
-    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and with `vocab_group` every rank must call it.
+    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and
+    with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -452,7 +453,7 @@ def _comparison(
         return None
     if teacher is None:
         raise InputError(
-            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, a "
-            "TopK or logits)."
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
         )
     return comparison_of(teacher, part.measure, head, tokens)

@@ -8,7 +8,7 @@ the teacher's. For one row, with ls and lt the log-probabilities of both,
 
 `terms` and `slopes` are those of `functional.divergence`; over whole rows the generalised kind is
 the reverse KL, and only the latter is met here. The functions here are plain PyTorch and
-the reference; on a GPU the Triton kernels of `pair_kernels` take their place.
+the reference; on a GPU Triton kernels (`pair_kernels`, `pair_gradient_kernel`) take their place.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pair_statistics(
 
     here: which ids this rank holds.
     """
-    fused = kernels_for(z)
+    fused = kernels_for(z, "policyloss.head.pair_kernels")
     if fused is not None:
         return _fused_statistics(
             fused, z, ids, scaling, teacher, measure, vocabulary, here, entropy
@@ -147,7 +147,7 @@ def pair_gradient(
         dlogp = torch.zeros_like(ddivergence)
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
     target = target_gradient(s.logp, h, dlogp, dh)
-    fused = kernels_for(z)
+    fused = kernels_for(z, "policyloss.head.pair_gradient_kernel")
     if fused is not None:
         fused.pair_gradient(
             z, out, ids, s.lse, h, dlogp, dh, target, scaling, *teacher, pair, ddivergence, measure
@@ -174,7 +174,7 @@ def _log_probabilities(
     return scaled(z, scaling) - lse.unsqueeze(-1), u - teacher_lse.unsqueeze(-1)
 
 
-def kernels_for(z: Tensor) -> Any:
-    """The module of Triton kernels if they run on the device and dtype of `z`, else None."""
+def kernels_for(z: Tensor, module: str) -> Any:
+    """A module of Triton kernels if they run on the device and dtype of `z`, else None."""
     on = z.device.type == "cuda" and z.dtype != torch.float64
-    return kernels("policyloss.head.pair_kernels") if on else None
+    return kernels(module) if on else None

@@ -49,8 +49,8 @@ class Plan:
     "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
     are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
-    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory beyond inputs and
-    gradients, at most about this. reason: why this plan.
+    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory
+    beyond inputs and gradients, at most about this. reason: why this plan.
     """
 
     name: str
@@ -273,10 +273,12 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
             "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
             "plan='recompute'."
         )
+    # The backward needs more room than windows of both models' logits do.
+    rows = GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS
     return _with_figures(
         head,
         work,
-        Plan("stash", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
+        Plan("stash", _rows(head, work, rows), _columns(head, work), reason=reason),
     )
 
 

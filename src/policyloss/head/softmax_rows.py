@@ -219,7 +219,7 @@ def policy_gradient(
     spread: tuple[Tensor, Tensor] | None,
     target: Tensor,
 ) -> Tensor:
-    """ds, the gradient by the scaled logits, from their log-probabilities, which are overwritten."""
+    """ds, the gradient by the scaled logits, written over their log-probabilities."""
     here, column = _here(ids, log_p)
     if spread is None:
         d = log_p.exp_().mul_(-dlogp.unsqueeze(-1))

@@ -188,9 +188,9 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     check_tensor(of_weight, weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; give "
-            "hidden [..., D] and weight [V, D] with the same D (the weight of torch.nn.Linear(D, V) "
-            "as it is)."
+            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
+            "give hidden [..., D] and weight [V, D] with the same D (the weight of "
+            "torch.nn.Linear(D, V) as it is)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
@@ -203,7 +203,8 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
         check_tensor(of_bias, bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(
-            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on one device."
+            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on "
+            "one device."
         )
     if hidden.device != weight.device:
         raise InputError(

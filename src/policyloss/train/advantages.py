@@ -79,7 +79,7 @@ def of_rewards(
         assert greedy is not None
         return Judged(_over_tokens(estimator(name)(rewards, greedy), pack))
     if is_reference(name):
-        return Judged(_own(name, pack, group))
+        return Judged(_by_user(name, pack, group))
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk
@@ -90,7 +90,7 @@ def of_rewards(
     )
 
 
-def _own(reference: str, pack: Pack, group: Any) -> Tensor:
+def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
     """The advantages by a function of the user's own, `[N]`.
 
     It is called with rewards and group_ids, `[S]`, and with those of `lengths` `[S]`, `mask` `[N]`,

@@ -49,10 +49,10 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
             continue
         path, equals, value = argument.removeprefix("--loss.").partition("=")
         if not equals:
-            given = next(waiting, None)
-            if given is None:
+            following = next(waiting, None)
+            if following is None:
                 raise InputError(f"{argument} needs a value.")
-            value = given
+            value = following
         changes.append((path.replace("-", "_"), value))
     return rest, changes
 

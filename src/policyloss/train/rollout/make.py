@@ -37,7 +37,10 @@ def _engine(
             copied=bool(config.staleness) and not sharded,
         )
     if "://" not in name and name != "vllm":
-        engine: Engine = load_code(name, "the rollout engine")(config, weights)
+        factory = load_code(name, "the rollout engine")
+        if not callable(factory):
+            raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
+        engine: Engine = factory(config, weights)
         return engine
     if config.top_p < 1 or config.top_k:
         warn(

@@ -12,12 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.functional.divergence import (
-    Measure,
-    joined,
-    on_support,
-    support_slopes,
-)
+from policyloss.functional.divergence import Measure, on_support, support_slopes
 from policyloss.head.softmax_rows import Scaling, Statistics, row_gradient, scaled
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -53,18 +48,6 @@ def values_at(z: Tensor, ids: Tensor, scaling: Scaling, vocabulary: Vocabulary) 
     bias = None if scaling.bias is None else scaling.bias[column]
     values = scaled(z.gather(1, column), scaling._replace(bias=bias))
     return values if vocabulary.group is None else vocabulary.summed(torch.where(here, values, 0))
-
-
-def support_ids(
-    student: Tensor, teacher: Tensor, measure: Measure, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor]:
-    """The support of rows of scaled logits, and which of its entries count. → `[R, K]` twice."""
-    k = min(measure.k or 0, vocabulary.size)
-    if measure.support in ("student", "teacher"):
-        ids = vocabulary.top(student if measure.support == "student" else teacher, k)
-        return ids, torch.ones_like(ids, dtype=torch.bool)
-    ours, theirs = vocabulary.top(student, k), vocabulary.top(teacher, k)
-    return joined(ours, theirs, str(measure.support))
 
 
 def support_gradient(
@@ -106,10 +89,10 @@ def support_gradient(
     _write(out, columns, d.masked_fill(silent.unsqueeze(-1), 0).to(out.dtype), active)
 
 
-def _rate(values: Tensor, scaling: Scaling) -> Tensor:
+def _rate(values: Tensor, scaling: Scaling) -> Tensor | float:
     """The derivative of scaled logits `[R, K]` by the raw ones."""
     t = scaling.inverse_temperature
-    rate = t.to(values.dtype).unsqueeze(-1) if isinstance(t, Tensor) else values.new_tensor(t)
+    rate = t.to(values.dtype).unsqueeze(-1) if isinstance(t, Tensor) else t
     return rate if scaling.softcap is None else rate * (1 - (values / rate / scaling.softcap) ** 2)
 
 
