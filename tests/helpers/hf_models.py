@@ -42,7 +42,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "minicpm3"), LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "youtu"), LATENT),
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
@@ -92,5 +94,36 @@ def built(model_class: Any, config: Any, dtype: torch.dtype = torch.float64) -> 
         if size > TOO_LARGE:
             raise MemoryError(f"{size} parameters")
         torch.manual_seed(0)
-        model = model_class(config).to(dtype).eval()
-    return model
+        return model_class(config).to(dtype).eval()
+
+
+def token_ids(rows: int = 2, length: int = 8, seed: int = 1) -> torch.Tensor:
+    """Tokens that are neither padding nor special, `[rows, length]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def batch_for(ids: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a loss needs of the predicted tokens; the first of them are a prompt."""
+    predicted = ids.shape[0], ids.shape[1] - 1
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.ones(predicted, dtype=torch.bool)
+    mask[:, :2] = False
+    return {
+        "old_logp": -4 - torch.rand(predicted, generator=generator, dtype=dtype),
+        "advantages": torch.randn(ids.shape[0], generator=generator, dtype=dtype),
+        "mask": mask,
+    }
+
+
+def own_logits(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """The model's own logits of the predicted tokens, `[B, T-1, V]`."""
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **inputs).logits
+    return logits[:, :-1]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a model's parameters, which are forgotten."""
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return named

@@ -3,7 +3,7 @@
     import policyloss as pl
 
     out = pl.hf.policy_loss(
-        model, "dapo", input_ids, attention_mask, old_logp=old_logp, advantages=advantages, mask=mask
+        model, "dapo", ids, attention_mask, old_logp=old_logp, advantages=advantages, mask=mask
     )
     out.loss.backward()
 
@@ -12,6 +12,7 @@ The model runs as it is, in whatever wraps it; only its output head is replaced 
 
 output_head  where the head is, what it multiplies with, and what the model does to its logits
 forward      the model's forward with another head
+layouts      whether the model keeps sequences apart in padded rows and in packs
 calls        the public functions
 """
 

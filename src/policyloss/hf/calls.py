@@ -22,6 +22,7 @@ from policyloss.head.logits import logprobs as logprobs_of_logits
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.head.plans import Plan
 from policyloss.hf.forward import Scores, run
+from policyloss.hf.layouts import check_layout, counted_positions
 from policyloss.hf.output_head import (
     Matrices,
     Transformation,
@@ -62,8 +63,8 @@ def policy_loss(
     skip_zero_advantage: bool = False,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss `spec` describes, of a causal language model: its body runs, and `linear_policy_loss`
-    takes the place of its output head, so that no logits are held.
+    """The loss `spec` describes, of a causal language model: its body runs, with
+    `linear_policy_loss` in the place of its output head, so that no logits are held.
 
     **Alignment.** `mask`, `old_logp` and every other token-shaped tensor belong to the *predicted*
     tokens `input_ids[:, 1:]`: they are `[B, T-1]` for input_ids `[B, T]`, and entry t is about the
@@ -245,7 +246,7 @@ def explain_plan(
     try:
         _check_choice(head)
         if head != "logits":
-            plan: Plan = run(model, call.inputs, scores, check=True).result
+            plan: Plan = call.fused(scores, check=True)
             return plan
         why = "asked for"
     except UnknownHeadError as error:
@@ -259,7 +260,8 @@ def explain_plan(
 @dataclass(frozen=True)
 class _Call:
     """One call. inputs: what the model is called with. ids: the predicted tokens, `[B, n]`, or
-    `[N-1]` of a pack, whose sequences begin at `cu_seqlens`.
+    `[N-1]` of a pack, whose sequences begin at `cu_seqlens`. counts_positions: whether the layout
+    is ours to check, and whether positions are passed; None if the caller lays out.
     """
 
     model: Any
@@ -267,6 +269,7 @@ class _Call:
     ids: Tensor
     row: tuple[int, int]
     cu_seqlens: Tensor | None
+    counts_positions: bool | None
 
     @classmethod
     def of(
@@ -293,12 +296,14 @@ class _Call:
         elif cu_seqlens is not None:
             inputs["position_ids"] = _positions_in(cu_seqlens, tokens)
         elif attention_mask is not None and "position_ids" in taken and not model_inputs:
-            counted = _counted_positions(attention_mask)
+            counted = counted_positions(attention_mask)
             inputs |= {} if counted is None else {"position_ids": counted}
+        inputs = {name: x for name, x in inputs.items() if x is not None}
         ids = tokens[:, tokens.shape[1] - count :]
         row = (ids.shape[0], ids.shape[1])
-        inputs = {name: x for name, x in inputs.items() if x is not None}
-        return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens)
+        own_layout = position_ids is not None or bool(model_inputs)
+        tried = None if own_layout else "position_ids" in taken
+        return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
 
     def predicting(self, x: Tensor) -> Tensor:
         """What predicts `ids`, out of one row per token of input_ids: `[B, T, X]` → `[B, n, X]`."""
@@ -373,12 +378,19 @@ class _Call:
         """One number per predicted token, in their shape."""
         return x.view(self.row)
 
+    def fused(self, scores: Scores, check: bool = False) -> Any:
+        """With `scores` in the place of the model's head."""
+        if self.counts_positions is not None:
+            packed = self.cu_seqlens is not None
+            check_layout(self.model, self.inputs, packed, self.counts_positions)
+        return run(self.model, self.inputs, scores, check=check).result
+
     def result(self, head: str, scores: Scores, from_logits: Any) -> Any:
         """By the head that was asked for."""
         _check_choice(head)
         if head != "logits":
             try:
-                return run(self.model, self.inputs, scores).result
+                return self.fused(scores)
             except UnknownHeadError:
                 if head == "fused":
                     raise
@@ -397,7 +409,7 @@ def _pair(out: Tensor | LogProbs) -> LogProbs:
 
 
 def _shard(weight: Tensor, vocab_group: Any) -> Tensor:
-    """This rank's entries, if the vocabulary is cut over ranks and the weight is a DTensor."""
+    """The entries of this rank, if the vocabulary is cut over ranks and the weight is a DTensor."""
     if vocab_group is not None and hasattr(weight, "to_local"):
         local: Tensor = weight.to_local()
         return local
@@ -425,8 +437,8 @@ def _checked_ids(
         return input_ids, most
     if not isinstance(logits_to_keep, int) or not 1 <= logits_to_keep <= most:
         raise InputError(
-            f"logits_to_keep must be a whole number from 1 to {most}, the predicted tokens of a row "
-            f"(its first is not predicted), got {seen(logits_to_keep)}."
+            f"logits_to_keep must be a whole number from 1 to {most}, the predicted tokens of a "
+            f"row (its first is not predicted), got {seen(logits_to_keep)}."
         )
     return input_ids, logits_to_keep
 
@@ -436,16 +448,6 @@ def _check_like(name: str, x: Any, tokens: Tensor) -> None:
         raise InputError(
             f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {seen(x)}."
         )
-
-
-def _counted_positions(attention_mask: Tensor) -> Tensor | None:
-    """The positions of tokens if some row has its padding on the left, where counting the row's
-    entries would be wrong; None leaves them to the model. `[B, T]`
-    """
-    live = attention_mask.bool()
-    if bool(live[:, 0].all()):
-        return None
-    return (live.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def _positions_in(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ def language_model(model: Any) -> Any:
         wrapped = getattr(inside, "module", None) or getattr(inside, "_orig_mod", None)
         if wrapped is None:
             raise UnknownHeadError(
-                f"model is a {type(model).__name__} without get_output_embeddings(), and so is what "
-                "it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
+                f"model is a {type(model).__name__} without get_output_embeddings(), and so is "
+                "what it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
             )
         inside = wrapped
     return inside
@@ -115,6 +115,7 @@ class Transformation(NamedTuple):
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """The model's logits, from those of its head."""
         scaled = logits * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
@@ -163,7 +164,7 @@ def _worst(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _candidates(model: Any) -> Iterator[Transformation]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     texts = [config, config.get_text_config() if hasattr(config, "get_text_config") else None]
     factors = [x for x in _numbers(texts, SCALES) if x > 0]
     scales = dict.fromkeys([1.0, *factors, *(1 / x for x in factors)])
@@ -176,5 +177,5 @@ def _candidates(model: Any) -> Iterator[Transformation]:
 
 
 def _numbers(configs: list[Any], names: tuple[str, ...]) -> list[float]:
-    values = [getattr(config, name, None) for config in configs for name in names]
+    values: list[Any] = [getattr(config, name, None) for config in configs for name in names]
     return [float(x) for x in values if is_number(x)]
