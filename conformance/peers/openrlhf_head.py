@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +52,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> Output:
         """Logits of every token."""
-        hidden = self.body[ids] + 0.1 * position_ids[..., None]
+        hidden = self.body[ids] + 0.01 * position_ids[..., None]
         return Output(logits=self.lm_head(hidden) * self.scale)
 
 
@@ -57,22 +60,66 @@ def inputs(batch: Batch, options: Options) -> Inputs:
     """Sequences with padding on the right, their masks, and the parameters of a model."""
     g = batch.generator(6)
     width = batch.logp.shape[1]
+
+    def normal() -> Tensor:
+        return torch.randn(VOCABULARY, HIDDEN, generator=g, dtype=torch.float64)
+
     actions = batch.mask.clone()
     actions[:, 0] = 1
     lengths = PROMPT + (actions * torch.arange(1, width + 1)).amax(1, keepdim=True)
     live = torch.arange(PROMPT + width) < lengths
     ids = torch.randint(1, VOCABULARY, live.shape, generator=g)
     return {
-        "body": torch.randn(VOCABULARY, HIDDEN, generator=g, dtype=torch.float64).to(batch.dtype),
-        "head": torch.randn(VOCABULARY, HIDDEN, generator=g, dtype=torch.float64).to(batch.dtype),
+        "body": (normal() / 8).to(batch.dtype),
+        "head": (normal() / 4).to(batch.dtype),
         "sequences": torch.where(live, ids, 0),
         "attention_mask": live.long(),
         "action_mask": actions,
     }
 
 
+@contextmanager
+def _without_flash_attention() -> Iterator[None]:
+    """OpenRLHF takes its torch formula if flash-attention's cross entropy cannot be imported. What
+    it takes of flash-attention to pack rows is small, and written out here.
+    """
+    cross_entropy = "flash_attn.ops.triton.cross_entropy"
+    ring: Any = import_module("openrlhf.models.ring_attn_utils")
+    ours_instead = {
+        "index_first_axis": lambda x, indices: x[indices],
+        "pad_input": lambda x, indices, rows, width: (
+            x.new_zeros(rows * width, *x.shape[1:])
+            .index_copy(0, indices, x)
+            .view(rows, width, *x.shape[1:])
+        ),
+        "rearrange": lambda x, pattern: x.flatten(0, 1),
+        "unpad_input": _unpadded,
+    }
+    before = {name: getattr(ring, name) for name in ours_instead}
+    module = sys.modules.get(cross_entropy)
+    sys.modules[cross_entropy] = None  # type: ignore[assignment]  # importing it is an error
+    vars(ring).update(ours_instead)
+    try:
+        yield
+    finally:
+        vars(ring).update(before)
+        del sys.modules[cross_entropy]
+        if module is not None:
+            sys.modules[cross_entropy] = module
+
+
+def _unpadded(x: Tensor, mask: Tensor) -> tuple[Any, ...]:
+    indices = mask.flatten().nonzero().flatten()
+    return x.flatten(0, 1)[indices], indices, mask.sum(1).cumsum(0), None, None
+
+
 def call(i: Inputs, o: Options) -> Outputs:
     """`Actor.forward` as OpenRLHF's trainer calls it."""
+    with _without_flash_attention():
+        return _call(i, o)
+
+
+def _call(i: Inputs, o: Options) -> Outputs:
     model = Model(i["body"], i["head"], o["scale"])
     actor = import_module("openrlhf.models.actor").Actor(model, temperature=o["temperature"])
     actor.packing_samples = o["packing"]

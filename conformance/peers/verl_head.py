@@ -20,13 +20,16 @@ OPTIONS: list[Options] = [{"temperature": t, "chunk_size": n} for t in (1.0, 0.6
 
 
 def inputs(batch: Batch, options: Options) -> Inputs:
-    """Hidden states and weights that give peaked distributions, and tokens."""
+    """Hidden states and weights, and tokens; small, because float32 products are added up in
+    another order on each side.
+    """
     g = batch.generator(5)
-    shape = (*batch.logp.shape, HIDDEN)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=g, dtype=torch.float64) / 2
+    hidden = torch.randn(*batch.logp.shape, HIDDEN, generator=g, dtype=torch.float64) / 8
     return {
-        "hidden": torch.randn(shape, generator=g, dtype=torch.float64).to(batch.dtype),
-        "weight": torch.randn(VOCABULARY, HIDDEN, generator=g, dtype=torch.float64).to(batch.dtype),
-        "ids": torch.randint(0, VOCABULARY, shape[:2], generator=g),
+        "hidden": hidden.to(batch.dtype),
+        "weight": weight.to(batch.dtype),
+        "ids": torch.randint(0, VOCABULARY, batch.logp.shape, generator=g),
     }
 
 
