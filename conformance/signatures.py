@@ -13,6 +13,8 @@ from conformance.environments import Peer
 from conformance.suite import Function
 
 CORE, ROLLOUT = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
+ADD_FUSED_HEAD = "trl.trainer.utils:add_fused_lm_head"
+ACTOR_FORWARD = "openrlhf.models.actor:Actor.forward"
 TORCH_HEAD = "verl.utils.experimental.torch_functional"
 REQUIRED = "required"
 Parameters = list[list[str]]  # name, kind, default as Python writes it
@@ -68,7 +70,6 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _verl(ROLLOUT, "compute_rs_metrics"),
         _verl(ROLLOUT, "compute_rollout_corr_metrics_from_logprobs"),
         _verl(ROLLOUT, "apply_bypass_mode"),
-        _verl(TORCH_HEAD, "FusedLinearForPPO.__init__"),
         _verl(TORCH_HEAD, "FusedLinearForPPO.forward"),
     ),
     "openrlhf": (
@@ -85,21 +86,19 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _openrlhf("loss", "ValueLoss.forward"),
         _openrlhf("loss", "aggregate_loss"),
         _openrlhf("utils", "compute_approx_kl"),
-        Pin(
-            "openrlhf.models.actor:Actor.forward",
-            "policyloss.compat.openrlhf.head:actor_forward",
-        ),
     ),
 }
-# What our subclass of TRL's trainer overrides or passes through. It has no signature of its own: theirs must be as recorded.
+# What our subclass of TRL's trainer overrides or passes through, which has no signature of its own, and
+# what our heads take the place of: theirs must be as recorded.
 HOOKS: dict[str, tuple[str, ...]] = {
     "trl": (
         "trl:GRPOTrainer.__init__",
         "trl:GRPOTrainer._compute_loss",
         "trl:GRPOTrainer._get_per_token_logps_and_entropies",
         "trl:GRPOTrainer.get_high_entropy_mask",
-        "trl.trainer.utils:add_fused_lm_head",
-    )
+        ADD_FUSED_HEAD,
+    ),
+    "openrlhf": (ACTOR_FORWARD,),
 }
 REGISTRIES: dict[str, tuple[Registry, ...]] = {
     "verl": (
