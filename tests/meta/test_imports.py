@@ -80,6 +80,17 @@ MAY_IMPORT = {
         "loss",
         "head",
     },
+    "hf": {
+        "arguments",
+        "errors",
+        "inputs",
+        "totals",
+        "spec",
+        "presets",
+        "loss",
+        "head",
+        "hf",
+    },
     "accumulate": {
         "arguments",
         "errors",

@@ -16,6 +16,7 @@ from torch import Tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.head import Head
 from policyloss.head.matmul import WIDE_BYTES
+from policyloss.head.softmax_rows import explain_kernels
 
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")
@@ -49,7 +50,7 @@ class Plan:
     are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
     the backward. matmuls: of the size `tokens`·V·D. extra_bytes: memory beyond inputs and
-    gradients, at most about this. reason: why this plan.
+    gradients, at most about this. reason: why this plan. kernels: what works on rows of logits.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Plan:
     matmuls: float = 0.0
     extra_bytes: int = 0
     reason: str = ""
+    kernels: str = ""
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
@@ -76,6 +78,7 @@ class Plan:
             f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden"
             f"{kept}\n"
             f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
+            + (f"\n  rows of logits by {self.kernels}" if self.kernels else "")
         )
 
 
@@ -365,4 +368,5 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
         with_gradient=work.with_gradient if work.any_gradient else 0,
         matmuls=forward + backward * share,
         extra_bytes=extra,
+        kernels=explain_kernels(head.hidden.device, head.dtype),
     )
