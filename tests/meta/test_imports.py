@@ -260,7 +260,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
 def test_every_public_function_underneath_is_documented() -> None:
     undocumented = []
     for module in FILES:
-        if module.endswith(("__main__", "compat.verl.hook")):  # to import these is to run them
+        if module.endswith(("__main__", "compat.verl.hook", "verl.head_hook")):  # to import these is to run them
             continue
         if holds_kernels(module) and find_spec("triton") is None:
             continue
