@@ -1,9 +1,11 @@
-"""TRL's own GRPOTrainer and ours train the same tiny model with the same seeds; losses and final weights are compared.
+"""TRL's own GRPOTrainer and ours train the same tiny model with the same seeds;
+losses and final weights are compared.
 
-`python -m conformance.trl_run` in TRL's environment, or `compare_runs()`. Nothing is downloaded: the model is random and its
-tokenizer a list of words. Two optimizer steps are taken on each batch of completions, so ratios leave 1. The optimizer is SGD:
-TRL's log-probabilities and losses are float32, and AdamW, which divides a gradient by its own size, makes steps of 1e-6 out of
-the rounding of gradients that are nearly 0.
+`python -m conformance.trl_run` in TRL's environment, or `compare_runs()`. Nothing is downloaded:
+the model is random and its tokenizer a list of words. Two optimizer steps are taken on each batch
+of completions, so ratios leave 1. The optimizer is SGD: TRL's log-probabilities and losses are
+float32, and AdamW, which divides a gradient by its own size, makes steps of 1e-6 out of the
+rounding of gradients that are nearly 0.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GIVEN = "as policy_loss="  # the loss is handed to our trainer, which must then take TRL's own out of the total
+# The loss is handed to our trainer, which must then take TRL's own out of the total.
+GIVEN = "as policy_loss="
 STEPS = 20
 SEEDS = (11, 1, 2)
 TOLERANCE = 1e-6
@@ -69,7 +72,9 @@ class Run:
 
 
 def compare_runs() -> dict[str, dict[str, float]]:
-    """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a weight, of what else is logged."""
+    """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a
+    weight, of what else is logged.
+    """
     ours, theirs = (
         import_module("policyloss.compat.trl").GRPOTrainer,
         import_module("trl").GRPOTrainer,
@@ -94,7 +99,9 @@ def compare_runs() -> dict[str, dict[str, float]]:
 
 
 def custom_run(steps: int = 4) -> dict[str, float]:
-    """Our trainer with a preset in place of the config's loss, and an evaluation: the last step's metrics of this library."""
+    """Our trainer with a preset in place of the config's loss, and an evaluation:
+    the last step's metrics of this library.
+    """
     ours = import_module("policyloss.compat.trl").GRPOTrainer
     with tiny_model() as model:
         run = train(
@@ -117,29 +124,29 @@ def train(
     **extra: Any,
 ) -> Run:
     """Train the model at this path from scratch."""
-    GRPOConfig = getattr(import_module("trl"), config)
-    Dataset = import_module("datasets").Dataset
+    GRPOConfig = getattr(import_module("trl"), config)  # noqa: N806
+    Dataset = import_module("datasets").Dataset  # noqa: N806
     with tempfile.TemporaryDirectory() as scratch, _quiet():
-        settings: dict[str, Any] = dict(
-            output_dir=scratch,
-            max_steps=steps,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            num_iterations=2,
-            max_completion_length=8,
-            optim="sgd",
-            learning_rate=0.1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "auto"},
-        )
+        settings: dict[str, Any] = {
+            "output_dir": scratch,
+            "max_steps": steps,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "num_iterations": 2,
+            "max_completion_length": 8,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "model_init_kwargs": {"dtype": "auto"},
+        }
         args = GRPOConfig(**{**settings, **options})
         prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]})
         trainer = trainer_class(
@@ -238,6 +245,7 @@ def _weights(model: Any) -> dict[str, Tensor]:
 
 
 def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of a weight."""
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
@@ -275,7 +283,9 @@ def agrees(row: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    """Print a table; the exit status is 1 if a difference exceeds the tolerance or nothing was learnt."""
+    """Print a table; the exit status is 1 if a difference exceeds the tolerance
+    or nothing was learnt.
+    """
     torch.set_num_threads(1)
     start = time.monotonic()
     found = compare_runs()

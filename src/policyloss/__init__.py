@@ -1,4 +1,5 @@
-"""policyloss: the loss functions of LLM reinforcement learning, as short compositions of orthogonal parts.
+"""policyloss: the loss functions of LLM reinforcement learning,
+as short compositions of orthogonal parts.
 
 import policyloss as pl
 spec = pl.preset("dapo")
@@ -14,6 +15,7 @@ from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
+from policyloss.head.divergence import divergence, linear_divergence
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs
@@ -44,6 +46,7 @@ from policyloss.parts.correction import (
     Truncate,
     Veto,
 )
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -64,6 +67,7 @@ from policyloss.parts.trust import (
 )
 from policyloss.presets import preset, presets
 from policyloss.spec import LossSpec
+from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
@@ -82,6 +86,7 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
+    "Divergence",
     "DivergenceMask",
     "GammaWeight",
     "GeometricClip",
@@ -116,11 +121,13 @@ __all__ = [
     "Stat",
     "Surrogate",
     "TaperedNegative",
+    "Teacher",
     "TokenMean",
     "TokenRatio",
     "TokenSum",
     "TokenSumNorm",
     "Tokens",
+    "TopK",
     "Totals",
     "Truncate",
     "TwoSidedClip",
@@ -133,12 +140,14 @@ __all__ = [
     "compat",
     "compiled_loss",
     "diff",
+    "divergence",
     "explain",
     "explain_plan",
     "functional",
     "gae",
     "group_advantages",
     "hf",
+    "linear_divergence",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

@@ -294,6 +294,40 @@ ADVANTAGES: dict[str, Case] = {
     "dr_grpo": (pl.advantage.dr_grpo, {**_GROUP, "single": "zero"}),
     "rloo": (pl.advantage.rloo, {**_GROUP, "single": "zero"}),
     "grpo_loo": (pl.advantage.grpo_loo, {**_GROUP, "eps": 1e-6}),
+    "opd": (
+        pl.advantage.opd,
+        {
+            "teacher_logp": LOGP,
+            "old_logp": OLD,
+            "coef": 0.5,
+            "base": PER_SEQUENCE,
+            "mask": MASK,
+            "cu_seqlens": None,
+        },
+    ),
+    "iw_opd": (
+        pl.advantage.iw_opd,
+        {"teacher_logp": LOGP, "old_logp": OLD, "mask": MASK, "gamma": 0.5, "coef": 0.5},
+    ),
+    "prefix_weights": (
+        pl.advantage.prefix_weights,
+        {"advantages": LOGP, "mask": MASK, "gamma": 0.5, "cu_seqlens": None},
+    ),
+    "centered_kl": (
+        pl.advantage.centered_kl,
+        {"old_logp": OLD, "ref_logp": LOGP, "mask": MASK, "coef": 0.5, "group": None},
+    ),
+    "kl_in_reward": (
+        pl.advantage.kl_in_reward,
+        {
+            "rewards": PER_SEQUENCE,
+            "old_logp": OLD,
+            "ref_logp": LOGP,
+            "mask": MASK,
+            "coef": 0.5,
+            "estimator": "k3",
+        },
+    ),
     "reinforce_pp": (
         pl.advantage.reinforce_pp,
         {

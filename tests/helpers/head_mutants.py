@@ -1,4 +1,6 @@
-"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be wrong, the test that must fail."""
+"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be
+wrong, the test that must fail.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,34 @@ _ERRORS, _CALLS, _COMPOSED = (
 )
 
 HEAD = (
+    (
+        "support_keeps_everything",
+        "head/support.py",
+        "        z.fill_(ABSENT)\n",
+        "        pass\n",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "support_of_the_wrong_rows",
+        "head/support.py",
+        "(starts - before)[rows]",
+        "(starts - starts[0])[rows]",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "a_support_without_its_token_is_fine",
+        "head/support.py",
+        "valid & (hits == 0)",
+        "valid & (hits < 0)",
+        "test_support.py::test_a_token_outside_its_support_is_an_error_that_counts_them",
+    ),
+    (
+        "absent_logits_come_back_under_a_softcap",
+        "head/softmax_rows.py",
+        "torch.where(s == ABSENT, s, capped)",
+        "torch.where(s < 2 * ABSENT, s, capped)",
+        "test_support.py::test_logits_that_exist",
+    ),
     (
         "head_entropy_sign",
         "head/softmax_rows.py",
@@ -41,7 +71,7 @@ HEAD = (
     (
         "head_softcap_slope_dropped",
         "head/softmax_rows.py",
-        "d.mul_(1 - (capped / scaling.softcap) ** 2)",
+        "d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)",
         "d.mul_(1)",
         _LOGITS + "test_gradcheck",
     ),
@@ -118,8 +148,8 @@ HEAD = (
     (
         "head_entropy_bonus_without_slope",
         "head/windows.py",
-        '"entropy": entropy_has_slope(self.spec)}',
-        '"entropy": False}',
+        '.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))',
+        '.requires_grad_(name != "entropy")',
         _CALLS + "test_gradcheck",
     ),
     (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from policyloss.arguments import fits_kind, seen
+from policyloss.arguments import description, fits_kind
 from policyloss.errors import InputError, unknown_name
 from policyloss.head import loss as head_loss
 from policyloss.head.head import LogProbs
@@ -421,7 +421,9 @@ def _checked_ids(
 ) -> tuple[Tensor, int]:
     """The tokens `[B, T]`, and how many of each row count as predicted."""
     if not isinstance(input_ids, Tensor) or not fits_kind(input_ids, "integer"):
-        raise InputError(f"input_ids must be token ids [B, T] (integers), got {seen(input_ids)}.")
+        raise InputError(
+            f"input_ids must be token ids [B, T] (integers), got {description(input_ids)}."
+        )
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)}; give [B, T] with at least two tokens, "
@@ -438,7 +440,7 @@ def _checked_ids(
     if not isinstance(logits_to_keep, int) or not 1 <= logits_to_keep <= most:
         raise InputError(
             f"logits_to_keep must be a whole number from 1 to {most}, the predicted tokens of a "
-            f"row (its first is not predicted), got {seen(logits_to_keep)}."
+            f"row (its first is not predicted), got {description(logits_to_keep)}."
         )
     return input_ids, logits_to_keep
 
@@ -446,7 +448,7 @@ def _checked_ids(
 def _check_like(name: str, x: Any, tokens: Tensor) -> None:
     if x is not None and (not isinstance(x, Tensor) or x.shape != tokens.shape):
         raise InputError(
-            f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {seen(x)}."
+            f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {description(x)}."
         )
 
 
