@@ -49,7 +49,7 @@ def policy_loss(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    old_logp: Tensor | None,
+    old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
     mask: Tensor,
     logits_to_keep: int | None = None,

@@ -71,30 +71,20 @@ def head_loss(
 ) -> HeadOutput:
     """`batch_loss` from hidden states, in one pass: its loss with its gradient.
 
-    hidden: `[B, T, D]`, what predicts the completion. options: those of the head. The spec must be
-    one that `for_head` returned.
+    hidden: `[B, T, D]`, what predicts the completion. options: those of the head.
     """
     _check_inputs(inputs, ("ids", ids))
-    arguments = _arguments(spec, inputs, None, None)
+    arguments = _arguments(spec, inputs, "current", None)
     return linear_policy_loss(
         hidden=hidden, weight=weight, ids=ids, totals=totals, **arguments, **options
     )
 
 
-def for_head(spec: LossSpec, inputs: Mapping[str, Any]) -> LossSpec | None:
-    """`spec` as the head can compute it, which knows no log-probabilities beforehand: in a batch
-    that is exactly on-policy the anchor of its ratio is logp itself. None if other parts would
-    need them too.
-    """
-    if inputs.get("old_per_token_logps") is not None:
-        return spec
-    if getattr(spec.ratio, "anchor", None) != "old" or spec.correction:
-        return None if "old_logp" in spec.reads or spec.correction else spec
-    return spec.replace(ratio=replace(spec.ratio, anchor="current"))
-
-
 def _arguments(
-    spec: LossSpec, inputs: Mapping[str, Any], on_policy: Tensor | None, keep: Tensor | None
+    spec: LossSpec,
+    inputs: Mapping[str, Any],
+    on_policy: Tensor | Literal["current"],
+    keep: Tensor | None,
 ) -> dict[str, Any]:
     """What `policy_loss` takes beside logp. on_policy: the old log-probabilities of a batch that
     has none.
@@ -105,7 +95,9 @@ def _arguments(
     parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
     if keep is not None:
         parts.append(_keep_only(keep))
-    scored = None if sampling is None or old is None else where_scored(sampling, old)
+    scored = None
+    if isinstance(sampling, Tensor) and isinstance(old, Tensor):
+        scored = where_scored(sampling, old)
     return {
         "spec": spec.replace(correction=parts),
         "old_logp": old,

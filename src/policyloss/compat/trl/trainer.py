@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.compat.trl.batch import batch_loss, for_head, head_loss, loss_mask
+from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
 from policyloss.compat.trl.config import BESIDE, spec_from_config, step_totals, totals_for
 from policyloss.compat.trl.counts import exchanged
 from policyloss.compat.trl.custom import checked_loss
@@ -157,12 +157,11 @@ def trainer_class() -> type[Any]:
             between = getattr(self, "_entropy_bonus_enabled", False) or (
                 getattr(self, "top_entropy_quantile", 1.0) < 1.0
             )
-            of_head = for_head(spec, inputs)
-            if self.head is None or between or of_head is None or not torch.is_grad_enabled():
+            if self.head is None or between or not torch.is_grad_enabled():
                 return nullcontext()
 
             def score(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> HeadOutput:
-                return head_loss(of_head, hidden, weight, ids, inputs, totals=totals, **options)
+                return head_loss(spec, hidden, weight, ids, inputs, totals=totals, **options)
 
             return in_one_pass(self.model, score, inputs["completion_mask"].shape[1])
 
