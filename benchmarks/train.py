@@ -65,7 +65,9 @@ class Dense(Packed):
         return hidden
 
 
-def learning(device: str, size: evidence_large.Size, rounds: int) -> dict[str, Any]:
+def learning(
+    device: str, size: evidence_large.Size, rounds: int, *, compiled: bool = False
+) -> dict[str, Any]:
     """The learning phase by the chosen attention and by a dense mask, on the same completions."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -73,7 +75,9 @@ def learning(device: str, size: evidence_large.Size, rounds: int) -> dict[str, A
         evidence_large.make_task(size, folder / "task.jsonl")
         config = evidence_large.options(size, "fused", device, folder)
         # Without a rate the weights stay, so that every round has the same numbers.
-        config = dataclasses.replace(config, reward="benchmarks.evidence_large:reward", lr=0.0)
+        config = dataclasses.replace(
+            config, reward="benchmarks.evidence_large:reward", lr=0.0, compile=compiled
+        )
         spec = read_spec(config.loss)
         training = Training(config, spec, Ranks(0, 1, torch.device(device)), None, offline=True)
         training.collector.rollout.ready(0)
@@ -105,6 +109,7 @@ def learning(device: str, size: evidence_large.Size, rounds: int) -> dict[str, A
         "size": dataclasses.asdict(size),
         "weights": weights,
         "attention": chosen.name,
+        "compiled": compiled,
         "tokens": tokens,
         "gaps": gaps,
         "times": times,
@@ -253,13 +258,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--trl", type=Path, default=ROOT / ".conformance" / "trl", metavar="VENV")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="train with --compile, on a GPU")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     out = args.out or ROOT / "benchmarks" / "results" / f"train_{args.device}.json"
     if args.device == "cuda" or not (args.trl / "bin" / "python").exists():
         size = evidence_large.QUICK if args.quick else evidence_large.FULL
-        result = learning(args.device, size, args.rounds)
+        result = learning(args.device, size, args.rounds, compiled=args.compile)
         rates, way = result["tokens_per_s"], result["attention"]
         print(
             f"attention: {way}; {rates[way]:,.0f} completion tokens/s in the learning phase, "

@@ -58,6 +58,7 @@ class TopK:
     def __post_init__(self) -> None:
         if not isinstance(self.ids, Tensor) or not fits_kind(self.ids, "integer"):
             raise InputError(f"TopK.ids must be a tensor of integers, got {description(self.ids)}.")
+        check_tensor("TopK.ids", self.ids)
         check_tensor("TopK.logp", self.logp, "float", like=("TopK.ids", self.ids))
         if self.ids.shape != self.logp.shape or self.ids.dim() < 2 or not self.ids.shape[-1]:
             raise InputError(
@@ -95,13 +96,13 @@ class TopK:
 def refuse_counts(counts: list[int], size: int) -> None:
     """Raise if `counts`, the result of `TopK.counts`, show a teacher that cannot be used."""
     problems = (
-        f"have an id outside of the student's vocabulary of {size} entries, 0 to {size - 1}",
-        "have ids that do not rise, or one id twice; TopK.sorted(ids, logp) sorts them, and an "
-        "entry may be there once",
-        "have a log-probability above 0 (or NaN): logp must be log-probabilities, not logits",
-        "have probabilities that sum to more than 1: logp must be normalised over the whole "
+        f"ids lie outside of the student's vocabulary of {size} entries, 0 to {size - 1}",
+        "ids do not rise, or hold one id twice; TopK.sorted(ids, logp) sorts them, and an entry "
+        "may be there once",
+        "logp holds a log-probability above 0 (or NaN): give log-probabilities, not logits",
+        "logp holds probabilities that sum to more than 1: they must be normalised over the whole "
         "vocabulary, not over the entries that were kept",
     )
     for number, problem in zip(counts, problems, strict=True):
         if number:
-            raise InputError(f"teacher is a TopK of which {number} token(s) {problem}.")
+            raise InputError(f"teacher has {number} token(s) whose {problem}.")

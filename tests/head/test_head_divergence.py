@@ -25,7 +25,7 @@ from head_cases import (
 from torch import Tensor
 
 import policyloss as pl
-from policyloss.functional.divergence import Measure, on_support, support_of, whole
+from policyloss.functional.divergence import Measure, of_distributions, on_support, support_of
 
 N, V, D, E = 40, 50, 6, 4
 TOL = 1e-12 if torch.float64 == FLOAT else 2e-5
@@ -69,7 +69,7 @@ def expected(
         leaves.append(wide["bias"])
     student = log_probabilities(*leaves[:2], **wide)
     if measure.top is None:
-        value = whole(student, teacher, measure)
+        value = of_distributions(student, teacher, measure)
     else:
         ids, keep = support_of(student, teacher, measure.top, measure.k or 0)
         value = on_support(student.gather(-1, ids), teacher.gather(-1, ids), measure, keep)
@@ -366,7 +366,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     for kind in KINDS:
         wide = [leaf(x, torch.float64) for x in (hidden, weight)]
         teacher = log_probabilities(of_teacher.double(), other.double())
-        truth = whole(log_probabilities(*wide), teacher, Measure(kind))
+        truth = of_distributions(log_probabilities(*wide), teacher, Measure(kind))
         gradients = torch.autograd.grad(truth.mean(), wide)
         for plan in LOGPROB_PLANS:
             leaves = [leaf(x) for x in (hidden, weight)]
@@ -495,7 +495,7 @@ def test_large_vocabulary_on_a_gpu(kind: str) -> None:
     teacher = pl.Teacher(case.hidden + 0.05 * noise, case.weight.clone())
     wide = [leaf(x, torch.float64) for x in (case.hidden, case.weight)]
     of_teacher = log_probabilities(teacher.hidden.double(), teacher.weight.double())
-    truth = whole(log_probabilities(*wide), of_teacher, Measure(kind))
+    truth = of_distributions(log_probabilities(*wide), of_teacher, Measure(kind))
     gradients = torch.autograd.grad(truth.mean(), wide)
     for plan in LOGPROB_PLANS:
         leaves = [leaf(x) for x in (case.hidden, case.weight)]

@@ -51,9 +51,9 @@ def totals_of(spec: pl.LossSpec, batch: HeadBatch) -> pl.Totals:
     tokens = dataclasses.replace(
         batch.tokens, **{k: v for k, v in batch.kwargs.items() if isinstance(v, Tensor)}
     )
-    return step_totals(
-        spec, dataclasses.replace(tokens, logp=logp.to(wide), entropy=entropy.to(wide))
-    )
+    known = {"logp": logp.to(wide), "entropy": entropy.to(wide)}
+    known["divergence"] = tokens.divergence.to(logp.device)
+    return step_totals(spec, dataclasses.replace(tokens, **known))
 
 
 def check(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:

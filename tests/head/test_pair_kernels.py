@@ -13,7 +13,13 @@ from interpreted import DEVICE
 from test_kernels import FORWARD, ROWS, ids_of, logits, scaled, scalings
 from torch import Tensor
 
-from policyloss.functional.divergence import Measure, slopes, terms, whole, whole_gradient
+from policyloss.functional.divergence import (
+    Measure,
+    of_distributions,
+    slopes,
+    terms,
+    whole_gradient,
+)
 from policyloss.head import pair_gradient_kernel, pair_kernels, pair_rows
 from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials
@@ -84,7 +90,7 @@ def test_statistics(kind: str) -> None:
         assert alone.entropy is not None
         torch.testing.assert_close(s.entropy.double(), alone.entropy, rtol=1e-5, atol=1e-5)
         student, teacher = (scaled(*x)[0].log_softmax(-1) for x in ((z, ours), (u, theirs)))
-        expected = whole(student, teacher, measure)
+        expected = of_distributions(student, teacher, measure)
         torch.testing.assert_close(found.divergence.double(), expected, rtol=1e-5, atol=3e-6)
         if kind != "forward":
             total = slopes(student, teacher, measure).sum(-1)

@@ -201,6 +201,53 @@ LIBRARY: dict[str, Case] = {
             "vocab_group": None,
         },
     ),
+    "linear_divergence": (
+        pl.linear_divergence,
+        {
+            "hidden": HIDDEN,
+            "weight": WEIGHT,
+            "teacher": pl.Teacher(HIDDEN, WEIGHT),
+            "kind": "jsd",
+            "beta": 0.5,
+            "tail": True,
+            "top": "union",
+            "k": 3,
+            "mask": MASK,
+            "bias": torch.zeros(7),
+            "temperature": 1.0,
+            "softcap": 3.0,
+            "vocab_group": None,
+            "plan": "auto",
+        },
+    ),
+    "divergence": (
+        pl.divergence,
+        {
+            "logits": torch.randn(B, T, 7),
+            "teacher": torch.randn(B, T, 7),
+            "kind": "reverse",
+            "mask": MASK,
+            "temperature": 1.0,
+            "softcap": 3.0,
+        },
+    ),
+    "Teacher": (
+        lambda **fields: pl.linear_divergence(HIDDEN, WEIGHT, pl.Teacher(**fields), kind="forward"),
+        {
+            "hidden": HIDDEN,
+            "weight": WEIGHT,
+            "bias": torch.zeros(7),
+            "temperature": 1.0,
+            "softcap": 3.0,
+        },
+    ),
+    "TopK": (
+        lambda **fields: pl.linear_divergence(HIDDEN, WEIGHT, pl.TopK(**fields), kind="forward"),
+        {
+            "ids": torch.tensor([1, 4]).expand(B, T, 2),
+            "logp": torch.full((B, T, 2), -2.0),
+        },
+    ),
     "linear_policy_loss": (
         pl.linear_policy_loss,
         {
@@ -434,6 +481,7 @@ PARTS: dict[str, Case] = {
             pl.SelfNormalise(),
             pl.DivergenceMask("kl", 0.1),
             pl.KL("k3", 0.1),
+            pl.Divergence("jsd", 0.1, weight="ratio", weight_max=2.0, top="student", k=3),
         ),
         *(pl.SeqMeanTokenMean(), pl.SeqMeanTokenSumNorm(8.0), pl.TokenSumNorm(8.0)),
     )

@@ -5,6 +5,7 @@ wrong, the test that must fail.
 from __future__ import annotations
 
 _LOGITS, _LINEAR, _LOSS = "test_head_logits.py::", "test_head_linear.py::", "test_head_loss.py::"
+_DIVERGENCE, _PAIRS = "test_head_divergence.py::", "test_pair_kernels.py::"
 _ERRORS, _CALLS, _COMPOSED = (
     "test_head_errors.py::",
     "test_head_calls.py::",
@@ -55,6 +56,55 @@ HEAD = (
         "if present[kind] and not known[kind]:",
         "if False:",
         f"{_HF}test_a_model_that_mixes_sequences_is_refused",
+    ),
+    (
+        "pair_total_forgotten",
+        "head/pair_rows.py",
+        "d = slopes(ls, lt, measure) - ls.exp() * pair.total[b].unsqueeze(-1)",
+        "d = slopes(ls, lt, measure)",
+        _DIVERGENCE + "test_every_kind_under_every_plan",
+    ),
+    (
+        "entries_written_from_rounded_rows",
+        "head/entry_rows.py",
+        "    d = -direct * torch.expm1(logp) - p * (total.unsqueeze(-1) - direct)\n",
+        "    d = -p * total.unsqueeze(-1)\n",
+        _DIVERGENCE + "test_a_teacher_known_by_some_entries",
+    ),
+    (
+        "teacher_of_other_rows",
+        "head/comparison.py",
+        "        rows = self.head.rows(at)\n",
+        "        rows = self.head.rows(slice(0, room.memory.shape[0]))\n",
+        _DIVERGENCE + "test_every_kind_under_every_plan",
+    ),
+    (
+        "teacher_at_the_students_temperature",
+        "head/comparison.py",
+        "inverse_temperature=rate, softcap=teacher.softcap",
+        "softcap=teacher.softcap",
+        _DIVERGENCE + "test_scalings_of_either_model",
+    ),
+    (
+        "top_k_mass_unchecked",
+        "teacher.py",
+        "known.exp().sum(-1) > 1 + tolerance",
+        "known.exp().sum(-1) > 100",
+        _DIVERGENCE + "test_errors_say_what_to_do",
+    ),
+    (
+        "pair_kernel_cross_of_the_student",
+        "head/pair_kernels.py",
+        "e_t * (t - s), 0.0",
+        "e_s * (t - s), 0.0",
+        _PAIRS + "test_statistics",
+    ),
+    (
+        "pair_kernel_without_the_teacher",
+        "head/pair_gradient_kernel.py",
+        "d += pull * (p - tl.exp2(lt))",
+        "d += pull * p",
+        _PAIRS + "test_gradient",
     ),
     (
         "support_keeps_everything",

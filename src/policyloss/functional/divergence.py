@@ -93,9 +93,7 @@ def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tens
 
 
 def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """The gradient of `of_distributions` by the student's logits: `slopes − p_s·Σ slopes`.
-    → `[..., V]`.
-    """
+    """Its gradient by the student's logits, `slopes − p_s·Σ slopes`. → `[..., V]`."""
     each = slopes(student, teacher, measure)
     return each - student.exp() * slope_total(each, measure).unsqueeze(-1)
 

@@ -150,9 +150,9 @@ def outside_band(
     Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down
     elsewhere.
     """
-    divergence = binary_divergence(logp, anchor_logp, kind)
-    up = (logp > anchor_logp) & (divergence > high)
-    down = (logp < anchor_logp) & (divergence > low)
+    distance = binary_divergence(logp, anchor_logp, kind)
+    up = (logp > anchor_logp) & (distance > high)
+    down = (logp < anchor_logp) & (distance > low)
     return up | down if both_sides else torch.where(advantages > 0, up, down)
 
 

@@ -105,6 +105,7 @@ def divergence(
             "divergence compares logits that exist; with a Teacher use linear_divergence, which "
             "makes the logits of both models a window at a time."
         )
+    check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     check_softcap(softcap)
     tokens = tuple(logits.shape[:-1])

@@ -89,10 +89,10 @@ def support_gradient(
     _write(out, columns, d.masked_fill(silent.unsqueeze(-1), 0).to(out.dtype), active)
 
 
-def _rate(values: Tensor, scaling: Scaling) -> Tensor:
+def _rate(values: Tensor, scaling: Scaling) -> Tensor | float:
     """The derivative of scaled logits `[R, K]` by the raw ones."""
     t = scaling.inverse_temperature
-    rate = t.to(values.dtype).unsqueeze(-1) if isinstance(t, Tensor) else values.new_tensor(t)
+    rate = t.to(values.dtype).unsqueeze(-1) if isinstance(t, Tensor) else t
     return rate if scaling.softcap is None else rate * (1 - (values / rate / scaling.softcap) ** 2)
 
 

@@ -277,10 +277,12 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
             "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
             "plan='recompute'."
         )
+    # The backward needs more room than windows of both models' logits do.
+    rows = GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS
     return _with_figures(
         head,
         work,
-        Plan("stash", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
+        Plan("stash", _rows(head, work, rows), _columns(head, work), reason=reason),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from policyloss.arguments import description
 from policyloss.errors import SpecError
 from policyloss.functional.divergence import Measure
 from policyloss.functional.masking import bound
@@ -27,13 +28,14 @@ def _name_or_none(owner: Any, field: str) -> None:
     if value is not None and (not isinstance(value, str) or not value):
         raise SpecError(
             f'Divergence.{field} must be None, "ratio" or the name of a tensor of extras, got '
-            f"{value!r}."
+            f"{description(value)}."
         )
 
 
 def _true_or_false(owner: Any, field: str) -> None:
-    if not isinstance(getattr(owner, field), bool):
-        raise SpecError(f"Divergence.{field} must be True or False, got {getattr(owner, field)!r}.")
+    value = getattr(owner, field)
+    if not isinstance(value, bool):
+        raise SpecError(f"Divergence.{field} must be True or False, got {description(value)}.")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Divergence(Part):
         counts = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k > 0
         if (self.top is None) != (self.k is None) or not (self.k is None or counts):
             raise SpecError(
-                f"Divergence has top={self.top!r} and k={self.k!r}; give both, k as a positive "
-                "number of entries, or neither."
+                f"Divergence has top={self.top!r} and k={description(self.k)}; give both, k as a "
+                "positive number of entries, or neither."
             )
         if self.weight_max is not None and self.weight is None:
             raise SpecError(

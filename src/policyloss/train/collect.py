@@ -81,6 +81,7 @@ class Collector:
         sampled: until `finish`, in a thread, if the engine can sample while the policy learns.
         """
         staleness = self.config.staleness
+        self.at("giving the weights to the engine")
         self.rollout.ready(version)
         while len(self.queue) < max(staleness, 1):
             self.queue.append(self.collect())
