@@ -97,6 +97,11 @@ def without(package: str) -> Iterator[None]:
         sys.modules.update(loaded)
 
 
+def is_recordable(function: Function) -> bool:
+    """Whether any case may be recorded: cases are float64, which a framework may not compute in."""
+    return next(_candidates(function), None) is not None
+
+
 def needs_framework(function: Function) -> bool:
     """Whether our side imports the framework, as a hook in it does, where its import fails."""
     case = next(cases(function))

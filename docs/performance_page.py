@@ -37,6 +37,7 @@ def performance_page(runs: dict[str, Run]) -> str:
         "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    sections += [step_section(runs[f"step_{d}"], d) for d in WHERE if f"step_{d}" in runs]
     divergences = [d for d in WHERE if f"divergence_{d}" in runs]
     sections += [divergence_section(runs[f"divergence_{d}"], d) for d in divergences]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
@@ -48,6 +49,41 @@ def performance_page(runs: dict[str, Run]) -> str:
         targets_section(runs),
         *(sections or ["No run has been written down yet."]),
     )
+
+
+def step_section(run: Run, device: str) -> str:
+    """A whole training step with each head: time, times the body's, and peak memory."""
+    heads = list(dict.fromkeys(row["head"] for row in run["rows"]))
+    cells = {(row["model"], row["tokens"], row["head"]): row for row in run["rows"]}
+    sizes = list(dict.fromkeys((row["model"], row["tokens"]) for row in run["rows"]))
+    rows, most = [], []
+    for model, tokens in sizes:
+        shown = [_step_cell(cells.get((model, tokens, head), {})) for head in heads]
+        rows.append([f"{model}, {tokens:,}", *shown])
+    counts = {(row["model"], row["head"]): row["tokens"] for row in run["largest"]}
+    for model in dict.fromkeys(row["model"] for row in run["largest"]):
+        most.append([model, *(f"{counts.get((model, head), 0):,}" for head in heads)])
+    return join(
+        f"## A whole training step {WHERE[device]}",
+        f"{machine(run)}. Forward and backward of random-weight Qwen3 models, sequences of "
+        f"{run['length']} tokens, half of them prompt, with recomputed activations: median time, "
+        "and the most memory that tensors took, weights and gradients included. A dash is a step "
+        "that did not fit.",
+        table(["model, tokens", *heads], rows),
+        *(
+            ["The largest batch that fits, in tokens:", table(["model", *heads], most)]
+            if run["largest"]
+            else []
+        ),
+        *(f"Not measured: {who} ({why})." for who, why in run["absent"].items()),
+    )
+
+
+def _step_cell(row: Run) -> str:
+    if "median_ms" not in row:
+        return "–"
+    peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{row['median_ms']:.0f} ms{peak}"
 
 
 def machine(run: Run) -> str:

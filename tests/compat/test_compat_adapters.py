@@ -56,6 +56,8 @@ HARMLESS = {
         "dtype",
         "nn",
         "no_grad",
+        "is_grad_enabled",
+        "autocast",
         "is_tensor",
         "distributed",
         "utils",

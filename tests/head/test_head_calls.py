@@ -418,3 +418,19 @@ def test_the_plan_knows_what_trains() -> None:
         plan = pl.explain_plan(None, **{**frozen, **trains}, plan="recompute")
         assert plan.with_gradient == live, list(trains)
         assert plan.matmuls == pytest.approx(3 * share)
+
+
+def test_a_plan_says_what_works_on_rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from policyloss.head import softmax_rows
+
+    plan = pl.explain_plan(None, torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2).long())
+    assert plan.kernels == "plain PyTorch, because the tensors are on cpu"
+    assert "rows of logits by plain PyTorch" in str(plan)
+    gpu = torch.device("cuda")
+    words = softmax_rows.explain_kernels(gpu, torch.float64)
+    assert words == "plain PyTorch, because the logits are float64"
+    monkeypatch.setattr(softmax_rows, "kernels", lambda name: None)
+    words = softmax_rows.explain_kernels(gpu, torch.float32)
+    assert words == "plain PyTorch, because Triton is not installed"
+    monkeypatch.setattr(softmax_rows, "kernels", lambda name: name)
+    assert softmax_rows.explain_kernels(gpu, torch.float32) == "Triton kernels"

@@ -1,9 +1,11 @@
 """OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`: they have
-OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF.
+OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF,
+and `install_head()` lets its actor compute log-probabilities and entropies without logits.
 OpenRLHF trains in Ray's worker processes, so it must run there:
 `ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.openrlhf.install"})`.
 """
 
+from policyloss.compat.openrlhf.head import install_head, uninstall_head
 from policyloss.compat.openrlhf.hook import install, uninstall
 from policyloss.compat.openrlhf.losses import (
     PolicyLoss,
@@ -12,4 +14,13 @@ from policyloss.compat.openrlhf.losses import (
     compute_approx_kl,
 )
 
-__all__ = ["PolicyLoss", "ValueLoss", "aggregate_loss", "compute_approx_kl", "install", "uninstall"]
+__all__ = [
+    "PolicyLoss",
+    "ValueLoss",
+    "aggregate_loss",
+    "compute_approx_kl",
+    "install",
+    "install_head",
+    "uninstall",
+    "uninstall_head",
+]
