@@ -108,9 +108,11 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
     """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
     batch, spec = LAYOUTS[layout], PRESETS[name]
-    logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
-    expected = run_oracle(spec, batch, old_logp=logp.detach())
-    assert_same_loss(run_oracle(spec, batch, old_logp="current"), expected, loss_tolerance(batch))
+    expected = run_oracle(spec, batch, old_logp="current")
+    if not CUDA:  # in float64: its rounding moves no token over a limit
+        logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
+        named = run_oracle(spec, batch, old_logp=logp.detach())
+        assert_same_loss(expected, named, loss_tolerance(batch))
     for plan in admitted(lambda plan: run_loss(spec, batch, plan=plan, old_logp="current")):
         actual = run_loss(spec, batch, plan=plan, old_logp="current")
         assert_same_loss(actual, expected, loss_tolerance(batch))
