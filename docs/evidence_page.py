@@ -105,7 +105,8 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         f"{same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last "
         "digit where it stood, so that only a reward or a teacher can raise the accuracy. "
         "Accuracy is that of greedy answers to 256 held-out prompts, every 5 steps. Each figure is "
-        "the median over the seeds, with the range behind it; a dash means never, or nothing to measure. "
+        "the median over the seeds, with the range behind it; a dash means never, or nothing to "
+        "measure. "
         "Seconds count sampling and learning on one thread, without warm-up and evaluation; "
         f"several runs shared a machine, so seconds say less than steps. {machines(data)}"
     )
