@@ -48,16 +48,19 @@ def _fresh_compiler() -> Iterator[None]:
 
 def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = None) -> Result:
     """As `cases.run`, with the whole of `policy_loss` in one compiled graph."""
-    arguments = {name: x for name, x in batch.kwargs.items() if name not in ("logp", "entropy")}
+    carried = ("logp", "entropy", "divergence")
+    arguments = {name: x for name, x in batch.kwargs.items() if name not in carried}
+    compared = batch.divergence
 
     def loss(logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, pl.metrics.Record]]:
-        out = pl.policy_loss(spec, logp, entropy=entropy, totals=totals, **arguments)
+        moved = {"entropy": entropy, "divergence": compared + 4 * (entropy - entropy.detach())}
+        out = pl.policy_loss(spec, logp, totals=totals, **moved, **arguments)
         return out.loss, dict(out.metrics)
 
     compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=False)
     logp, entropy = (
         batch.logp.clone().requires_grad_(),
-        batch.entropy.clone().requires_grad_(spec.entropy_coef != 0),
+        batch.entropy.clone().requires_grad_(spec.entropy_coef != 0 or spec.divergence is not None),
     )
     value, records = compiled(logp, entropy)
     (2 * value).backward()  # a loss is often scaled before its backward

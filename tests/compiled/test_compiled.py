@@ -28,6 +28,7 @@ from cases import (
     make_batch,
     run,
     step_totals,
+    with_divergence,
 )
 from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.compiled import loss as compiled
@@ -70,7 +71,8 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled_run(loss: CompiledLoss, batch: Batch, totals: Any = None) -> Result:
     """As `cases.run`, with the loss scaled before its backward."""
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
-    out = loss(**{**batch.kwargs, "logp": logp, "entropy": entropy}, totals=totals)
+    carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
+    out = loss(**{**batch.kwargs, **carried}, totals=totals)
     dlogp, dentropy = torch.autograd.grad(4 * out.loss, (logp, entropy))
     return Result(
         out.loss.detach(), batch.as_rows(dlogp / 4), batch.as_rows(dentropy / 4), out.metrics

@@ -87,7 +87,7 @@ NO_CALLS = {
         "TokenMean",
         "TokenSum",
     ),
-    *("advantage", "compat", "functional", "ESTIMATORS", "GAE"),
+    *("advantage", "compat", "functional", "hf", "ESTIMATORS", "GAE"),
 }
 
 

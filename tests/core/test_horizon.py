@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from formula_evaluator import Evaluator
-from test_compat_trl import grpo_config
+from trl_configs import grpo_config
 
 import policyloss as pl
 from cases import make_batch, run

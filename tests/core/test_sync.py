@@ -81,8 +81,11 @@ def on_meta(batch: Batch) -> Batch:
     return batch.map(lambda x: x.to("meta"), *names)
 
 
+CARRIED = ("logp", "entropy", "divergence")
+
+
 def policy_call(spec: pl.LossSpec, batch: Batch, totals: Any = None) -> Callable[[], Any]:
-    leaves = {name: getattr(batch, name).clone().requires_grad_() for name in ("logp", "entropy")}
+    leaves = {name: getattr(batch, name).clone().requires_grad_() for name in CARRIED}
     arguments = {**batch.kwargs, **leaves, "totals": totals}
 
     def call() -> Any:

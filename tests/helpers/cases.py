@@ -236,7 +236,7 @@ class Result(NamedTuple):
     """What a call gives: the loss, its gradients as `[B, T]`,
     the metrics as records and as numbers.
 
-    dentropy: the gradient by the entropy and three times that by the divergence (see
+    dentropy: the gradient by the entropy and four times that by the divergence (see
     `with_divergence`), so that a test follows both.
     """
 
@@ -251,8 +251,10 @@ class Result(NamedTuple):
 
 
 def with_divergence(batch: Batch, entropy: Tensor) -> Tensor:
-    """The batch's divergence, with three times the gradient of `entropy`: one leaf carries both."""
-    return batch.divergence.detach() + 3 * (entropy - entropy.detach())
+    """The batch's divergence, with four times the gradient of `entropy`: one leaf carries both,
+    and a power of two rounds nothing.
+    """
+    return batch.divergence.detach() + 4 * (entropy - entropy.detach())
 
 
 def run(spec: pl.LossSpec, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:

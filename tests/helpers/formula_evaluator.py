@@ -33,7 +33,7 @@ class Evaluator:
             **constants,
             "logp": leaf,
             "entropy": entropy,
-            "divergence": batch.divergence[valid] + 3 * (entropy - entropy.detach()),
+            "divergence": batch.divergence[valid] + 4 * (entropy - entropy.detach()),
             "mask": torch.ones(len(self.row), dtype=torch.bool),
             **{
                 name: getattr(batch, name)[valid]

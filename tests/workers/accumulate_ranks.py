@@ -95,7 +95,8 @@ def taken(step: pl.Accumulation) -> dict[str, Any]:
     parts: list[tuple[float, float]] = []
     for micro in step:
         logp, entropy = (micro[name].clone().requires_grad_() for name in ("current", "entropy"))
-        loss = micro.loss(logp, entropy=entropy)
+        divergence = micro["divergence"] + 4 * (entropy - entropy.detach())  # as in `cases.run`
+        loss = micro.loss(logp, entropy=entropy, divergence=divergence)
         both = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
         for gradient, x in zip(gradients, both, strict=True):
             gradient[micro["where"].reshape(-1)] += x.reshape(-1)
