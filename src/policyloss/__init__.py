@@ -12,6 +12,7 @@ from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss
+from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
 from policyloss.head.head import LogProbs
@@ -82,6 +83,7 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
+    "Diagnosis",
     "DivergenceMask",
     "GammaWeight",
     "GeometricClip",
@@ -103,6 +105,7 @@ __all__ = [
     "PromptMean",
     "Quadratic",
     "Reject",
+    "RunDiagnosis",
     "SegmentRatio",
     "SelfNormalise",
     "SeqMeanTokenMean",
@@ -133,6 +136,8 @@ __all__ = [
     "compat",
     "compiled_loss",
     "diff",
+    "doctor",
+    "doctor_run",
     "explain",
     "explain_plan",
     "functional",

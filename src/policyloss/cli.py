@@ -122,12 +122,14 @@ TRAINING = {
     "eval": "evaluate the policy of a run on held-out prompts",
     "sample": "sample completions from the policy of a run",
     "report": "draw one or more runs as one HTML page",
+    "doctor": "say why engine and trainer disagree, or what is wrong with a run",
 }
+# The commands that need torch alone, and the module of each.
+LIGHT = {"report": "policyloss.report.command", "doctor": "policyloss.doctor.command"}
 
 
 def _loss(name: str) -> Any:
     """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
-    import policyloss.compat.trl  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)
@@ -181,12 +183,12 @@ def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """The function behind a command that reads its options by itself, or an error that says what to
     install.
     """
-    module = "policyloss.report.command" if name == "report" else "policyloss.train.commands"
+    module = LIGHT.get(name, "policyloss.train.commands")
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
-        if name == "report" or (error.name or "").partition(".")[0] == "policyloss":
-            raise  # the report needs torch alone, so nothing that could be installed is missing
+        if name in LIGHT or (error.name or "").partition(".")[0] == "policyloss":
+            raise  # these need torch alone, so nothing that could be installed is missing
         raise PolicyLossError(
             f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'."
         ) from None
