@@ -335,7 +335,7 @@ def _(s: Source, seed: int, rows: int) -> Batch:
 
 class MixtureSource(Source):
     """A mixture of experts: its sequences are those of the language, and its engine is a second
-    forward whose routers compute in bf16.
+    forward whose routers see and hold numbers of fp8.
     """
 
     def rollout(self, name: str, seed: int, rows: int) -> Rollout:
@@ -351,21 +351,23 @@ class MixtureSource(Source):
         padded[mask] = torch.cat(parts)
         starts = [row[:n].tolist() for row, n in zip(ids, lengths.tolist(), strict=True)]
         empty = Rollout(padded, mask, torch.zeros(mask.shape), starts)
-        with half_routers(self.model()) if name == "router" else nullcontext():
+        with coarse_routers(self.model()) if name == "router" else nullcontext():
             return replace(empty, logp=score(empty, self.model()))
 
 
 @contextmanager
-def half_routers(model: Any) -> Iterator[None]:
-    """The model with routers that see and give numbers of bf16."""
+def coarse_routers(model: Any) -> Iterator[None]:
+    """The model with routers that see and hold numbers of fp8."""
 
-    def half(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x.bfloat16().float() for x in inputs)
+    def coarse(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x.to(torch.float8_e4m3fn).float() for x in inputs)
 
     gates = [m for name, m in model.named_modules() if name.split(".")[-1] in ("gate", "router")]
-    hooks = [gate.register_forward_pre_hook(half) for gate in gates]
+    hooks = [gate.register_forward_pre_hook(coarse) for gate in gates]
     try:
-        with altered(model, lambda n, w: w.bfloat16().float() if ".gate." in n else None):
+        with altered(
+            model, lambda n, w: w.to(torch.float8_e4m3fn).float() if ".gate." in n else None
+        ):
             yield
     finally:
         for hook in hooks:

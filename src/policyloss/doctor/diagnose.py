@@ -33,7 +33,8 @@ class Thresholds:
     fixed: the same for a prediction without a fitted number. gain: by
     how much it must beat what was there, in units of the score. noise: times the noise of bf16
     (measured on the model) that is healthy. law: by how much, for each token, a law of noise must
-    beat one that is the same everywhere.
+    beat one that is the same everywhere. wild: the share of tokens beyond four times the floor that
+    is no noise. rest: the share of the scale that is not worth a second cause.
     """
 
     floor: float = 0.02
@@ -42,6 +43,8 @@ class Thresholds:
     gain: float = 12.0
     noise: float = 3.0
     law: float = 0.02
+    wild: float = 0.004
+    rest: float = 0.02
 
 
 class Fitted(NamedTuple):
@@ -52,6 +55,7 @@ class Fitted(NamedTuple):
 
 
 ORDERS: tuple[Hypothesis, ...] = (Shift(), PermutedRows(), OtherTokens(), Edges())
+JOINT: tuple[Hypothesis, ...] = (TemperatureAndCut(),)
 LAWS: tuple[Hypothesis, ...] = (OtherWeights(), OtherContext(), Dropout(), Routes(), AnyNoise())
 
 
@@ -61,7 +65,6 @@ def effects(others: Sequence[Sequence[int]] | None = None) -> tuple[Hypothesis, 
         StoredLogProbs(),
         Temperature(),
         Renormalised(),
-        TemperatureAndCut(),
         SoftCap(),
         RoundedLogits(),
         VocabularyShard(),
@@ -116,7 +119,11 @@ def diagnose(
         now = now.realigned(source)
         left = misfit(now.pairs.difference, now.pairs.shape, 0)
     for _ in range(1 if case.scorer is None else 2):
+        if left.scale <= thresholds.rest * first.scale and accepted:
+            break
         rows = fitted(hypotheses, now)
+        if rows and rows[0].left.scale > thresholds.rest * left.scale:  # a search over two numbers
+            rows = sorted([*rows, *fitted(JOINT, now)], key=lambda row: row.left.score)
         tested += rows if len(tested) == len(orders) else []
         best = next((r for r in rows if _explains(r, left, thresholds)), None)
         if best is None or best.fit.cause in (a.fit.cause for a in accepted):
@@ -129,7 +136,8 @@ def diagnose(
         now = _without(now, best.fit)
         left = misfit(now.pairs.difference, now.pairs.shape, 0)
     floor = measured_floor(case, thresholds)
-    if left.scale > floor and (not accepted or left.scale > 0.3 * first.scale):
+    loud = left.scale > floor or (not accepted and _wild(now, floor, thresholds))
+    if loud and (not accepted or left.scale > 0.3 * first.scale):
         laws = fitted(LAWS, now)
         tested += laws
         best = laws[0]
@@ -163,6 +171,12 @@ def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
     return row.left.score < left.score - thresholds.gain and (
         at_edges or row.left.scale <= share * left.scale
     )
+
+
+def _wild(case: Case, floor: float, thresholds: Thresholds) -> bool:
+    """Whether a few tokens differ far more than noise does, though most do not."""
+    far = (case.pairs.difference / case.pairs.shape).abs() > 4 * floor
+    return int(far.sum()) >= max(3, thresholds.wild * case.pairs.size)
 
 
 def _without(case: Case, fit: Fit) -> Case:

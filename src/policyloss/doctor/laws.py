@@ -1,9 +1,10 @@
 """Hypotheses that predict where differences are large, and not which way they go: weights of
 another step, another context, dropout, another route through the experts.
 
-Each runs the model several times with something drawn at random. The spread over the draws is the
-shape of its noise. From pairs alone the shapes are guesses: `1 - p` for weights, and the same with
-a decay over the row for a context.
+Each runs the model several times with something drawn at random. The typical size over the draws
+is the shape of its noise, and where their mean is not 0, a multiple of it is predicted. From pairs
+alone the shapes are guesses: `1 - p` for weights, and the same with a decay over the row for a
+context.
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ from policyloss.doctor.criterion import QUIET
 from policyloss.doctor.forward import Scorer, altered
 from policyloss.doctor.hypothesis import Case, Fit
 
-DRAWS = 8
+DRAWS = 16
 STEADY = 0.3
 CHANGE = 0.02  # of the root mean square of a weight matrix, in a draw
-ROUTE = 2.0**-7  # the relative noise of a router's weights in a draw
+ROUTE = 2.0**-5  # the relative noise of a router's weights in a draw
 DECAYS = (2.0, 4.0, 8.0, 16.0, 32.0)
 
 
-def spread(
-    scorer: Scorer, name: str, logits: Callable[[torch.Generator], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The mean and the root mean square of the effects of several draws."""
+def drawn(scorer: Scorer, name: str, logits: Callable[[torch.Generator], Tensor]) -> Tensor:
+    """The effects of several draws, `[draws, n]`."""
     generator = torch.Generator().manual_seed(0)
-    effects = torch.stack(
+    return torch.stack(
         [scorer.effect(f"{name} {k}", lambda: logits(generator)) for k in range(DRAWS)]
     )
-    return effects.mean(0), effects.square().mean(0).sqrt()
 
 
-def law_shape(size: Tensor, case: Case) -> Tensor:
-    """The spread of a few draws, steadied by `1 - p`: `sqrt(spread² + (share·(1 - p))²)`, with
-    both of mean 1.
+def law_shape(effects: Tensor, case: Case) -> Tensor:
+    """The typical size over draws, `(mean √|e|)²`, steadied by `1 - p`: `sqrt(size² + (0.3·h)²)`
+    with both of mean 1. A rare large effect must not pass for the size of all.
     """
-    noise = case.pairs.shape
+    size = effects.abs().sqrt().mean(0).square()
     size = size / size.mean().clamp(min=1e-12)
-    noise = STEADY * noise / noise.mean()
+    noise = STEADY * case.pairs.shape / case.pairs.shape.mean()
     return (size.square() + noise.square()).sqrt().clamp(min=QUIET)
+
+
+def along(mean: Tensor, shape: Tensor, case: Case) -> tuple[Tensor, str]:
+    """`b·mean` with the b of least squares, and the side that it belongs to: that of its sign."""
+    weight = mean / shape.square()
+    slope = float((weight * case.pairs.difference).sum() / (weight * mean).sum().clamp(min=1e-12))
+    return slope * mean, "rollout_logp" if slope > 0 else "old_logp"
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class OtherWeights:
             with altered(scorer.model, change):
                 return scorer.forward()
 
-        _, size = spread(scorer, "weights", logits)
-        yield Fit("stale_weights", sentence, shape=law_shape(size, case))
+        effects = drawn(scorer, "weights", logits)
+        yield Fit("stale_weights", sentence, shape=law_shape(effects, case))
 
 
 def matrices_of(model: nn.Module) -> set[str]:
@@ -83,7 +88,9 @@ class OtherContext:
     """One side saw another prompt, of which nothing more is known."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Noise of the shape that spoiled prompts make; without a model, noise that decays."""
+        """The mean effect of words that are put into the prompts, and noise of its spread; without
+        a model, noise that decays.
+        """
         sentence = "differences are where another prompt would make them, and fade along the row"
         if case.scorer is None:
             for decay in DECAYS:
@@ -102,15 +109,15 @@ class OtherContext:
         most = scorer.logits.shape[1]
 
         def logits(generator: torch.Generator) -> Tensor:
-            def spoiled(prompt: list[int]) -> list[int]:
-                where = int(torch.randint(len(prompt), (), generator=generator))
-                token = int(torch.randint(most, (), generator=generator))
-                return [*prompt[:where], token, *prompt[where:]]
+            count = int(torch.randint(1, 4, (), generator=generator))
+            words = torch.randint(most, (count,), generator=generator).tolist()
+            return scorer.forward([[*p[:1], *words, *p[1:]] for p in scorer.prompts])
 
-            return scorer.forward([spoiled(p) for p in scorer.prompts])
-
-        _, size = spread(scorer, "context", logits)
-        yield Fit("template", sentence, shape=law_shape(size, case))
+        effects = drawn(scorer, "context", logits)
+        mean = effects.mean(0)
+        shape = law_shape(effects - mean, case)
+        prediction, side = along(mean, shape, case)
+        yield Fit("template", sentence, prediction, shape=shape, freedom=1, details={"side": side})
 
 
 @dataclass(frozen=True)
@@ -118,21 +125,24 @@ class Dropout:
     """One side runs with dropout."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The mean effect of dropout, and noise of the shape of its spread."""
+        """The median effect of dropout, and noise of the shape of its spread."""
         if case.scorer is None or not _drops(case.scorer.model):
             return
         scorer = case.scorer
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            mean, size = spread(scorer, "dropout", lambda generator: scorer.forward(train=True))
-        for side, sign in case.sides:
-            yield Fit(
-                "dropout",
-                f"the model behind {side} runs with dropout",
-                sign * mean,
-                shape=law_shape(size, case),
-                details={"side": side},
-            )
+            effects = drawn(scorer, "dropout", lambda generator: scorer.forward(train=True))
+        middle = effects.median(0).values
+        shape = law_shape(effects - middle, case)
+        prediction, side = along(middle, shape, case)
+        yield Fit(
+            "dropout",
+            f"the model behind {side} runs with dropout",
+            prediction,
+            shape=shape,
+            freedom=1,
+            details={"side": side},
+        )
 
 
 def _drops(model: nn.Module) -> bool:
@@ -164,11 +174,11 @@ class Routes:
             with altered(scorer.model, change):
                 return scorer.forward()
 
-        _, size = spread(scorer, "routes", logits)
+        effects = drawn(scorer, "routes", logits)
         yield Fit(
             "router",
             "differences are where a small change of the routers makes them",
-            shape=law_shape(size, case),
+            shape=law_shape(effects, case),
         )
 
 

@@ -32,8 +32,8 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
     """The arguments of `pl.doctor` that a file holds: padded tensors, and prompts as lists.
 
     A line of a .jsonl file is a row: lists of one length under `rollout_logp`, `old_logp` or
-    `logp`, and optionally `ids`, `mask`, `prompt_ids` (docs/doctor.md lists other names). A .safetensors
-    file holds `[B, T]` tensors of these names.
+    `logp`, and optionally `ids`, `mask`, `prompt_ids` (docs/doctor.md lists other names). A
+    .safetensors file holds `[B, T]` tensors of these names.
     """
     file = Path(path)
     data = _contents(file)

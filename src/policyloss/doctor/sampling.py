@@ -132,7 +132,9 @@ class Renormalised:
             if case.scorer is None:
                 yield from self._from_pairs(case, side, sign)
                 continue
-            table = _Sorted.of(case.scorer.logits, case.scorer.ids)
+            logits = case.scorer.logits
+            ordered = logits.double().sort(1, descending=True).values
+            table = _Sorted.of((logits, ordered), case.scorer.ids)
             for cause, values in CUTS.items():
                 effect = partial(table.effect, cause, sign)
                 value, prediction = (
@@ -183,16 +185,19 @@ class TemperatureAndCut:
         small = Case(case.pairs.select(few))
         d, shape = small.pairs.difference, small.pairs.shape
         base = scorer.logp
+        ordered = scorer.logits.double().sort(1, descending=True)
+        some = (scorer.logits[few], ordered.values[few])
+        every = (scorer.logits, ordered.values)
         for side, sign in case.sides:
             scores = []
             for tau in geometric(0.4, 2.0, 25):
-                table = _Sorted.of(scorer.logits[few] / tau, scorer.ids[few])
+                table = _Sorted.of(some, scorer.ids[few], tau)
                 start = table.logp - base[few]
                 for p in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99):
                     effect = sign * start + table.effect("top_p", sign, p)
                     scores.append((roughness(d - effect, shape), tau, p))
             _, tau, p = min(scores)
-            joint = partial(_joint, scorer, sign)
+            joint = partial(_joint, scorer, every, sign)
             for _ in range(2):
                 taus = [tau * 0.95, tau, tau * 1.05]
                 tau, _ = refined(taus, partial(joint, p), case, rounds=2)
@@ -207,8 +212,10 @@ class TemperatureAndCut:
             )
 
 
-def _joint(scorer: Scorer, sign: int, p: float, tau: float) -> Tensor:
-    table = _Sorted.of(scorer.logits / tau, scorer.ids)
+def _joint(
+    scorer: Scorer, logits: tuple[Tensor, Tensor], sign: int, p: float, tau: float
+) -> Tensor:
+    table = _Sorted.of(logits, scorer.ids, tau)
     return sign * (table.logp - scorer.logp) + table.effect("top_p", sign, p)
 
 
@@ -232,10 +239,13 @@ class _Sorted:
     logp: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, ids: Tensor) -> _Sorted:
-        every = logits.double().log_softmax(1)
-        ordered = every.sort(1, descending=True).values
-        return cls(ordered.exp().cumsum(1), ordered, every.gather(1, ids[:, None])[:, 0])
+    def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: float = 1.0) -> _Sorted:
+        """logits: as they are, and sorted, which a temperature does not change."""
+        plain, ordered = logits
+        total = (ordered / tau).logsumexp(1)
+        sorted_logp = ordered / tau - total[:, None]
+        chosen = plain.gather(1, ids[:, None])[:, 0].double() / tau - total
+        return cls(sorted_logp.exp().cumsum(1), sorted_logp, chosen)
 
     def effect(self, cut: str, sign: int, value: float) -> Tensor:
         """`-log(kept mass)`, or `OUTSIDE` for tokens that are cut, times the sign of a side."""
