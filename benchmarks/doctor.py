@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
-from benchmarks.doctor_models import MIXTURES
+from benchmarks.doctor_models import MIXTURES, prompts
 from policyloss.doctor import doctor
 
 ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
@@ -32,6 +33,7 @@ MODELS = ("llama", "gpt2")
 SIZES = (32, 8)  # rows of a batch
 FEW = (4, 2, 1)  # rows, to find the least number of tokens
 FEW_SEEDS = 6
+RECORDED = 2  # batches of each set that the tests read
 CUTS = {"top_k": "top_p", "min_p": "top_p"}  # what pairs alone cannot tell apart
 # What pairs alone can name; the others need the model.
 FROM_PAIRS = {
@@ -187,6 +189,25 @@ def least_tokens(sizes: dict[int, list[tuple[bool, int]]]) -> int | None:
     return least
 
 
+def record(work: Path, folder: Path) -> None:
+    """Write the part of the rollouts that the tests compare with: one model, two small batches."""
+    model = "llama"
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    for file in sorted((work / "rollouts" / model).glob("*.json")):
+        if file.stem in ("merged", "bf16_values"):
+            continue  # the tests have no peft to load their adapter with
+        batches = []
+        for seed, batch in enumerate(json.loads(file.read_text())[:RECORDED]):
+            rows = prompts(len(batch["completions"]), seed)
+            every = {"prompts": rows, **batch}
+            batches.append({name: x[: SIZES[1]] for name, x in every.items()})
+        text = json.dumps(batches, separators=(",", ":"))
+        (folder / "rollouts" / file.name).write_text(text + "\n")
+    (folder / "models" / "base").mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(work / "models" / model / "base" / name, folder / "models" / "base" / name)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the matrix."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,7 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/doctor.json"))
     parser.add_argument("--part", type=int, default=0, help="which share of the jobs to do")
     parser.add_argument("--parts", type=int, default=1, help="how many processes share the jobs")
+    parser.add_argument("--record", type=Path, help="only write the part that the tests read")
     args = parser.parse_args(arguments)
+    if args.record:
+        record(args.work, args.record)
+        return
     torch.set_num_threads(1)
     deadline = time.monotonic() + 60 * args.minutes
     prepare(args.work, args.engine_python)

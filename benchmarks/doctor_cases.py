@@ -73,8 +73,8 @@ class Source:
         numbers = torch.zeros(mask.shape)
         padded[mask] = torch.tensor([t for row in ids for t in row])
         numbers[mask] = torch.tensor([x for row in logp for x in row])
-        every = prompts(len(batch["completions"]), seed)[:rows]
-        return Rollout(padded, mask, numbers, every)
+        every = batch.get("prompts") or prompts(len(batch["completions"]), seed)
+        return Rollout(padded, mask, numbers, every[:rows])
 
     @cache  # noqa: B019
     def model(self, name: str = "base") -> Any:
