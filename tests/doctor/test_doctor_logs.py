@@ -123,11 +123,10 @@ def verl(path: Path, rows: list[Row]) -> Path:
 
 
 def console(path: Path, rows: list[Row]) -> Path:
-    lines = [
-        "(TaskRunner pid=7) step:%d - %s"
-        % (r["step"], " - ".join(f"{k}:{v!r}" for k, v in r.items()))
-        for r in rows
-    ]
+    lines = []
+    for row in rows:
+        numbers = " - ".join(f"{name}:{value!r}" for name, value in row.items())
+        lines.append(f"(TaskRunner pid=7) step:{row['step']} - {numbers}")
     path.write_text("starting\n" + "\n".join(lines))
     return path
 
@@ -170,7 +169,7 @@ def test_logs_without_known_metrics_are_refused() -> None:
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pl.InputError, match="holds neither metrics.jsonl"):
+    with pytest.raises(pl.InputError, match="holds neither metrics"):
         pl.doctor_run(tmp_path)
     with pytest.raises(pl.InputError, match="does not exist"):
         pl.doctor_run(tmp_path / "nothing.json")

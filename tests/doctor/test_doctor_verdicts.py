@@ -131,18 +131,26 @@ class Adapted(nn.Module):
             for name, w in model.named_parameters()
             if "proj" in name
         }
-        for name, w in model.named_parameters():
-            w.data += self.change.get(name, 0.0)
+        self.on = True
+
+    def changed(self) -> Any:
+        return altered(
+            self.inner, lambda n, w: w + self.change[n] if self.on and n in self.change else None
+        )
 
     def forward(self, **arguments: Any) -> Any:
-        return self.inner(**arguments)
+        with self.changed():
+            return self.inner(**arguments)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        with altered(self.inner, lambda n, w: w - self.change[n] if n in self.change else None):
-            yield
+        self.on = False
+        yield
+        self.on = True
 
     def merge_and_unload(self) -> Any:
+        for name, w in self.inner.named_parameters():
+            w.data += self.change.get(name, 0.0)
         return self.inner
 
 
@@ -155,7 +163,7 @@ def test_an_adapter_is_missed(cause: str) -> None:
         with adapted.disable_adapter():
             engine = score(plain, adapted)
     else:
-        engine = score(plain, copy.deepcopy(adapted.inner).bfloat16().float())
+        engine = score(plain, copy.deepcopy(adapted).merge_and_unload().bfloat16().float())
     roll = Rollout(plain.ids, plain.mask, engine, plain.prompts)
     made = batch_of(roll, adapted, (cause,))
     found = pl.doctor(**made.arguments, model=adapted, prompts=made.prompts)

@@ -102,7 +102,7 @@ def diagnose(
     case: Case, hypotheses: Sequence[Hypothesis], thresholds: Thresholds, notes: Sequence[str] = ()
 ) -> Diagnosis:
     """The verdict on a case."""
-    first = misfit(case.pairs.difference, case.pairs.shape, 0)
+    first = _unexplained(case)
     if is_copy(case.pairs):
         return _copied(case, first)
     accepted: list[Fitted] = []
@@ -117,7 +117,7 @@ def diagnose(
         source = orders[0].fit.source
         assert source is not None
         now = now.realigned(source)
-        left = misfit(now.pairs.difference, now.pairs.shape, 0)
+        left = _unexplained(now)
     for _ in range(1 if case.scorer is None else 2):
         if left.scale <= thresholds.rest * first.scale and accepted:
             break
@@ -134,10 +134,12 @@ def diagnose(
         leads.append(_lead(best, rows, left, now))
         assert best.fit.prediction is not None
         now = _without(now, best.fit)
-        left = misfit(now.pairs.difference, now.pairs.shape, 0)
+        left = _unexplained(now)
     floor = measured_floor(case, thresholds)
     loud = left.scale > floor or (not accepted and _wild(now, floor, thresholds))
-    if loud and (not accepted or left.scale > 0.3 * first.scale):
+    # A guess from pairs alone leaves much by itself, so what it leaves is no second cause.
+    rest = case.scorer is not None and left.scale > 0.3 * first.scale
+    if loud and (not accepted or rest):
         laws = fitted(LAWS, now)
         tested += laws
         best = laws[0]
@@ -152,6 +154,15 @@ def diagnose(
         min(leads, default=max(0.5, quiet)) * 0.99 * case.pairs.size / (case.pairs.size + 16)
     )
     return _verdict(case, first, left, accepted, tested, floor, notes, confidence)
+
+
+def _unexplained(case: Case) -> Misfit:
+    """What is there before a hypothesis: the scale of noise, and the better score of noise of its
+    own shape and of noise that is the same everywhere.
+    """
+    d, shape = case.pairs.difference, case.pairs.shape
+    noise, flat = misfit(d, shape, 0), misfit(d, torch.ones_like(shape), 0)
+    return Misfit(noise.scale, min(noise.score, flat.score))
 
 
 def _lead(row: Fitted, rivals: Sequence[Fitted], left: Misfit, case: Case) -> float:
