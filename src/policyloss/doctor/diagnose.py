@@ -30,7 +30,8 @@ class Thresholds:
 
     floor: the scale of differences, in nats of an unlikely token, below which pairs without
     structure are healthy. explains: the share of the scale that a hypothesis may leave;
-    fixed: the same for a prediction without a fitted number. gain: by
+    fixed: the same for a prediction without a fitted number; order: the same for another order,
+    under which another cause may still hide. gain: by
     how much it must beat what was there, in units of the score. noise: times the noise of bf16
     (measured on the model) that is healthy. law: by how much, for each token, a law of noise must
     beat one that is the same everywhere. wild: the share of tokens beyond four times the floor that
@@ -40,6 +41,7 @@ class Thresholds:
     floor: float = 0.02
     explains: float = 0.6
     fixed: float = 0.97
+    order: float = 0.9
     gain: float = 12.0
     noise: float = 3.0
     law: float = 0.02
@@ -122,7 +124,7 @@ def diagnose(
         if left.scale <= thresholds.rest * first.scale and accepted:
             break
         rows = fitted(hypotheses, now)
-        if rows and rows[0].left.scale > thresholds.rest * left.scale:  # a search over two numbers
+        if rows and rows[0].left.scale > 0.1 * thresholds.rest * left.scale:  # search two numbers
             rows = sorted([*rows, *fitted(JOINT, now)], key=lambda row: row.left.score)
         tested += rows if len(tested) == len(orders) else []
         best = next((r for r in rows if _explains(r, left, thresholds)), None)
@@ -178,6 +180,8 @@ def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
     more because nothing was fitted, or speaks of a few tokens at the edges alone.
     """
     share = thresholds.fixed if row.fit.fixed else thresholds.explains
+    if row.fit.source is not None:
+        share = thresholds.order
     at_edges = row.fit.shape is not None and row.fit.source is not None
     return row.left.score < left.score - thresholds.gain and (
         at_edges or row.left.scale <= share * left.scale
@@ -233,6 +237,8 @@ def _verdict(
         evidence.append(f"{row.fit.sentence}; this leaves {share:.1%} of the scale")
         details |= row.fit.details
     causes = tuple(dict.fromkeys(c for row in accepted for c in row.fit.cause.split("+")))
+    if "weights_bf16" in causes:  # a model in bf16 has such logits, too
+        causes = tuple(cause for cause in causes if cause != "logits_bf16")
     if "stale_weights" in causes:
         evidence += _steps(case, first.scale, details)
     if case.pairs.impossible:

@@ -113,6 +113,7 @@ class Temperature:
 
 
 def _guess(logp: Tensor, sign: int, branches: float, tau: float) -> Tensor:
+    logp = logp.clamp(max=0.0)  # noise may lift a number above it
     return sign * (_scaled(logp, 1 / tau, branches) - logp)
 
 
