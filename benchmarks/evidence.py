@@ -1,9 +1,12 @@
-"""Does each loss learn? Every preset trains the default task from the same start; and the claim of dual clip is tried.
+"""Does each loss learn? Every preset trains the default task from the same start;
+and the claim of dual clip is tried.
 
-    python -m benchmarks.evidence [--jobs 2] [--seeds 3] [--only ppo,grpo,dual_clip] [--out benchmarks/results/evidence.json]
+    python -m benchmarks.evidence [--jobs 2] [--seeds 3] [--only ppo,grpo,dual_clip]
+        [--out benchmarks/results/evidence.json]
 
-Each run is one process with one thread. Results are written as they come; a second call does only what is missing, or was run with
-other settings. `benchmarks.evidence_plan` says what is run and why; docs/evidence.md is drawn from the file.
+Each run is one process with one thread. Results are written as they come; a second call does only
+what is missing, or was run with other settings. `benchmarks.evidence_plan` says what is run and
+why; docs/evidence.md is drawn from the file.
 """
 
 from __future__ import annotations
@@ -25,9 +28,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence_plan import COMMON, GOAL, PRESET_STUDY, Job, jobs
+from benchmarks.evidence_plan import (
+    COMMON,
+    GOAL,
+    PRESET_STUDY,
+    TEACHER,
+    TEACHER_OPTIONS,
+    Job,
+    jobs,
+)
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
+from policyloss.train.config import TrainConfig
+from policyloss.train.loss_options import read_spec
 from policyloss.train.run import directory
 
 Record = dict[str, Any]
@@ -47,14 +60,17 @@ CURVES = {
 }
 
 
-# One run -------------------------------------------------------------------------------------------------------------------------
+# One run ------------------------------------------------------------------------------------------
 
 
 def train_one(job: Job) -> Record:
-    """Train in a folder that is gone afterwards. → its record; of a run that failed, with "error"; of one interrupted, empty."""
+    """Train in a folder that is gone afterwards. → its record; of a run that failed, with "error";
+    of one interrupted, empty.
+    """
+    # With transformers: seconds, and `main` does it once for all processes.
     from policyloss.train.loop import (
         train,
-    )  # with transformers: seconds, and `main` does it once for all processes
+    )
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,9 +84,8 @@ def train_one(job: Job) -> Record:
                 **_named(job),
                 **summary(metrics, timing, with_curves=job.study != PRESET_STUDY),
             }
-        except (
-            Exception
-        ) as error:  # one loss that cannot be trained must not end the others; the page shows it
+        # One loss that cannot be trained must not end the others; the page shows it.
+        except Exception as error:
             return {**_named(job), "error": f"{type(error).__name__}: {error}"}
 
 
@@ -93,8 +108,9 @@ def summary(
 ) -> Record:
     """What is kept of a run's lines of metrics.jsonl and timing.jsonl.
 
-    Seconds are those of sampling and learning; warm-up and evaluation are not counted. `to_goal` is the first evaluation that
-    reaches `GOAL`, `None` if there is none. A number that is not finite is null.
+    Seconds are those of sampling and learning; warm-up and evaluation are not counted. `to_goal` is
+    the first evaluation that reaches `GOAL`, `None` if there is none.
+    A number that is not finite is null.
     """
     accuracy = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
     seconds = dict(zip(accuracy, _until(timing, list(accuracy)), strict=True))
@@ -131,11 +147,13 @@ def rounded(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.4g}")
 
 
-# All runs ------------------------------------------------------------------------------------------------------------------------
+# All runs -----------------------------------------------------------------------------------------
 
 
 class Results:
-    """The file of results: read at the start, written whole after every run. Each run says on which of `machines` it was made."""
+    """The file of results: read at the start, written whole after every run. Each run says on which
+    of `machines` it was made.
+    """
 
     def __init__(self, path: Path, jobs: int) -> None:
         self.path = path
@@ -152,7 +170,8 @@ class Results:
                 }
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"{path} is no file of this program ({error!r}); move it away, or give another --out."
+                    f"{path} is no file of this program ({error!r}); move it away, or give another "
+                    "--out."
                 ) from None
 
     def missing(self, wanted: Sequence[Job]) -> list[Job]:
@@ -205,11 +224,13 @@ def run_all(
 def _in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
     """As they are done. No more are handed out than run, so that nothing new begins after Ctrl-C.
 
-    Processes are forked: they have what was imported here. Nothing has computed here, so there are no threads to lose.
+    Processes are forked: they have what was imported here.
+    Nothing has computed here, so there are no threads to lose.
     """
     waiting = iter(left)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        with warnings.catch_warnings():  # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing
+        # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
             running: set[Future[Record]] = {
                 pool.submit(work, job) for job in islice(waiting, workers)
@@ -233,6 +254,17 @@ def line_of(record: Record) -> str:
         else f"{GOAL} not reached"
     )
     return f"{name}: {record['start']:.3f} → {record['end']:.3f}, {when}"
+
+
+def make_teacher(folder: Path) -> None:
+    """The run that students learn from, unless it is there."""
+    from policyloss.train.loop import train
+
+    if (folder / "checkpoints").is_dir():
+        return
+    config = TrainConfig(out=folder, **{**COMMON, "checkpoint_every": 60, **TEACHER_OPTIONS})
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(config, read_spec(config.loss, ()).with_horizon(config.max_new_tokens))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,9 +292,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    import policyloss.train.loop  # before the fork, so that 16 processes do not import it 16 times
+    # Before the fork, so that 16 processes do not import it 16 times.
+    import policyloss.train.loop  # noqa: F401
 
     try:
+        if any("teacher" in job.plan.options for job in results.missing(wanted)):
+            make_teacher(Path(TEACHER))
         done = run_all(wanted, results, workers)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here")

@@ -1,10 +1,13 @@
-"""A model of a hundred million weights trains end to end through the one-pass head, and with all logits kept.
+"""A model of a hundred million weights trains end to end through the one-pass head,
+and with all logits kept.
 
-    python -m benchmarks.evidence_large --device cuda|cpu [--quick] [--out benchmarks/results/evidence_large.json]
+    python -m benchmarks.evidence_large --device cuda|cpu [--quick]
+        [--out benchmarks/results/evidence_large.json]
 
-Nothing is downloaded: the model is a Llama with random weights, its tokenizer has a word for each of the 65 536 tokens, and the
-reward is the share of words with an even number. So it is a real run of `policyloss train` in every part, on a made-up task.
-Measured are tokens per second of the learning phase and the peak of the GPU's memory over the run.
+Nothing is downloaded: the model is a Llama with random weights, its tokenizer has a word for each
+of the 65 536 tokens, and the reward is the share of words with an even number. So it is a real run
+of `policyloss train` in every part, on a made-up task. Measured are tokens per second of the
+learning phase and the peak of the GPU's memory over the run.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.harness import environment, table, write_json
-from policyloss.train.config import TrainConfig, read_spec
+from policyloss.train.config import TrainConfig
 from policyloss.train.loop import train
+from policyloss.train.loss_options import read_spec
 from policyloss.train.tasks.base import Example
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 
 HEADS = ("fused", "logits")
 PAD, END = "<pad>", "<end>"
-# How far the two heads may be apart in the first step, where they see the same weights and completions: roundings of bfloat16.
+# How far the two heads may be apart in the first step, where they see the same weights and
+# completions: roundings of bfloat16.
 LOSS_GAP, NORM_GAP = 1e-3, 0.02
 
 
@@ -76,7 +81,9 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def make_model(size: Size, folder: Path) -> int:
-    """Save a model with random weights, and its tokenizer, to `folder`. → how many weights it has."""
+    """Save a model with random weights, and its tokenizer, to `folder`.
+    → how many weights it has.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -107,7 +114,9 @@ def make_task(size: Size, path: Path) -> None:
 
 
 def options(size: Size, head: str, device: str, folder: Path) -> TrainConfig:
-    """One update per step, so that the loss of the first step is of the same weights whatever the head."""
+    """One update per step, so that the loss of the first step is
+    of the same weights whatever the head.
+    """
     return TrainConfig(
         loss="dapo",
         task=str(folder / "task.jsonl"),
@@ -162,7 +171,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def agreement(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How far the heads are apart in the first step: the loss as it is, the norm of the gradient relative."""
+    """How far the heads are apart in the first step:
+    the loss as it is, the norm of the gradient relative.
+    """
     a, b = (runs[head] for head in HEADS)
     loss = abs(a["loss"][0] - b["loss"][0])
     norm = abs(a["grad_norm"][0] / b["grad_norm"][0] - 1)

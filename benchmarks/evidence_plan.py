@@ -13,13 +13,15 @@ from typing import Any
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, check_together, read_spec
+from policyloss.train.config import TrainConfig, check_together
+from policyloss.train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`
 
-# One setting for all: the trainer's defaults, with an evaluation every 5 steps. AdamW divides by the size of the gradient, so that
-# losses whose values differ a thousandfold (a sum and a mean over tokens) need no learning rates of their own.
+# One setting for all: the trainer's defaults, with an evaluation every 5 steps. AdamW divides by
+# the size of the gradient, so that losses whose values differ a thousandfold (a sum and a mean over
+# tokens) need no learning rates of their own.
 COMMON: Mapping[str, Any] = {
     "steps": 40,
     "eval_every": 5,
@@ -31,7 +33,9 @@ COMMON: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a preset is run. options: of `TrainConfig`, beside `COMMON`. changes: of the loss, as after `--loss.`. why: in words."""
+    """How a preset is run. options: of `TrainConfig`, beside `COMMON`. changes: of the loss, as
+    after `--loss.`. why: in words.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +50,18 @@ _STALE = Plan(
     why="corrects a mismatch, so completions are one step old",
 )
 
-# Every preset is a loss that people train with alone, so none is left out; a new preset without a line here fails a test.
+# A teacher that is made here, by reinforcement: the last weights of this run, from another start
+# than any student's. Students see no reward, unless their plan says so.
+TEACHER = "out/evidence-teacher"
+TEACHER_OPTIONS: Mapping[str, Any] = {"loss": "dapo", "seed": 100, "steps": 60}
+_OF_TEACHER: Mapping[str, Any] = {"advantage": "grpo", "teacher": TEACHER, "steps": 20}
+_TAUGHT = Plan(_OF_TEACHER, why="learns from the teacher alone, on its own completions")
+_SELF_TAUGHT = Plan(
+    _OF_TEACHER, why="learns from the teacher alone; the teacher is another model here"
+)
+
+# Every preset is a loss that people train with alone, so none is left out;
+# a new preset without a line here fails a test.
 PLANS: Mapping[str, Plan] = {
     "ppo": _CRITIC,
     "ppo_dual_clip": _CRITIC,
@@ -54,7 +69,10 @@ PLANS: Mapping[str, Plan] = {
     "dr_grpo": Plan(
         {"advantage": "dr_grpo"},
         {"aggregate.horizon": TrainConfig.max_new_tokens},
-        why="its own advantages; the horizon is the longest completion here, as the preset's note asks",
+        why=(
+            "its own advantages; the horizon is the longest completion here, as the preset's note "
+            "asks"
+        ),
     ),
     "dapo": Plan(
         {"advantage": "grpo", "dynamic_sampling": True}, why="with the paper's dynamic sampling"
@@ -78,7 +96,10 @@ PLANS: Mapping[str, Plan] = {
     "icepop": _STALE,
     "seq_mask_tis": Plan(
         {"advantage": "grpo"},
-        why="its band of 0.1 % is that of two engines with the same weights, so completions are fresh",
+        why=(
+            "its band of 0.1 % is that of two engines with the same weights, so completions are "
+            "fresh"
+        ),
     ),
     "opsm": _STALE,
     "decoupled_ppo": Plan(
@@ -101,11 +122,31 @@ PLANS: Mapping[str, Plan] = {
     "rloo_loss": Plan({"advantage": "rloo"}, why="its own advantages"),
     "two_sided": _GROUPS,
     "aipo": Plan({"advantage": "grpo"}, why="measures against the sampler itself"),
+    "opd": Plan(
+        {**_OF_TEACHER, "advantage": "opd"}, why="the teacher's preference is the advantage"
+    ),
+    "opd_kl": _TAUGHT,
+    "iw_opd": Plan(
+        {**_OF_TEACHER, "advantage": "iw_opd"}, why="the teacher's preference is the advantage"
+    ),
+    "kdrl": Plan({**_OF_TEACHER, "reward_coef": 1.0}, why="a reward and a teacher together"),
+    "sdpo": _SELF_TAUGHT,
+    "opd_exact": _TAUGHT,
+    "gkd": _TAUGHT,
+    "gkd_forward": _TAUGHT,
+    "gkd_reverse": _TAUGHT,
+    "mopd_topk": Plan(
+        _OF_TEACHER,
+        {"kl.support": "teacher", "kl.k": 4},
+        why="learns from the teacher's four most probable entries",
+    ),
+    "opsd": _SELF_TAUGHT,
+    "sdft": _SELF_TAUGHT,
 }
 
-# Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled them; two epochs of two
-# minibatches; the norm of the gradient is not limited, which would hide it. The three losses differ in the clip alone. With the
-# second learning rate ratios grow faster.
+# Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled
+# them; two epochs of two minibatches; the norm of the gradient is not limited, which would hide it.
+# The three losses differ in the clip alone. With the second learning rate ratios grow faster.
 CLIP_LOSSES = ("ppo", "ppo_dual_clip", "two_sided")
 CLIP_RATES = (1e-3, 3e-3)
 
@@ -147,9 +188,10 @@ class Job:
 
     def config(self, out: Path) -> TrainConfig:
         """The options, with the run directory `out`."""
-        return TrainConfig(
-            loss=self.preset, seed=self.seed, out=out, **{**self.common, **self.plan.options}
-        )
+        options = {**self.common, **self.plan.options}
+        if "teacher" in options:
+            options["teacher"] = Path(options["teacher"])
+        return TrainConfig(loss=self.preset, seed=self.seed, out=out, **options)
 
     @cached_property
     def spec(self) -> LossSpec:
@@ -169,15 +211,16 @@ class Job:
         """Of every option and number: a result that bears another one is of another experiment."""
         config = self.config(Path("-"))
         check_together(config, self.spec)
-        options = {
-            name: x for name, x in config.to_dict().items() if name != "extend"
-        }  # of a run that is resumed
+        # Of a run that is resumed.
+        options = {name: x for name, x in config.to_dict().items() if name != "extend"}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
 
 
 def jobs(seeds: int, only: Iterable[str] = (), common: Mapping[str, Any] = COMMON) -> list[Job]:
-    """All runs, seed by seed so that every loss has a number early. only: presets, `dual_clip`, or nothing: all."""
+    """All runs, seed by seed so that every loss has a number early. only: presets, `dual_clip`,
+    or nothing: all.
+    """
     wanted = set(only)
     for name in wanted:
         if name not in PLANS and name != CLIP_STUDY:

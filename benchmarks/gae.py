@@ -1,10 +1,12 @@
 """Masked GAE: the scan of `policyloss.gae` against a plain loop over time.
 
-    python -m benchmarks.gae --device cpu|cuda [--rows 64] [--width 2048] [--rounds 15] [--threads N] [--out FILE]
+    python -m benchmarks.gae --device cpu|cuda [--rows 64] [--width 2048] [--rounds 15]
+        [--threads N] [--out FILE]
 
-The loop is the form that verl, OpenRLHF and TRL's PPO use: one step per token position, all rows at once, masked tokens
-carried over. Each case is first checked against that loop in float64; then both are timed interleaved. Figures are ratios within
-one run; beside them stand the targets they are to reach.
+The loop is the form that verl, OpenRLHF and TRL's PPO use: one step per token position, all rows at
+once, masked tokens carried over. Each case is first checked against that loop in float64; then both
+are timed interleaved. Figures are ratios within one run;
+beside them stand the targets they are to reach.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ GAMMA, LAM = 0.99, 0.95
 
 @dataclass(frozen=True)
 class Case:
-    """Padded `[B, T]` inputs; `tokens` picks what a pack would hold (None: all of it is one padded batch)."""
+    """Padded `[B, T]` inputs; `tokens` picks what a pack would hold (None: all of it is one padded
+    batch).
+    """
 
     rewards: Tensor
     values: Tensor
@@ -43,7 +47,9 @@ class Case:
 
 
 def cases(rows: int, width: int, device: str) -> dict[str, Case]:
-    """Ragged rows; the same with tool output in the middle (masked spans to bridge); the ragged rows as one pack."""
+    """Ragged rows; the same with tool output in the middle (masked spans to bridge);
+    the ragged rows as one pack.
+    """
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(rows, width, generator=generator).to(device) for _ in range(2))
     lengths = torch.randint(width // 8, width + 1, (rows, 1), generator=generator).to(device)
@@ -73,7 +79,9 @@ def loop(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
 
 
 def providers(case: Case) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """Ours and the loop, on the same tokens; for a pack, the loop's figure includes the padding and unpadding it needs."""
+    """Ours and the loop, on the same tokens; for a pack,
+    the loop's figure includes the padding and unpadding it needs.
+    """
     if case.tokens is None:
         return {
             "policyloss": lambda: pl.gae(case.rewards, case.values, case.mask, GAMMA, LAM),
@@ -99,7 +107,9 @@ def providers(case: Case) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
 
 
 def check(case: Case) -> dict[str, float]:
-    """The largest difference from the float64 loop, in float64 and in float32; raise if it is more than rounding."""
+    """The largest difference from the float64 loop, in float64 and in float32;
+    raise if it is more than rounding.
+    """
     exact = providers(case.astype(torch.float64))[LOOP]()
     errors = {}
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
@@ -107,7 +117,8 @@ def check(case: Case) -> dict[str, float]:
         error = max((a.double() - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
         if not error <= limit:
             raise SystemExit(
-                f"gae differs from the loop by {error:.1e} in {dtype}, more than {limit:.0e}: not timed."
+                f"gae differs from the loop by {error:.1e} in {dtype}, more than {limit:.0e}: not "
+                "timed."
             )
         errors[str(dtype).removeprefix("torch.")] = error
     return errors

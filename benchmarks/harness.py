@@ -1,4 +1,6 @@
-"""How things are timed: providers interleaved, medians with p20/p80, results as JSON with the environment."""
+"""How things are timed: providers interleaved, medians with p20/p80,
+results as JSON with the environment.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +74,17 @@ def time_interleaved(
     few: Mapping[str, int] | None = None,
     repeats: int = 1,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds per call of each provider: every round runs all of them once, in an order of its own.
+    """Milliseconds per call of each provider: every round runs all of them once,
+    in an order of its own.
 
-    A GPU is faster after a second of little work than after a second of matmuls, so nobody may always follow the same neighbour.
+    A GPU is faster after a second of little work than after a second of matmuls, so nobody may
+    always follow the same neighbour.
 
-    `prepare` holds what is run before a provider each time, outside its time; `few` the number of rounds of those that get fewer.
-    `repeats`: how often a round runs a provider whose last warm-up took less than FAST_MS. Each call is timed on its own and counts
-    as a sample, so that the median is not that of first calls after a provider that ran for a second and emptied the caches.
+    `prepare` holds what is run before a provider each time, outside its time; `few` the number of
+    rounds of those that get fewer.
+    `repeats`: how often a round runs a provider whose last warm-up took less than FAST_MS. Each
+    call is timed on its own and counts as a sample, so that the median is not that of first calls
+    after a provider that ran for a second and emptied the caches.
     """
     prepare, few = prepare or {}, few or {}
     names = list(providers)
@@ -137,7 +143,9 @@ def output_bytes(provider: Callable[[], Iterable[object]]) -> int:
 
 
 def peak_extra_bytes(provider: Provider, device: str = "cpu") -> int:
-    """The most memory tensors held during one call beyond what they held before it (on a CPU: as the allocator reports it)."""
+    """The most memory tensors held during one call beyond what they held before it (on a CPU: as
+    the allocator reports it).
+    """
     provider()
     gc.collect()
     if device == "cuda":

@@ -1,10 +1,12 @@
-"""The head: loss and gradients from hidden states, against other projects' heads, plain PyTorch and the bare matmuls.
+"""The head: loss and gradients from hidden states, against other projects' heads,
+plain PyTorch and the bare matmuls.
 
-    python -m benchmarks.head --device cuda [--peers peers] [--out out/head_cuda.json] [--only T1,T6] [--quick]
+    python -m benchmarks.head --device cuda [--peers peers] [--out out/head_cuda.json]
+        [--only T1,T6] [--quick]
 
-Every provider is first checked against float64 on the same inputs, with memory poisoned by NaN; one that is wrong is not timed,
-and the result says why. Then all are timed interleaved, forward and backward; peak memory is measured apart. Figures are ratios
-within one run.
+Every provider is first checked against float64 on the same inputs, with memory poisoned by NaN; one
+that is wrong is not timed, and the result says why. Then all are timed interleaved, forward and
+backward; peak memory is measured apart. Figures are ratios within one run.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class Bench:
     def answer(
         self, case: Case, loss: str | None
     ) -> tuple[reference.Exact | None, dict[str, float]]:
-        """The float64 answer, and the errors that the plain line in the dtype of the inputs makes."""
+        """The float64 answer, and the errors that the plain line in the dtype
+        of the inputs makes.
+        """
         if loss is None:
             return None, {}
         backward = loss != "forward"
@@ -106,14 +110,15 @@ class Bench:
             reason = None
             if answer is not None:
                 if entry.kind == "peer":
-                    run()  # its kernels may tune themselves on the first call, which is not held against them
+                    run()  # its kernels may tune themselves on the first call, which does not count
                 with reference.poisoned(self.device):
                     result = run()
                 skipped = (
                     case.token_advantages.flatten() == 0 if entry.skips_zero_advantage else None
                 )
                 record["errors"] = reference.errors(result, answer, case, skipped)
-                # A head may expose what the plain line was not asked for: the entropy is held to the limit of logp's.
+                # A head may expose what the plain line was not asked for:
+                # the entropy is held to the limit of logp's.
                 known = {"entropy": yardstick.get("logp", 0.0), **yardstick}
                 reason = reference.refusal(
                     record["errors"],
@@ -186,7 +191,9 @@ def _same_bits(a: Iterable[object], b: Iterable[object]) -> bool:
 
 
 def live_share(case: Case) -> float:
-    """The share of three matmuls that the rows of a case need: (2·F + 4·ρ) / 6, F tokens that count, ρ tokens that are moved."""
+    """The share of three matmuls that the rows of a case need: (2·F + 4·ρ) / 6, F tokens that
+    count, ρ tokens that are moved.
+    """
     counted = case.mask.double().mean().item()
     moved = (case.mask & (case.token_advantages != 0)).double().mean().item()
     return (2 * counted + 4 * moved) / 6
@@ -317,7 +324,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     only = {name.strip().upper() for name in args.only.split(",") if name.strip()}
     say(
-        f"inputs: {shape.tokens} tokens, vocabulary {shape.vocabulary}, hidden size {shape.hidden}, on {args.device}"
+        f"inputs: {shape.tokens} tokens, vocabulary {shape.vocabulary}, hidden size "
+        f"{shape.hidden}, on {args.device}"
     )
     cases = head_data.make(shape, args.device)
     inputs = described(cases)

@@ -1,7 +1,9 @@
-"""Inputs of the head benchmark as training has them: peaked, tokens drawn from the model, ratios on both sides of every bound.
+"""Inputs of the head benchmark as training has them: peaked, tokens drawn from the model, ratios on
+both sides of every bound.
 
-With independent random inputs every distribution is flat, and an implementation that skips small probabilities looks faster than it
-is. Here hidden ≈ α·W[token] + noise, with α set so that the mean entropy is near `ENTROPY` nats.
+With independent random inputs every distribution is flat, and an implementation that skips small
+probabilities looks faster than it is. Here hidden ≈ α·W[token] + noise, with α set so that the mean
+entropy is near `ENTROPY` nats.
 
 Legend: B sequences of T tokens, N = B·T, V vocabulary, D hidden size.
 """
@@ -18,7 +20,8 @@ from torch import Tensor
 
 ENTROPY = 0.6
 EPS, DUAL = 0.2, 3.0
-# No ratio lies closer than this to a bound (in log), so float32 rounding cannot put a token on the other side of it.
+# No ratio lies closer than this to a bound (in log),
+# so float32 rounding cannot put a token on the other side of it.
 MARGIN = 0.02
 
 
@@ -46,7 +49,9 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: hidden [B, T, D] and weight [V, D] are leaves; ids, old_logp, mask [B, T]; advantages [B] (gathered: [B, T])."""
+    """One batch: hidden [B, T, D] and weight [V, D] are leaves; ids, old_logp, mask [B, T];
+    advantages [B] (gathered: [B, T]).
+    """
 
     name: str
     hidden: Tensor
@@ -77,7 +82,9 @@ class Case:
         )
 
     def gathered(self) -> Case:
-        """The tokens that count as one sequence without mask, hidden [1, M, D] a leaf of its own; advantages become [1, M]."""
+        """The tokens that count as one sequence without mask, hidden [1, M, D] a leaf of its own;
+        advantages become [1, M].
+        """
         if bool(self.mask.all()):
             return self
         rows = self.rows
@@ -101,7 +108,9 @@ def block_rows(vocabulary: int, device: str) -> int:
 
 
 def logit_blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The float64 logits of `hidden` [N, D], some rows at a time; `weight` [V, D] is float64 already."""
+    """The float64 logits of `hidden` [N, D], some rows at a time;
+    `weight` [V, D] is float64 already.
+    """
     step = block_rows(weight.shape[0], weight.device.type)
     for start in range(0, hidden.shape[0], step):
         part = slice(start, min(start + step, hidden.shape[0]))
@@ -144,7 +153,9 @@ def _peaked(
 
 
 def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
-    """The α at which the mean entropy of these rows is `ENTROPY`: it falls as α grows, so by halving an interval."""
+    """The α at which the mean entropy of these rows is `ENTROPY`:
+    it falls as α grows, so by halving an interval.
+    """
     towards, beside = (centre @ weight.T).float(), (noise @ weight.T).float()
     low, high = 0.0, 60.0
     for _ in range(9):
@@ -174,7 +185,9 @@ def _sampled(
 
 
 def _log_ratios(tokens: int, device: str, generator: torch.Generator) -> Tensor:
-    """Mostly within the clip range, some per cent beyond each bound, one in a hundred beyond the dual bound."""
+    """Mostly within the clip range, some per cent beyond each bound,
+    one in a hundred beyond the dual bound.
+    """
     x = 0.1 * torch.randn(tokens, dtype=torch.float64, device=device, generator=generator)
     far = torch.rand(tokens, device=device, generator=generator) < 0.01
     x = torch.where(far, x + 1.5, x)
@@ -191,7 +204,9 @@ def _advantages(sequences: int, device: str, generator: torch.Generator) -> Tens
 
 
 def _masked(dense: Case) -> tuple[Case, ...]:
-    """Half masked (a prompt); the same with every fourth sequence at advantage 0; a fifth trained on, in turns."""
+    """Half masked (a prompt); the same with every fourth sequence at advantage 0;
+    a fifth trained on, in turns.
+    """
     position = torch.arange(dense.mask.shape[1], device=dense.mask.device)
     response = (position >= dense.mask.shape[1] // 2).expand_as(dense.mask)
     turn = max(1, dense.mask.shape[1] // 20)

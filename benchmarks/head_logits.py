@@ -1,4 +1,5 @@
-"""From logits that are there: logp and entropy, and the gradient in the logits' own memory, against a copy and TRL's pair.
+"""From logits that are there: logp and entropy, and the gradient in the logits' own memory,
+against a copy and TRL's pair.
 
 Legend: R rows, V vocabulary.
 """
@@ -20,9 +21,8 @@ from benchmarks.head_data import Case
 from benchmarks.head_reference import exact_logits, limits, poisoned, refusal, relative
 
 GROUP = "from logits"
-REPEATS = (
-    3  # calls of a fast provider per round, each timed: one alone would be that of cold caches
-)
+# Calls of a fast provider per round, each timed: one alone would be that of cold caches.
+REPEATS = 3
 COPY = "copy of the logits"
 FORWARD, BACKWARD = "policyloss, forward", "policyloss, backward in place"
 TRL_TORCH, TRL_KERNEL = "TRL pair, plain torch, forward", "TRL pair, its Triton kernel, forward"
@@ -37,7 +37,9 @@ class LogitsRun:
 
 
 class Rows:
-    """Logits [R, V] in the dtype of the inputs, their ids, and the gradients of logp and entropy [R]."""
+    """Logits [R, V] in the dtype of the inputs, their ids,
+    and the gradients of logp and entropy [R].
+    """
 
     def __init__(self, case: Case) -> None:
         rows = max(4, case.mask.numel() // 4 * 4)
@@ -158,6 +160,8 @@ def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
 
 
 def _bandwidth(name: str, milliseconds: float, copy: float) -> dict[str, float]:
-    """The share of the copy's bandwidth: a forward reads the logits once, a copy and an in-place backward read and write them."""
+    """The share of the copy's bandwidth: a forward reads the logits once, a copy and an in-place
+    backward read and write them.
+    """
     moved = {FORWARD: 0.5, BACKWARD: 1.0}.get(name)
     return {} if moved is None else {"share_of_copy_bandwidth": moved * copy / milliseconds}

@@ -1,6 +1,8 @@
-"""Who is measured in the head benchmark: our plans, plain PyTorch, other projects' heads, and the bare matmuls.
+"""Who is measured in the head benchmark: our plans, plain PyTorch, other projects' heads,
+and the bare matmuls.
 
-Every provider computes the same loss on the same inputs, and gives back loss, d hidden and d weight (forward only: logp, entropy).
+Every provider computes the same loss on the same inputs, and gives back loss, d hidden and d weight
+(forward only: logp, entropy).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ OURS = "policyloss, one pass"
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the benchmark: what runs, on which case, checked against which loss (None: nothing to check)."""
+    """One row of the benchmark: what runs, on which case,
+    checked against which loss (None: nothing to check).
+    """
 
     name: str
     make: Make
@@ -56,7 +60,7 @@ def entries() -> list[Entry]:
     return [*_floors(), *_ours(), *_eager(), *_peer_heads(), *_masked(), *_forward()]
 
 
-# Ours ----------------------------------------------------------------------------------------------------------------------------
+# Ours ---------------------------------------------------------------------------------------------
 
 
 def ours(loss: str, plan: str, skip_zero_advantage: bool = False) -> Make:
@@ -112,7 +116,7 @@ def _ours() -> list[Entry]:
     ]
 
 
-# Plain PyTorch -------------------------------------------------------------------------------------------------------------------
+# Plain PyTorch ------------------------------------------------------------------------------------
 
 
 def contract_line(case: Case) -> Tensor:
@@ -161,7 +165,9 @@ def eager_forward(case: Case, _: Path) -> Run:
 
 
 def row_loop(case: Case, _: Path) -> Run:
-    """TRL's way without its kernels: all logits in the dtype of the inputs, log-softmax one sequence after the other."""
+    """TRL's way without its kernels: all logits in the dtype of the inputs, log-softmax one
+    sequence after the other.
+    """
 
     def run() -> Result:
         logits = case.hidden @ case.weight.T
@@ -182,7 +188,7 @@ def _eager() -> list[Entry]:
     ]
 
 
-# Other projects' heads -----------------------------------------------------------------------------------------------------------
+# Other projects' heads ----------------------------------------------------------------------------
 
 
 def _verl_loss(folder: Path) -> Callable[[Tensor, Case], Tensor]:
@@ -229,7 +235,9 @@ def verl_chunked(case: Case, folder: Path) -> Run:
 
 
 def trl_chunked(case: Case, folder: Path) -> Run:
-    """TRL's chunked head (its Triton kernels on a GPU) and a plain loss; it makes the entropy too, as TRL's trainer has it."""
+    """TRL's chunked head (its Triton kernels on a GPU) and a plain loss;
+    it makes the entropy too, as TRL's trainer has it.
+    """
     head = peers.trl_chunked_head(folder)
 
     def run() -> Result:
@@ -266,7 +274,9 @@ def cut_cross_entropy(filter_eps: str | None, impl: str = "cce") -> Make:
 
 
 def liger(case: Case, folder: Path) -> Run:
-    """Liger's fused linear GRPO loss at its defaults, without KL. It has no dual bound: it is checked against a loss without."""
+    """Liger's fused linear GRPO loss at its defaults, without KL. It has no dual bound: it is
+    checked against a loss without.
+    """
     loss = peers.liger_grpo_loss(folder)(
         beta=0.0, use_ref_model=False, compiled=case.device == "cuda"
     )
@@ -328,7 +338,7 @@ def _peer_heads() -> list[Entry]:
     ]
 
 
-# Masked ---------------------------------------------------------------------------------------------------------------------------
+# Masked -------------------------------------------------------------------------------------------
 
 HALF, QUARTER = "half masked", "half masked, quarter at zero advantage"
 
@@ -383,7 +393,7 @@ def _masked() -> list[Entry]:
     ]
 
 
-# Forward only ---------------------------------------------------------------------------------------------------------------------
+# Forward only -------------------------------------------------------------------------------------
 
 
 def verl_triton_forward(case: Case, folder: Path) -> Run:
@@ -426,7 +436,7 @@ def _forward() -> list[Entry]:
     ]
 
 
-# The floor ------------------------------------------------------------------------------------------------------------------------
+# The floor ----------------------------------------------------------------------------------------
 
 
 def _flat(case: Case) -> tuple[Tensor, Tensor]:
@@ -446,7 +456,9 @@ def one_matmul(case: Case, _: Path) -> Run:
 
 
 def three_matmuls(case: Case, _: Path) -> Run:
-    """Logits, d hidden, d weight with nothing between them: what a forward and backward cost at least."""
+    """Logits, d hidden, d weight with nothing between them:
+    what a forward and backward cost at least.
+    """
     x, w = _flat(case)
     z = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     dx, dw = torch.empty_like(x), torch.empty_like(w)

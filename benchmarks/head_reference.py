@@ -1,6 +1,7 @@
 """The float64 answers that every provider is held against, and the gate that lets it be timed.
 
-Legend: N rows, V vocabulary, D hidden size; z logits, p = softmax z, H entropy, g = ∂L/∂logp, h = ∂L/∂H.
+Legend: N rows, V vocabulary, D hidden size; z logits, p = softmax z, H entropy, g = ∂L/∂logp,
+h = ∂L/∂H.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ GSPO_EPS = 0.2
 
 
 class Result(NamedTuple):
-    """What a provider gives back; None is what it does not expose. `logp` and `d_hidden` may hold the live rows only."""
+    """What a provider gives back; None is what it does not expose.
+    `logp` and `d_hidden` may hold the live rows only.
+    """
 
     loss: Tensor | None = None
     logp: Tensor | None = None
@@ -73,7 +76,9 @@ def dual_clip_and_entropy(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
 
 
 def gspo(logp: Tensor, entropy: Tensor, case: Case) -> Tensor:
-    """The geometric mean ratio of a sequence, clipped; mean over sequences. Only for cases without mask."""
+    """The geometric mean ratio of a sequence, clipped; mean over sequences.
+    Only for cases without mask.
+    """
     ratio = (logp - case.old_logp).mean(-1).exp()
     advantages = case.advantages.to(ratio.dtype)
     return torch.maximum(
@@ -90,7 +95,9 @@ LOSSES: dict[str, Formula] = {
 
 
 def exact(case: Case, loss: str) -> Exact:
-    """The loss and its gradients in float64, some rows at a time: dz = g·(1_y − p) − h·p·(log p + H)."""
+    """The loss and its gradients in float64, some rows at a time:
+    dz = g·(1_y − p) − h·p·(log p + H).
+    """
     statistics = case.statistics
     logp, entropy = (
         x.view(case.mask.shape).clone().requires_grad_()
@@ -126,7 +133,8 @@ def forward_only(case: Case) -> Exact:
 def errors(
     result: Result, answer: Exact, case: Case, skipped: Tensor | None = None
 ) -> dict[str, float]:
-    """How far `result` is from the float64 answer: absolute (loss), root mean square (logp, entropy), relative (gradients).
+    """How far `result` is from the float64 answer: absolute (loss), root mean square (logp,
+    entropy), relative (gradients).
 
     `skipped` [N]: rows whose statistics the provider was told not to make.
     """
@@ -153,7 +161,9 @@ def errors(
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """|found − expected| / |expected| (Frobenius), in float64, some rows at a time; NaN if anything is."""
+    """|found − expected| / |expected| (Frobenius), in float64, some rows at a time;
+    NaN if anything is.
+    """
     step = max(1, 2**27 // max(1, expected[:1].numel()))
     above = below = torch.zeros((), dtype=torch.float64, device=expected.device)
     for start in range(0, expected.shape[0], step):
@@ -163,18 +173,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return (above / below).sqrt().item()
 
 
-# Ours on a GPU: float32 statistics and gradients rounded to bfloat16 once. An entropy takes in the rounding of every logit, where a
-# log-prob takes in two: any head with float32 logits is off by some 4e-5.
+# Ours on a GPU: float32 statistics and gradients rounded to bfloat16 once. An entropy takes in the
+# rounding of every logit, where a log-prob takes in two: any head with float32 logits is off by
+# some 4e-5.
 OURS_BF16 = {"loss": 2e-5, "logp": 2e-5, "entropy": 1e-4, "d_hidden": 3e-3, "d_weight": 3e-3}
 # What float32 arithmetic may differ by when nothing of it is larger than a logit.
 FLOOR = {"loss": 1e-6, "logp": 2e-6, "entropy": 5e-6, "d_hidden": 2e-6, "d_weight": 2e-6}
 
 
 def limits(yardstick: dict[str, float], ours: bool, dtype: torch.dtype) -> dict[str, float]:
-    """The errors a provider may have: twice those of the plain line in the dtype of the inputs; ours in bfloat16 has its own."""
+    """The errors a provider may have: twice those of the plain line in the dtype of the inputs;
+    ours in bfloat16 has its own.
+    """
     if ours and dtype == torch.bfloat16:
         return OURS_BF16
-    # The errors of a loss cancel over its tokens, by luck to any small number: it may be off by as much as a log-prob is.
+    # The errors of a loss cancel over its tokens, by luck to any small number:
+    # it may be off by as much as a log-prob is.
     known = {**yardstick, "loss": max(yardstick.get("loss", 0.0), yardstick.get("logp", 0.0))}
     return {name: max(2 * error, FLOOR[name]) for name, error in known.items()}
 
@@ -190,7 +204,9 @@ def refusal(found: dict[str, float], allowed: dict[str, float]) -> str | None:
 
 
 def plain_line(case: Case, loss: str, backward: bool = True) -> Result:
-    """`log_softmax(hidden @ weight.T)` in the dtype of the inputs throughout: the yardstick of what that dtype gives."""
+    """`log_softmax(hidden @ weight.T)` in the dtype of the inputs throughout:
+    the yardstick of what that dtype gives.
+    """
     with torch.set_grad_enabled(backward):
         logprob = (case.hidden @ case.weight.T).log_softmax(-1)
         logp = logprob.gather(-1, case.ids.unsqueeze(-1)).squeeze(-1).float()
@@ -207,7 +223,9 @@ def plain_line(case: Case, loss: str, backward: bool = True) -> Result:
 
 
 def poison(device: str) -> None:
-    """Fill memory that the next allocations are made from with NaN, so that a buffer nobody wrote to shows in the answer."""
+    """Fill memory that the next allocations are made from with NaN,
+    so that a buffer nobody wrote to shows in the answer.
+    """
     if device != "cuda":
         return  # On a CPU, `poisoned` has torch fill what it allocates.
     torch.cuda.empty_cache()
@@ -218,7 +236,7 @@ def poison(device: str) -> None:
     del large, small
 
 
-class poisoned:
+class poisoned:  # noqa: N801 (a context manager)
     """Within it, memory that is allocated and not written to holds NaN."""
 
     def __init__(self, device: str) -> None:
@@ -237,7 +255,9 @@ class poisoned:
 def exact_logits(
     logits: Tensor, ids: Tensor, g: Tensor, h: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From logits [R, V]: float64 logp and entropy [R], and d logits for the gradients g of logp and h of entropy (in float32)."""
+    """From logits [R, V]: float64 logp and entropy [R], and d logits for the gradients g of logp
+    and h of entropy (in float32).
+    """
     logp, entropy = (
         torch.empty(logits.shape[0], dtype=torch.float64, device=logits.device) for _ in range(2)
     )

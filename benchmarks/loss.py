@@ -1,10 +1,12 @@
-"""The elementwise loss: `policy_loss(ppo_dual_clip)` with all its metrics, forward and backward, against peers.
+"""The elementwise loss: `policy_loss(ppo_dual_clip)` with all its metrics,
+forward and backward, against peers.
 
-    python -m benchmarks.loss --device cpu|cuda [--peers peers] [--out benchmarks/results/loss_cpu.json]
+    python -m benchmarks.loss --device cpu|cuda [--peers peers]
+        [--out benchmarks/results/loss_cpu.json]
 
-Every provider is first checked against a float64 formula written out here. Then they are timed interleaved, eager and compiled;
-peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷ tokens. Figures are ratios within one run; beside them stand the
-targets they are to reach.
+Every provider is first checked against a float64 formula written out here. Then they are timed
+interleaved, eager and compiled; peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷
+tokens. Figures are ratios within one run; beside them stand the targets they are to reach.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ SHAPES = {"cpu": (64, 2048), "cuda": (512, 8192)}
 FUSED, DIRECT, COATI = "policyloss, compiled_loss", "policyloss, value_and_gradient", "coati's form"
 REPEATS = 5  # calls of each provider per round, each timed: one alone would be that of cold caches
 PEERS = ("verl", "openrlhf", COATI)
-# Returns the loss and everything the provider reports beside it, so that a compiler cannot drop the metrics.
+# Returns the loss and everything the provider reports beside it,
+# so that a compiler cannot drop the metrics.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
@@ -65,7 +68,9 @@ def coati_reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor)
 
 
 def coati_form(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    """ColossalChat's formula, written out because its package cannot be installed beside this one, and its one metric."""
+    """ColossalChat's formula, written out because its package cannot be installed beside this one,
+    and its one metric.
+    """
     ratio = ((logp - old) * mask).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     rows = (loss * mask).sum(1) / (mask.sum(1) + 1e-8)
@@ -157,7 +162,8 @@ def check(
     logp, old, advantages, mask = data
     wide = logp.detach().double().requires_grad_()
     ratio = (wide.detach() - old.double()).exp()
-    # At a bound float32 may round a ratio to the other side, where the slope is another; one token in millions.
+    # At a bound float32 may round a ratio to the other side, where the slope is another;
+    # one token in millions.
     clear = torch.stack([(ratio - bound).abs() > 1e-5 for bound in (0.8, 1.2, 3.0)]).all(0)
     wanted = {}
     for formula in (reference, coati_reference):
@@ -298,7 +304,8 @@ def main() -> None:
     }
     check(providers, data)
     times = time_interleaved(providers, args.rounds, args.device, warmup=5, repeats=REPEATS)
-    # On a CPU, what torch.compile saves for its backward is not all seen by the profiler; the rest is.
+    # On a CPU, what torch.compile saves for its backward is not all seen by the profiler;
+    # the rest is.
     measured = [*found, FUSED] if args.device == "cpu" else list(providers)
     memory = {name: peak_extra_bytes(providers[name], args.device) for name in measured}
     print(show(times, memory))

@@ -1,7 +1,8 @@
-"""Other projects' losses, loaded for comparison when they are installed or lie unpacked in a folder (`make peers`).
+"""Other projects' losses, loaded for comparison when they are installed or lie unpacked
+in a folder (`make peers`).
 
-Only the file that holds the loss is loaded: its heavy imports are answered by stand-ins, so no framework needs to be installed.
-Nothing of theirs is part of this project.
+Only the file that holds the loss is loaded: its heavy imports are answered by stand-ins, so no
+framework needs to be installed. Nothing of theirs is part of this project.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class _Finder(MetaPathFinder, Loader):
 
 @contextmanager
 def _alone(root: Path, packages: tuple[str, ...], stand_ins: tuple[str, ...]) -> Any:
-    """Import files of `root` without running the `__init__` of `packages`, with stand-ins for missing modules."""
+    """Import files of `root` without running the `__init__` of `packages`,
+    with stand-ins for missing modules.
+    """
     missing = tuple(
         n
         for n in stand_ins
@@ -113,8 +116,9 @@ def verl_policy_loss(peers: Path) -> Callable[..., Any] | None:
     return loss
 
 
-# Heads ---------------------------------------------------------------------------------------------------------------------------
-# Each function below gives a callable of another project, or raises: MissingPeerError, or whatever its import raises.
+# Heads --------------------------------------------------------------------------------------------
+# Each function below gives a callable of another project, or raises:
+# MissingPeerError, or whatever its import raises.
 
 
 def _found(peers: Path, package: str) -> Path:
@@ -149,7 +153,9 @@ def verl_linear_cross_entropy(peers: Path) -> Callable[..., Any]:
 
 
 def verl_chunked_head(peers: Path) -> Any:
-    """verl's `FusedLinearForPPO` class: chunks of rows in plain torch. Load it before Liger: it uses Liger where it sees it."""
+    """verl's `FusedLinearForPPO` class: chunks of rows in plain torch. Load it before Liger: it
+    uses Liger where it sees it.
+    """
     with _alone(_found(peers, "verl"), ("verl", "verl.utils", "verl.utils.experimental"), ()):
         return importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
 
@@ -173,6 +179,12 @@ def liger_grpo_loss(peers: Path) -> Any:
         ).LigerFusedLinearGRPOLoss
 
 
+def liger_jsd_loss(peers: Path) -> Any:
+    """Liger's `LigerFusedLinearJSDLoss` class."""
+    with _alone(_found(peers, "liger_kernel"), ("liger_kernel", "liger_kernel.chunked_loss"), ()):
+        return importlib.import_module("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDLoss
+
+
 def cut_cross_entropy(peers: Path) -> Callable[..., Any]:
     """Apple's `linear_cross_entropy`."""
     with _alone(_found(peers, "cut_cross_entropy"), ("cut_cross_entropy",), ()):
@@ -183,12 +195,23 @@ def cut_cross_entropy(peers: Path) -> Callable[..., Any]:
 
 
 def trl_chunked_head(peers: Path) -> Any:
-    """TRL's `ChunkedLogProbFunction`: tiles of rows × vocabulary, recomputed in the backward; Triton kernels on a GPU."""
+    """TRL's `ChunkedLogProbFunction`: tiles of rows × vocabulary,
+    recomputed in the backward; Triton kernels on a GPU.
+    """
     with _trl(peers):
         module = importlib.import_module("trl.kernels.chunked_logprob")
-        # Its backward imports one name from the trainer's helpers: a context that gathers sharded weights, of which there are none.
+        # Its backward imports one name from the trainer's helpers: a context that gathers sharded
+        # weights, of which there are none.
         _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
         return module.ChunkedLogProbFunction
+
+
+def trl_chunked_divergence(peers: Path) -> Any:
+    """TRL's `ChunkedDivergenceFunction`: both models' logits in tiles, twice."""
+    with _trl(peers):
+        _module("trl.trainer.utils", maybe_gather_lm_head_ctx=lambda *_: nullcontext())
+        module = importlib.import_module("trl.kernels.chunked_divergence")
+        return module.ChunkedDivergenceFunction
 
 
 # The vocabulary chunk that TRL's trainers pass to its chunked head.
@@ -196,7 +219,8 @@ TRL_CHUNK = 32768
 
 
 def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """TRL's `selective_log_softmax` and `entropy_from_logits`: in plain torch, or with the Triton `kernel` they take on a GPU.
+    """TRL's `selective_log_softmax` and `entropy_from_logits`: in plain torch, or with the Triton
+    `kernel` they take on a GPU.
 
     The file they are in imports half of an ecosystem, so these functions are read out of it alone.
     """
@@ -222,7 +246,9 @@ def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..
 
 @contextmanager
 def _trl(peers: Path) -> Any:
-    """Imports from `trl.kernels`, which asks transformers only whether Triton is here, and packaging to compare versions."""
+    """Imports from `trl.kernels`, which asks transformers only whether Triton is here, and
+    packaging to compare versions.
+    """
     if PathFinder.find_spec("packaging") is None:
         _module("packaging")
         _module(

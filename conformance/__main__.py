@@ -1,4 +1,6 @@
-"""`python -m conformance`: everything, one table. `… run --peer verl`: one framework at one release. `… replay`: one case again."""
+"""`python -m conformance`: everything, one table. `… run --peer verl`: one framework at one
+release. `… replay`: one case again.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ class Side:
 def cases(
     function: Function, shift: int = 0, dtypes: tuple[str, ...] = tuple(DTYPES), every: int = 1
 ) -> Iterator[Case]:
-    """The cases of a function: options × kinds of batch × seeds × dtypes, which see the same numbers. `shift` draws others.
+    """The cases of a function: options × kinds of batch × seeds × dtypes, which see the same
+    numbers. `shift` draws others.
 
     every: of a function with many cases, one in so many, in turn of every option and kind.
     """
@@ -70,13 +71,14 @@ def cases(
     for options, kind, i in islice(drawn, 0, None, _step(function, every)):
         words = json.dumps(options, sort_keys=True, default=str)
         seed = zlib.crc32(f"{shift}/{function.name}/{words}/{kind}/{i}".encode()) >> 1
-        for dtype in dtypes:
+        for dtype in (d for d in dtypes if function.dtypes is None or d in function.dtypes):
             yield Case(seed, kind, dtype, options)
 
 
 def count(function: Function, every: int = 1) -> int:
     """How many cases `cases` gives."""
-    return math.ceil(_draws(function) / _step(function, every)) * len(DTYPES)
+    dtypes = len(DTYPES if function.dtypes is None else function.dtypes)
+    return math.ceil(_draws(function) / _step(function, every)) * dtypes
 
 
 def _draws(function: Function) -> int:
@@ -94,11 +96,12 @@ def run_side(
     options: Options,
     seed: int,
 ) -> Side:
-    """One side's call on its own copy of the inputs, torch's random generator at the case's seed; then the gradient of "loss"."""
+    """One side's call on its own copy of the inputs, torch's random generator at the case's seed;
+    then the gradient of "loss".
+    """
     own = {name: _copy(x, name in function.differentiate) for name, x in inputs.items()}
-    torch.default_generator.manual_seed(
-        seed
-    )  # not torch.manual_seed: it queues calls for every absent accelerator, which is slow
+    # Not torch.manual_seed: it queues calls for every absent accelerator, which is slow.
+    torch.default_generator.manual_seed(seed)
     try:
         outputs = flatten(call(own, copy.deepcopy(options)))
         side = Side(outputs)
@@ -122,7 +125,9 @@ def _copy(value: Any, differentiate: bool) -> Any:
 
 
 def _gradients(loss: Tensor, leaves: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """d Σ w·loss / d leaf, with w = 1 for a single number and fixed random weights otherwise; zeros where there is no path."""
+    """d Σ w·loss / d leaf, with w = 1 for a single number and fixed random weights otherwise;
+    zeros where there is no path.
+    """
     if not loss.requires_grad:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
     w = torch.randn(

@@ -15,7 +15,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 @dataclass(frozen=True)
 class Difference:
-    """One output compared: the worst |ours − theirs| / max(1, |theirs|), both numbers there, and what else is wrong."""
+    """One output compared: the worst |ours − theirs| / max(1, |theirs|), both numbers there,
+    and what else is wrong.
+    """
 
     worst: float
     ours: Any
@@ -26,8 +28,9 @@ class Difference:
 def compare(ours: Any, theirs: Any) -> Difference:
     """The difference between two values of one output.
 
-    Tensors must agree in shape and dtype, other values in kind: None is not a number, a float is not a tensor. An infinity equals
-    the same infinity; NaN equals nothing, not even NaN. What cannot be compared is infinitely far apart.
+    Tensors must agree in shape and dtype, other values in kind: None is not a number, a float is
+    not a tensor. An infinity equals the same infinity; NaN equals nothing, not even NaN. What
+    cannot be compared is infinitely far apart.
     """
     if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
         return _tensors(ours.detach(), theirs.detach())
@@ -45,7 +48,9 @@ def compare(ours: Any, theirs: Any) -> Difference:
 
 
 def flatten(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested results under one name each ("metrics.kl", "returns.0"); arrays and their scalars as tensors and numbers."""
+    """Nested results under one name each ("metrics.kl", "returns.0");
+    arrays and their scalars as tensors and numbers.
+    """
     flat: dict[str, Any] = {}
     for name, value in outputs.items():
         if isinstance(value, Mapping):
@@ -81,9 +86,8 @@ def _tensors(ours: Tensor, theirs: Tensor) -> Difference:
     if theirs.numel() == 0 or torch.equal(ours, theirs):
         return Difference(0.0, None, None)
     a, b = ours.reshape(-1).double(), theirs.reshape(-1).double()
-    apart = torch.where(
-        a == b, 0, (a - b).abs() / b.abs().clamp(min=1)
-    )  # a == b first: the same infinity is no difference
+    # a == b first: the same infinity is no difference.
+    apart = torch.where(a == b, 0, (a - b).abs() / b.abs().clamp(min=1))
     apart = torch.where(apart.isnan(), math.inf, apart)
     worst = int(apart.argmax())
     return Difference(float(apart[worst]), float(a[worst]), float(b[worst]))

@@ -29,7 +29,9 @@ PROGRESS = "progress"  # the first word of a child's progress lines: "progress 1
 
 
 class Board:
-    """Shows how far the running processes are: a line every few seconds, and one for each that ends."""
+    """Shows how far the running processes are: a line every few seconds,
+    and one for each that ends.
+    """
 
     def __init__(self, every: float = 20.0) -> None:
         self._running: dict[str, str] = {}
@@ -58,7 +60,9 @@ class Board:
 def run_everything(
     peers: list[Peer], arguments: list[str], releases: list[str] | None = None
 ) -> list[Result]:
-    """The result of every framework at every release (or at those given), in the order of the tables."""
+    """The result of every framework at every release (or at those given),
+    in the order of the tables.
+    """
     work = []
     for peer in peers:
         ensure(peer)
@@ -72,7 +76,9 @@ def run_everything(
 def run_child(
     peer: Peer, release: str, path: Path | None, arguments: list[str], board: Board
 ) -> Result:
-    """One process for one framework and release; raises with the end of its output if it does not come to a result."""
+    """One process for one framework and release; raises with the end
+    of its output if it does not come to a result.
+    """
     name = f"{peer.name} {release}"
     tail: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,7 +109,9 @@ def run_child(
 
 
 def run_programs(peers: list[Peer]) -> list[Program]:
-    """What is compared by running it: whole trainings, the frameworks' own tests, and the code on the pages."""
+    """What is compared by running it: whole trainings, the frameworks' own tests,
+    and the code on the pages.
+    """
     board = Board()
     work = [(peer, [module]) for peer in peers for module in peer.programs]
     work += [(peer, ["conformance.upstream", "--peer", peer.name]) for peer in peers if peer.tests]

@@ -1,4 +1,6 @@
-"""Where the frameworks come from: one virtual environment for each, and other releases of it unpacked beside."""
+"""Where the frameworks come from: one virtual environment for each,
+and other releases of it unpacked beside.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".conformance"
 CONSTRAINTS = Path(__file__).resolve().parent / "constraints"
-ENTERED = "CONFORMANCE_ENTERED"  # the variable by which a process knows that it is the right one for a framework and release
+# The variable by which a process knows that it is the right one for a framework and release.
+ENTERED = "CONFORMANCE_ENTERED"
 PYTHON = (3, 11)  # OpenRLHF's wheels exist for this Python only
 
 Step = tuple[str, ...]  # arguments of one `pip install`
@@ -22,13 +25,16 @@ Step = tuple[str, ...]  # arguments of one `pip install`
 
 @dataclass(frozen=True)
 class Peer:
-    """A framework: its releases, the modules of `conformance.peers` that compare with it, and how it is installed.
+    """A framework: its releases, the modules of `conformance.peers` that compare with it,
+    and how it is installed.
 
-    release: the pinned one, installed whole. others: releases compared as well, taken from their wheels and run with the pinned
-    environment's dependencies. steps: the `pip install`s that make the environment, each under the framework's constraints file;
-    none for a framework that exists as recorded numbers only. programs: modules that run more than a function call, whose exit
-    status says whether it went well. tests: the framework's own tests that are run with ours in place, in the folder `tests` of its
-    wheel. minimum: how many cases the pinned release must be compared in.
+    release: the pinned one, installed whole. others: releases compared as well, taken from their
+    wheels and run with the pinned environment's dependencies. steps: the `pip install`s that make
+    the environment, each under the framework's constraints file; none for a framework that exists
+    as recorded numbers only. programs: modules that run more than a function call, whose exit
+    status says whether it went well. tests: the framework's own tests that are run with ours in
+    place, in the folder `tests` of its wheel. minimum: how many cases the pinned release must be
+    compared in.
     """
 
     name: str
@@ -58,7 +64,7 @@ PEERS = {
         Peer(
             "verl",
             "0.9.1",
-            ("verl_losses", "verl_advantages", "verl_rollout", "verl_worker"),
+            ("verl_losses", "verl_advantages", "verl_rollout", "verl_worker", "verl_distillation"),
             others=("0.9.0", "0.8.0", "0.7.1", "0.7.0"),
             steps=(
                 ("torch", "numpy"),
@@ -87,7 +93,7 @@ PEERS = {
         Peer(
             "trl",
             "1.16.0",
-            ("trl",),
+            ("trl", "trl_distillation"),
             others=("1.15.0", "1.14.0"),
             steps=(("torch", "numpy"), ("trl",)),
             programs=("conformance.trl_run",),
@@ -104,16 +110,21 @@ class BuildError(RuntimeError):
 
 
 def interpreter(peer: Peer) -> Path:
-    """The Python that imports this framework: its environment's, or the present one where there is nothing to install."""
+    """The Python that imports this framework: its environment's,
+    or the present one where there is nothing to install.
+    """
     return peer.home / "bin" / "python" if peer.steps else Path(sys.executable)
 
 
 def ensure(peer: Peer) -> None:
-    """Make the framework's environment if there is none, or if its pins changed since it was made."""
+    """Make the framework's environment if there is none,
+    or if its pins changed since it was made.
+    """
     if not peer.steps or (_stamp(peer).is_file() and _stamp(peer).read_text() == _pins(peer)):
         return
     print(
-        f"building the {peer.name} environment ({peer.name} {peer.release}, about {peer.minutes} min)",
+        f"building the {peer.name} environment ({peer.name} {peer.release}, about {peer.minutes} "
+        "min)",
         flush=True,
     )
     shutil.rmtree(peer.home, ignore_errors=True)
@@ -129,7 +140,9 @@ def mark_built(peer: Peer) -> None:
 
 
 def ensure_release(peer: Peer, release: str) -> Path | None:
-    """The directory of another release's wheel, unpacked, to be put first on the path; None for the pinned release."""
+    """The directory of another release's wheel, unpacked, to be put first on the path;
+    None for the pinned release.
+    """
     if release == peer.release:
         return None
     target = HOME / "releases" / f"{peer.name}-{release}"
@@ -170,7 +183,9 @@ def pip_install(peer: Peer, *arguments: str) -> None:
 def child_environment(
     peer: Peer | None = None, release: str = "", release_path: Path | None = None
 ) -> dict[str, str]:
-    """The environment variables of a process that compares: the release first on the path, our sources, one thread, no network."""
+    """The environment variables of a process that compares: the release first on the path, our
+    sources, one thread, no network.
+    """
     paths = [path for path in (release_path, ROOT / "src", ROOT) if path is not None]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -1,4 +1,6 @@
-"""What a signature alone does not say: OpenRLHF's two families of constructor arguments, and the fields of TRL's GRPOConfig."""
+"""What a signature alone does not say: OpenRLHF's two families of constructor arguments, and the
+fields of TRL's GRPOConfig.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +25,41 @@ OTHER_VALUES: dict[str, Any] = {
     "vllm_is_correction_type": "icepop",
 }
 
-# The fields of GRPOConfig that do not make the policy loss: how completions are drawn, scored and shown, what trains beside the
-# loss, and where everything runs. A field that is neither here nor read by spec_from_config is a new one, and fails.
+# The fields of GRPOConfig that do not make the policy loss: how completions are drawn, scored and
+# shown, what trains beside the loss, and where everything runs. A field that is neither here nor
+# read by spec_from_config is a new one, and fails.
 # fmt: off
 NOT_OF_THE_LOSS = (
-    "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout", "cast_lm_head_to_fp32",
-    "num_generations", "num_generations_eval", "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
-    "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p", "generation_kwargs",
-    "chat_template_kwargs", "repetition_penalty", "cache_implementation", "vllm_mode", "vllm_model_impl",
-    "vllm_enable_sleep_mode", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
-    "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length",
-    "vllm_tensor_parallel_size", "num_iterations", "reward_weights", "multi_objective_aggregation", "scale_rewards",
-    "mask_truncated_completions", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "entropy_coef_min",
-    "entropy_coef_max", "entropy_coef_delta", "entropy_target", "max_tool_calling_iterations", "log_completions",
-    "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
-    "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
+    "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout",
+    "cast_lm_head_to_fp32", "num_generations", "num_generations_eval", "ds3_gather_for_generation",
+    "shuffle_dataset", "pad_to_multiple_of", "generation_batch_size", "steps_per_generation",
+    "temperature", "top_p", "top_k", "min_p", "generation_kwargs", "chat_template_kwargs",
+    "repetition_penalty", "cache_implementation", "vllm_mode", "vllm_model_impl",
+    "vllm_enable_sleep_mode", "vllm_structured_outputs_regex", "vllm_server_base_url",
+    "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+    "num_iterations", "reward_weights", "multi_objective_aggregation", "scale_rewards",
+    "mask_truncated_completions", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+    "max_tool_calling_iterations", "log_completions", "log_multimodal", "num_completions_to_print",
+    "log_unique_prompts", "log_completions_hub_repo", "use_transformers_continuous_batching",
+    "transformers_continuous_batching_config", "use_transformers_paged",
 )
 # fmt: on
 
 
 def openrlhf_constructor(release: str) -> list[str]:
-    """Our PolicyLoss takes this release's arguments by place and by name, has its defaults, and keeps them as its attributes."""
+    """Our PolicyLoss takes this release's arguments by place and by name, has its defaults, and
+    keeps them as its attributes.
+    """
     theirs = import_module("openrlhf.models.loss").PolicyLoss
     return constructor_problems(_defaults(theirs), release)
 
 
 def constructor_problems(defaults: dict[str, Any], release: str) -> list[str]:
-    """What is wrong with our PolicyLoss for a constructor that has these parameters, in this order, with these defaults."""
+    """What is wrong with our PolicyLoss for a constructor that has these parameters,
+    in this order, with these defaults.
+    """
     ours = import_module("policyloss.compat.openrlhf").PolicyLoss
     if unknown := [name for name in defaults if name not in OTHER_VALUES]:
         return [f"PolicyLoss has a new argument: {', '.join(unknown)}"]
@@ -71,7 +81,9 @@ def constructor_problems(defaults: dict[str, Any], release: str) -> list[str]:
 
 
 def trl_fields() -> dict[str, Any]:
-    """The fields of the installed TRL's GRPOConfig that are not those of any trainer, with their defaults."""
+    """The fields of the installed TRL's GRPOConfig that are not those of any trainer,
+    with their defaults.
+    """
     config, general = (
         import_module("trl").GRPOConfig,
         import_module("transformers").TrainingArguments,
@@ -85,7 +97,9 @@ def trl_fields() -> dict[str, Any]:
 
 
 def field_problems(fields: dict[str, Any]) -> list[str]:
-    """Fields of a GRPOConfig that nobody has looked at, fields of ours that it has not, and defaults that are not ours."""
+    """Fields of a GRPOConfig that nobody has looked at, fields of ours that it has not, and
+    defaults that are not ours.
+    """
     ours = import_module("policyloss.compat.trl.options").DEFAULTS
     new = [
         f"GRPOConfig.{name} is new: does it make the loss?"

@@ -1,4 +1,6 @@
-"""Random batches, in every shape that has broken a loss: ragged, full, with holes, empty rows, nothing at all, wild ratios."""
+"""Random batches, in every shape that has broken a loss: ragged, full, with holes, empty rows,
+nothing at all, wild ratios.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """One random batch `[B, T]`: log-probabilities (all ≤ 0), advantages, rewards, values, a float 0/1 mask, and group ids `[B]`.
+    """One random batch `[B, T]`: log-probabilities (all ≤ 0), advantages, rewards, values, a float
+    0/1 mask, and group ids `[B]`.
 
-    kind: "ragged" right-padded rows; "full" no padding; "holes" several turns; "empty_rows" some rows without a valid token;
-    "single_token" one valid token per row; "on_policy" old = current; "extreme" log-ratios up to ±30, to old, rollout and
-    reference; "sequence_advantages" one advantage per row; "no_advantage" zeros among them; "all_masked" nothing valid.
+    kind: "ragged" right-padded rows; "full" no padding; "holes" several turns; "empty_rows" some
+    rows without a valid token; "single_token" one valid token per row; "on_policy" old = current;
+    "extreme" log-ratios up to ±30, to old, rollout and reference; "sequence_advantages" one
+    advantage per row; "no_advantage" zeros among them; "all_masked" nothing valid.
     """
 
     seed: int
@@ -53,7 +57,9 @@ class Batch:
 
 
 def draw(seed: int, kind: str, dtype: torch.dtype) -> Batch:
-    """The batch of this seed and kind. Drawn in float64 and rounded, so both dtypes see the same numbers."""
+    """The batch of this seed and kind. Drawn in float64 and rounded,
+    so both dtypes see the same numbers.
+    """
     g = torch.Generator().manual_seed(seed)
     rows, width = (
         int(torch.randint(2, 7, (), generator=g)),
@@ -64,14 +70,17 @@ def draw(seed: int, kind: str, dtype: torch.dtype) -> Batch:
         return scale * torch.randn(rows, width, generator=g, dtype=torch.float64)
 
     def away(logp: Tensor, scale: float) -> Tensor:
-        """Log-probabilities `scale` away from `logp`; a positive one is reflected, as a probability is at most 1."""
+        """Log-probabilities `scale` away from `logp`; a positive one is reflected,
+        as a probability is at most 1.
+        """
         return -(logp + normal(scale)).abs()
 
     logp = -0.02 - 2.5 * torch.rand(rows, width, generator=g, dtype=torch.float64)
     old, rollout, ref = away(logp, 0.4), away(logp, 0.3), away(logp, 0.5)
     if kind == "extreme":
         far = 30 * (2 * torch.rand(4, rows, width, generator=g, dtype=torch.float64) - 1)
-        # Half of the tokens far away: up to 30 in either direction, the nearer policy at −0.02 … −2.5.
+        # Half of the tokens far away: up to 30 in either direction,
+        # the nearer policy at −0.02 … −2.5.
         wild = torch.rand(rows, width, generator=g) < 0.5
         base = logp.clone()
         logp = torch.where(wild & (far[0] < 0), base + far[0], base)

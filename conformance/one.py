@@ -34,7 +34,9 @@ SHOWN_PACKAGES = ("torch", "numpy", "transformers", "tensordict", "ray", "deepsp
 
 
 def enter(peer: Peer, version: str) -> None:
-    """Be the right process: unless this is it, start again in the framework's interpreter with this release first on the path."""
+    """Be the right process: unless this is it, start again in the framework's interpreter with this
+    release first on the path.
+    """
     if os.environ.get(ENTERED) != f"{peer.name} {version}":
         ensure(peer)
         environment = child_environment(peer, version, ensure_release(peer, version))
@@ -71,16 +73,18 @@ def compare_all(
     progress: Callable[[int, int], None],
     every: int = 1,
 ) -> dict[str, Any]:
-    """Compare, and give the result as JSON values. `every`: of the cases of a function that has many, one in so many."""
+    """Compare, and give the result as JSON values. `every`:
+    of the cases of a function that has many, one in so many.
+    """
     chosen = applicable(peer, version, only)
     total, before = sum(count(function, every) for function in chosen), 0
     scores = []
     for function in chosen:
-        scores.append(
-            run_function(
-                function, shift, every, lambda done, before=before: progress(before + done, total)
-            )
-        )  # type: ignore[misc]
+
+        def report(done: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        scores.append(run_function(function, shift, every, report))
         before += count(function, every)
     return {
         "peer": peer.name,
@@ -151,7 +155,9 @@ def _finite(value: Any) -> Any:
 
 
 def replay(function: Function, words: dict[str, Any]) -> str:
-    """One case on both sides, printed: inputs, outputs, gradients, and what is declared about it."""
+    """One case on both sides, printed: inputs, outputs, gradients,
+    and what is declared about it.
+    """
     case = Case(words["seed"], words["kind"], words["dtype"], words["options"])
     inputs = case.inputs(function)
     lines = [

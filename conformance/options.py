@@ -1,4 +1,6 @@
-"""The options on docs/names.md, compared with the installed framework: each name exists there and has that default."""
+"""The options on docs/names.md, compared with the installed framework:
+each name exists there and has that default.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _verl_defaults() -> Callable[[str], Any]:
 
 
 def _openrlhf_defaults() -> Callable[[str], Any]:
-    """The arguments of OpenRLHF's command, read from its source: the parser is made where it runs."""
+    """The arguments of OpenRLHF's command, read from its source:
+    the parser is made where it runs.
+    """
     spec = util.find_spec("openrlhf")
     assert spec is not None
     assert spec.submodule_search_locations

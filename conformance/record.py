@@ -1,4 +1,6 @@
-"""Recorded cases: a few small ones for each function, with the framework's numbers, to be replayed where it is not installed."""
+"""Recorded cases: a few small ones for each function, with the framework's numbers, to be replayed
+where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,22 @@ RECORDED = ROOT / "tests" / "recorded"
 SIGNATURES = RECORDED / "signatures.json"
 TOKENS = 12  # rows × width of a recorded batch, at most
 CANDIDATES = 300  # cases of one function among which the recorded ones are chosen
+# Cases of one function at the pinned release; of one with thousands of cases.
 MOST, MOST_OF_MANY = (
     8,
     24,
-)  # cases of one function at the pinned release; of one with thousands of cases
-MOST_ELSEWHERE = (
-    2  # at another release: only cases whose numbers are not those of the pinned release
 )
+# At another release: only cases whose numbers are not those of the pinned release.
+MOST_ELSEWHERE = 2
 RAISES = "raises"
 
 Record = dict[str, Any]
 
 
 def record(function: Function, pinned: str, peer: str = "") -> list[Record]:
-    """The recorded cases of a function at the release under test; none where our side, too, needs the framework."""
+    """The recorded cases of a function at the release under test;
+    none where our side, too, needs the framework.
+    """
     version = release.current()
     candidates = list(_candidates(function))
     with without(peer):
@@ -57,9 +61,11 @@ def record(function: Function, pinned: str, peer: str = "") -> list[Record]:
 
 
 def replay(function: Function, recorded: Record) -> dict[str, float]:
-    """Our side of a recorded case: the difference of each output and gradient from the framework's recorded numbers.
+    """Our side of a recorded case: the difference of each output and gradient
+    from the framework's recorded numbers.
 
-    What is missing on either side, or raised where the framework gave numbers (or the reverse), is infinitely far away.
+    What is missing on either side, or raised where the framework gave numbers (or the reverse),
+    is infinitely far away.
     """
     release.set_current(recorded["release"])
     side = run_side(
@@ -99,7 +105,9 @@ def needs_framework(function: Function) -> bool:
 
 
 def spread(candidates: list[Case], most: int) -> list[Case]:
-    """At most this many cases: those that show the most values of options and kinds of batch, and then pairs of them."""
+    """At most this many cases: those that show the most values of options and kinds of batch,
+    and then pairs of them.
+    """
     kept: list[Case] = []
     seen: set[frozenset[str]] = set()
     features = {id(case): _features(case) for case in candidates}
@@ -184,7 +192,9 @@ def _record_case(function: Function, case: Case) -> Record:
 
 
 def encode(values: dict[str, Any]) -> dict[str, Any]:
-    """Values in JSON, exactly: a tensor as its dtype, shape and numbers; a number that is not finite as its name."""
+    """Values in JSON, exactly: a tensor as its dtype, shape and numbers;
+    a number that is not finite as its name.
+    """
     return {name: _encode(value) for name, value in values.items()}
 
 
@@ -210,7 +220,8 @@ def _encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"a {type(value).__name__} cannot be recorded; inputs and outputs are tensors and JSON values."
+        f"a {type(value).__name__} cannot be recorded; inputs and outputs are tensors and JSON "
+        "values."
     )
 
 

@@ -26,7 +26,9 @@ HEADER = (
 
 
 def problems(results: Iterable[Result], whole: bool = True) -> list[str]:
-    """Everything that must not be, in one line each. `whole`: every function ran, so that the number of cases can be judged."""
+    """Everything that must not be, in one line each. `whole`: every function ran, so that the
+    number of cases can be judged.
+    """
     found = []
     for result in results:
         where = f"{result['peer']} {result['release']}"
@@ -57,7 +59,9 @@ def table(results: Iterable[Result]) -> str:
 
 
 def defects(results: Iterable[Result]) -> str:
-    """Every declared defect: where, how often it was declared and how often it showed, why, and what we do instead."""
+    """Every declared defect: where, how often it was declared and how often it showed, why,
+    and what we do instead.
+    """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for result in results:
         for function in result["functions"]:

@@ -20,7 +20,9 @@ Seen = dict[str, set[str]]
 
 
 def observe(functions: Iterable[Function], calls: dict[str, Callable[..., Any]], side: str) -> Seen:
-    """The forms in which the named callables return ("2 values", "Tensor") while one side runs some cases of the functions."""
+    """The forms in which the named callables return ("2 values", "Tensor") while one side runs some
+    cases of the functions.
+    """
     codes = {code_of(call): name for name, call in calls.items()}
     if not codes:
         return defaultdict(set)

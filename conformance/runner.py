@@ -1,4 +1,6 @@
-"""Runs the cases of a function on both sides and keeps score: worst differences, declared defects, failures."""
+"""Runs the cases of a function on both sides and keeps score:
+worst differences, declared defects, failures.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ENOUGH = 10  # declared cases in which a defect must show, whatever the seed
 
 @dataclass
 class DefectTally:
-    """How often a defect was declared, how often it showed in the numbers, and the first case in which it did."""
+    """How often a defect was declared, how often it showed in the numbers,
+    and the first case in which it did.
+    """
 
     instead: str
     declared: int = 0
@@ -32,8 +36,9 @@ class DefectTally:
 class Score:
     """What one function came to.
 
-    compared: cases with at least one output compared. refused: cases in which both sides raised. undefined: cases that a defect
-    covers whole. worst: the worst difference per dtype and output ("gradient of x" for gradients). failures: what must not be.
+    compared: cases with at least one output compared. refused: cases in which both sides raised.
+    undefined: cases that a defect covers whole. worst: the worst difference per dtype and output
+    ("gradient of x" for gradients). failures: what must not be.
     """
 
     name: str
@@ -97,9 +102,11 @@ def judge(score: Score, function: Function, case: Case, inputs: Inputs) -> None:
 def close(
     score: Score, function: Function, differentiated: Iterable[str], whole: bool = True
 ) -> None:
-    """What can only be said when every case has run: unused names, nothing compared, defects that never showed.
+    """What can only be said when every case has run:
+    unused names, nothing compared, defects that never showed.
 
-    whole: every case of the default seed ran. Otherwise a rare defect may by chance not show in a few declared cases.
+    whole: every case of the default seed ran. Otherwise a rare defect may by chance not show
+    in a few declared cases.
     """
     if unused := set(function.differentiate) - set(differentiated):
         score.fail(f"no case has the input {', '.join(sorted(unused))} to differentiate in")

@@ -1,4 +1,6 @@
-"""Signature pins: our callables have the frameworks' parameters, in order, with their defaults, and return as many values."""
+"""Signature pins: our callables have the frameworks' parameters, in order, with their defaults,
+and return as many values.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Described = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pin:
-    """A callable of a framework and ours. extra: keyword-only parameters that ours may have besides; all others are the same."""
+    """A callable of a framework and ours. extra: keyword-only parameters that ours may have
+    besides; all others are the same.
+    """
 
     theirs: str
     ours: str
@@ -29,7 +33,9 @@ class Pin:
 
 @dataclass(frozen=True)
 class Registry:
-    """A table of a framework and ours: the same names, and under each a callable with the same parameters."""
+    """A table of a framework and ours: the same names,
+    and under each a callable with the same parameters.
+    """
 
     theirs: str
     ours: str
@@ -84,7 +90,8 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _openrlhf("utils", "compute_approx_kl"),
     ),
 }
-# What our subclass of TRL's trainer overrides or passes through. It has no signature of its own: theirs must be as recorded.
+# What our subclass of TRL's trainer overrides or passes through. It has no signature of its own:
+# theirs must be as recorded.
 HOOKS: dict[str, tuple[str, ...]] = {
     "trl": (
         "trl:GRPOTrainer.__init__",
@@ -111,7 +118,9 @@ def resolve(path: str) -> Any:
 
 
 def entries(path: str) -> dict[str, Callable[..., Any]]:
-    """A registry by name (a framework's keys may be members of an enumeration), without what we registered there ourselves."""
+    """A registry by name (a framework's keys may be members of an enumeration), without what we
+    registered there ourselves.
+    """
     named = {str(getattr(key, "value", key)): value for key, value in resolve(path).items()}
     return {name: value for name, value in named.items() if not name.startswith("policyloss/")}
 
@@ -147,7 +156,9 @@ def parameters(call: Callable[..., Any]) -> Parameters:
 
 
 def describe(peer: str, functions: Iterable[Function]) -> Described:
-    """The pinned callables of the installed framework: their parameters, and what they return in some cases of the functions."""
+    """The pinned callables of the installed framework: their parameters, and what they return in
+    some cases of the functions.
+    """
     calls = their_calls(peer)
     seen = returned.observe(functions, calls, "theirs")
     described: Described = {
@@ -160,7 +171,9 @@ def describe(peer: str, functions: Iterable[Function]) -> Described:
 def check_installed(
     peer: Peer, release: str, functions: Iterable[Function], recorded: Described
 ) -> list[str]:
-    """What differs between the installed framework and ours; for `peer.others`, whose parameters may differ, what they return."""
+    """What differs between the installed framework and ours; for `peer.others`, whose parameters
+    may differ, what they return.
+    """
     described = describe(peer.name, functions)
     problems = forms.openrlhf_constructor(release) if peer.name == "openrlhf" else []
     if release in peer.others:
@@ -173,7 +186,9 @@ def check_installed(
 
 
 def check(peer: str, described: Described, functions: Iterable[Function]) -> list[str]:
-    """Everything in which the described framework differs from ours: parameters, registries, return values, fields."""
+    """Everything in which the described framework differs from ours:
+    parameters, registries, return values, fields.
+    """
     fields = forms.field_problems(described["fields"]) if peer == "trl" else []
     return check_parameters(peer, described) + check_returns(peer, described, functions) + fields
 
@@ -197,9 +212,11 @@ def check_parameters(peer: str, described: Described) -> list[str]:
 def check_returns(
     peer: str, described: Described, functions: Iterable[Function], seen_only: bool = False
 ) -> list[str]:
-    """Callables of which ours returns another number of values than was described, in the same cases.
+    """Callables of which ours returns another number of values than was described,
+    in the same cases.
 
-    seen_only: leave out what one side was not seen to return from, as other releases call other functions inside.
+    seen_only: leave out what one side was not seen to return from,
+    as other releases call other functions inside.
     """
     theirs = {name: found["returns"] for name, found in described["callables"].items()}
     calls = {name: call for name, (call, _) in our_calls(peer).items() if name in theirs}
@@ -209,7 +226,8 @@ def check_returns(
         a, b = theirs[name], sorted(ours[name])
         if a != b and not (seen_only and not (a and b)):
             problems.append(
-                f"{name}: theirs returns {' or '.join(a) or 'nothing'}, ours {' or '.join(b) or 'nothing'}"
+                f"{name}: theirs returns {' or '.join(a) or 'nothing'}, ours "
+                f"{' or '.join(b) or 'nothing'}"
             )
     return problems
 

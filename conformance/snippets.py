@@ -1,8 +1,10 @@
-"""The code on the pages, tried: each fenced block marked for a framework runs in a fresh process of that framework's environment.
+"""The code on the pages, tried: each fenced block marked for a framework runs in a fresh process of
+that framework's environment.
 
-A block is marked by a second word behind its language: "```python trl" is run, "```sh verl" has its settings checked. Names that a
-block uses and does not define (`model`, `dataset`, …) are made here. Blocks without a mark need no framework; the tests run those.
-The options that docs/names.md ascribes to a framework are checked along with them.
+A block is marked by a second word behind its language: "```python trl" is run, "```sh verl" has its
+settings checked. Names that a block uses and does not define (`model`, `dataset`, …) are made here.
+Blocks without a mark need no framework; the tests run those. The options that docs/names.md
+ascribes to a framework are checked along with them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _FENCE = re.compile(
 
 
 class Snippet(NamedTuple):
-    """A marked block: where it stands ("README.md:120"), its framework, its language ("options": the table) and its text."""
+    """A marked block: where it stands ("README.md:120"), its framework,
+    its language ("options": the table) and its text.
+    """
 
     where: str
     peer: str
@@ -102,7 +106,9 @@ def execute(snippet: Snippet) -> None:
 
 
 def _names_for_trl() -> dict[str, Any]:
-    """A model, its tokenizer, reward and data, small enough for a CPU, and a config that trains it."""
+    """A model, its tokenizer, reward and data, small enough for a CPU,
+    and a config that trains it.
+    """
     run = import_module("conformance.trl_run")
     path = Path("tiny").resolve()
     with run._tiny_model() as model:
@@ -129,7 +135,9 @@ def _names_for_trl() -> dict[str, Any]:
 
 
 def _names_for_colossalai() -> dict[str, Any]:
-    """A `coati` to install into: its package is on no index, so one with the two classes' arguments stands in."""
+    """A `coati` to install into: its package is on no index,
+    so one with the two classes' arguments stands in.
+    """
     ours = import_module("policyloss.compat.colossalai")
     for name, classes in (
         ("distributed", [ours.PolicyLoss]),
@@ -150,14 +158,15 @@ def _like(cls: Any, module: str) -> Any:
     for name in ("__init__", "forward"):
         parameters = inspect.signature(getattr(cls, name)).parameters.values()
         methods[name] = method = types.FunctionType(compile("None", module, "eval"), {})
-        method.__signature__ = inspect.Signature(
-            [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        )  # type: ignore[attr-defined]
+        kept = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        method.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     return type(cls.__name__, (), {**methods, "__module__": module})
 
 
 def _check_verl_command(command: str) -> None:
-    """The settings exist in verl's configuration, and the loss mode they name is there once the module they name is imported."""
+    """The settings exist in verl's configuration, and the loss mode they name is there once the
+    module they name is imported.
+    """
     config = import_module("omegaconf").OmegaConf
     folder = Path(import_module("verl").__file__ or "").parent / "trainer" / "config"
     settings = config.load(folder / "_generated_ppo_trainer.yaml")

@@ -1,4 +1,6 @@
-"""What a framework imports but a CPU comparison cannot have: named stand-ins, nothing that is really there is replaced."""
+"""What a framework imports but a CPU comparison cannot have: named stand-ins, nothing that is
+really there is replaced.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,24 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-# Modules that may be missing: flash-attn builds with CUDA only; TRL 1.14 imports requests, which no package here asks for. Other
-# releases get no stand-in for requests: packages that find it there expect its own dependencies too.
+# Modules that may be missing: flash-attn builds with CUDA only; TRL 1.14 imports requests, which no
+# package here asks for. Other releases get no stand-in for requests: packages that find it there
+# expect its own dependencies too.
 MODULES: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("openrlhf", None): ("flash_attn",),
     ("trl", "1.14.0"): ("requests", "urllib3"),
 }
-# Names that newer dependencies dropped: verl up to 0.7.0 names this class of transformers 4 where it loads models.
+# Names that newer dependencies dropped: verl up to 0.7.0 names this class
+# of transformers 4 where it loads models.
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "verl": (("transformers", "AutoModelForVision2Seq"),)
 }
 
 
 class StandIn:
-    """Anything and nothing: every attribute, call and item of it is another stand-in. As a decorator it returns the function."""
+    """Anything and nothing: every attribute, call and item of it is another stand-in. As a
+    decorator it returns the function.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what is given."""
@@ -73,7 +79,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(peer: str, release: str) -> None:
-    """Let stand-ins answer for what this release of a framework misses here, before it is imported."""
+    """Let stand-ins answer for what this release of a framework misses here,
+    before it is imported.
+    """
     packages = MODULES.get((peer, None), ()) + MODULES.get((peer, release), ())
     sys.meta_path.append(_Finder(packages))
     for module_name, name in NAMES.get(peer, ()):

@@ -1,4 +1,6 @@
-"""What a comparison is: a function of a framework, the options to try, and how to call theirs and ours."""
+"""What a comparison is: a function of a framework, the options to try,
+and how to call theirs and ours.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,18 @@ GRADIENT = "gradient"  # what a Defect calls the gradients, in all differentiate
 
 Options = dict[str, Any]
 Inputs = dict[str, Any]  # tensors, and whatever else a call needs (JSON values)
-Outputs = dict[
-    str, Any
-]  # named results: tensors, numbers or None; a 0-dim "loss" is differentiated
+# Named results: tensors, numbers or None; a 0-dim "loss" is differentiated.
+Outputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A case in which the framework is wrong or undefined: why, and what we do instead. It is listed, not compared.
+    """A case in which the framework is wrong or undefined: why, and what we do instead.
+    It is listed, not compared.
 
-    outputs: the names of the outputs it concerns (the others are still compared), "gradient" for the gradients; None for all of
-    them and the gradients. A defect that never shows in the numbers fails the run, as does a number of ours that is not finite.
+    outputs: the names of the outputs it concerns (the others are still compared), "gradient" for
+    the gradients; None for all of them and the gradients. A defect that never shows in the numbers
+    fails the run, as does a number of ours that is not finite.
     """
 
     reason: str
@@ -39,13 +42,17 @@ def no_defect(options: Options, inputs: Inputs) -> Defect | None:
 class Function:
     """One function (or class) of a framework, under test.
 
-    name: as the table shows it. options: every combination of options to try (JSON values). inputs: draws a case from an
-    `inputs.Batch` (already in the dtype under test). theirs, ours: the same call made on each side, with named outputs of the same
-    names; `theirs` imports the framework inside, so that this module loads without it. differentiate: the inputs in which the
-    gradient of output "loss" is compared (for a tensor "loss" that is not 0-dim, the gradient of its sum weighted by a fixed
-    random tensor). seeds: how many batches to draw for each kind of batch, dtype and combination of options. releases: the
-    versions of the framework this entry applies to, None for all that are tried. defect: tells known defects of the framework
-    from the case itself, before anything runs; several may concern one case.
+    name: as the table shows it. options: every combination of options to try (JSON values). inputs:
+    draws a case from an `inputs.Batch` (already in the dtype under test). theirs, ours: the same
+    call made on each side, with named outputs of the same names; `theirs` imports the framework
+    inside, so that this module loads without it. differentiate: the inputs in which the gradient of
+    output "loss" is compared (for a tensor "loss" that is not 0-dim, the gradient of its sum
+    weighted by a fixed random tensor). seeds: how many batches to draw for each kind of batch,
+    dtype and combination of options. dtypes: those that are compared, None for all; a function that
+    computes in float32 whatever it gets is compared in float32. releases: the versions of the
+    framework this entry applies to,
+    None for all that are tried. defect: tells known defects of the framework from the case itself,
+    before anything runs; several may concern one case.
     """
 
     name: str
@@ -56,6 +63,7 @@ class Function:
     differentiate: tuple[str, ...] = ()
     seeds: int = 1
     kinds: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
     releases: tuple[str, ...] | None = None
     defect: Callable[[Options, Inputs], Defect | Sequence[Defect] | None] = no_defect
 

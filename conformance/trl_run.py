@@ -1,9 +1,11 @@
-"""TRL's own GRPOTrainer and ours train the same tiny model with the same seeds; losses and final weights are compared.
+"""TRL's own GRPOTrainer and ours train the same tiny model with the same seeds;
+losses and final weights are compared.
 
-`python -m conformance.trl_run` in TRL's environment, or `compare_runs()`. Nothing is downloaded: the model is random and its
-tokenizer a list of words. Two optimizer steps are taken on each batch of completions, so ratios leave 1. The optimizer is SGD:
-TRL's log-probabilities and losses are float32, and AdamW, which divides a gradient by its own size, makes steps of 1e-6 out of
-the rounding of gradients that are nearly 0.
+`python -m conformance.trl_run` in TRL's environment, or `compare_runs()`. Nothing is downloaded:
+the model is random and its tokenizer a list of words. Two optimizer steps are taken on each batch
+of completions, so ratios leave 1. The optimizer is SGD: TRL's log-probabilities and losses are
+float32, and AdamW, which divides a gradient by its own size, makes steps of 1e-6 out of the
+rounding of gradients that are nearly 0.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GIVEN = "as policy_loss="  # the loss is handed to our trainer, which must then take TRL's own out of the total
+# The loss is handed to our trainer, which must then take TRL's own out of the total.
+GIVEN = "as policy_loss="
 STEPS = 20
 SEEDS = (11, 1, 2)
 TOLERANCE = 1e-6
@@ -69,7 +72,9 @@ class Run:
 
 
 def compare_runs() -> dict[str, dict[str, float]]:
-    """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a weight, of what else is logged."""
+    """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a
+    weight, of what else is logged.
+    """
     ours, theirs = (
         import_module("policyloss.compat.trl").GRPOTrainer,
         import_module("trl").GRPOTrainer,
@@ -94,7 +99,9 @@ def compare_runs() -> dict[str, dict[str, float]]:
 
 
 def custom_run(steps: int = 4) -> dict[str, float]:
-    """Our trainer with a preset in place of the config's loss, and an evaluation: the last step's metrics of this library."""
+    """Our trainer with a preset in place of the config's loss, and an evaluation:
+    the last step's metrics of this library.
+    """
     ours = import_module("policyloss.compat.trl").GRPOTrainer
     with _tiny_model() as model:
         run = train(
@@ -112,8 +119,8 @@ def train(
     trainer_class: Any, model: Path, options: dict[str, Any], steps: int = STEPS, **extra: Any
 ) -> Run:
     """Train the model at this path from scratch."""
-    GRPOConfig = import_module("trl").GRPOConfig
-    Dataset = import_module("datasets").Dataset
+    GRPOConfig = import_module("trl").GRPOConfig  # noqa: N806
+    Dataset = import_module("datasets").Dataset  # noqa: N806
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         args = GRPOConfig(
             output_dir=scratch,
@@ -264,7 +271,9 @@ def agrees(row: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    """Print a table; the exit status is 1 if a difference exceeds the tolerance or nothing was learnt."""
+    """Print a table; the exit status is 1 if a difference exceeds the tolerance
+    or nothing was learnt.
+    """
     torch.set_num_threads(1)
     start = time.monotonic()
     found = compare_runs()

@@ -1,8 +1,9 @@
 """The frameworks' own unit tests, run with our functions in the place of theirs.
 
-`python -m conformance.upstream --peer verl`, in that framework's environment. The tests are those of its wheel. They run three
-times: as they are; with the drop-ins in place; and once more for every drop-in that a test reaches, with what it returns spoiled,
-which shows whether these tests look at its numbers at all.
+`python -m conformance.upstream --peer verl`, in that framework's environment. The tests are those
+of its wheel. They run three times: as they are; with the drop-ins in place; and once more for every
+drop-in that a test reaches, with what it returns spoiled, which shows whether these tests look at
+its numbers at all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from conformance.environments import PEERS, Peer
 from policyloss.compat.patching import swap
 
 NOT_DROP_INS = ("check_config", "install", "register", "uninstall")
-# Modules that a run leaves behind and the next one must import again. OpenRLHF's tests load its files under names of their own.
+# Modules that a run leaves behind and the next one must import again. OpenRLHF's tests load its
+# files under names of their own.
 OF_THE_TESTS = ("tests", "_openrlhf_loss_test", "_openrlhf_kl_test")
 
 
@@ -56,7 +58,8 @@ class Reached:
 
 @dataclass
 class Plugin:
-    """What pytest tells of a run: how each test ended, and which files import what is not installed here.
+    """What pytest tells of a run: how each test ended,
+    and which files import what is not installed here.
 
     place: called when the tests are imported.
     """
@@ -157,7 +160,8 @@ def run_tests(chosen: list[str], reached: Reached, place: Callable[[], None]) ->
     plugin = Plugin(reached, place)
     torch.manual_seed(0)
     root = tests_folder().parent
-    # No configuration and no plugins of ours, no cache in the environment, and no warning turned into an error.
+    # No configuration and no plugins of ours, no cache in the environment,
+    # and no warning turned into an error.
     options = [
         "-q",
         "-c",
@@ -200,8 +204,11 @@ def report(peer: Peer) -> tuple[list[str], bool]:
     where = ", ".join(f"tests/{path}" for path in peer.tests)
     count = len(theirs.passed | theirs.failed)
     lines = [
-        f"{peer.name} {metadata.version(peer.name)}, {where}: {count} tests; {len(theirs.passed)} pass with {peer.name}'s own "
-        f"functions, {len(ours.passed)} with ours in their place.",
+        (
+            f"{peer.name} {metadata.version(peer.name)}, {where}: {count} tests; "
+            f"{len(theirs.passed)} pass with {peer.name}'s own functions, {len(ours.passed)} with "
+            "ours in their place."
+        ),
         *(
             f"Left out, as it imports what is not installed here: {path}"
             for path in sorted(theirs.unimported)
@@ -214,7 +221,8 @@ def report(peer: Peer) -> tuple[list[str], bool]:
     ]
     of_all = set().union(*reached.tests.values())
     lines.append(
-        f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when what one of them returns is spoiled:"
+        f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when what one of them "
+        "returns is spoiled:"
     )
     width = max((len(name) for name, *_ in rows), default=0)
     lines += [f"  {name:<{width}}  {failing:>3} of {total}" for name, total, failing in rows]
@@ -233,7 +241,9 @@ def noticed(reached: Reached, name: str, place: Callable[[], None]) -> int:
 
 
 def main() -> int:
-    """Print the report; 1 if a test fails with ours in place, or none notices that they are spoiled."""
+    """Print the report; 1 if a test fails with ours in place,
+    or none notices that they are spoiled.
+    """
     parser = argparse.ArgumentParser(prog="python -m conformance.upstream", description=__doc__)
     parser.add_argument(
         "--peer", required=True, choices=[name for name, peer in PEERS.items() if peer.tests]

@@ -1,4 +1,6 @@
-"""The packages that the extras of this project need, directly or not, as they are installed here."""
+"""The packages that the extras of this project need, directly or not,
+as they are installed here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CORE = "core"  # what is needed without any extra
 
 
 def closure(extra: str) -> dict[str, Distribution]:
-    """Every package that `policyloss[extra]` needs on this platform, by its normalised name; `CORE` is no extra."""
+    """Every package that `policyloss[extra]` needs on this platform, by its normalised name;
+    `CORE` is no extra.
+    """
     found: dict[str, Distribution] = {}
     done: set[tuple[str, str]] = set()
     left = [("policyloss", "" if extra == CORE else extra)]
@@ -27,7 +31,8 @@ def closure(extra: str) -> dict[str, Distribution]:
             package = distribution(name)
         except PackageNotFoundError:
             raise SystemExit(
-                f"{name} is not installed, and {extra} needs it; make the environment first (`make test` does)."
+                f"{name} is not installed, and {extra} needs it; make the environment first (`make "
+                "test` does)."
             ) from None
         if name != "policyloss":
             found[name] = package

@@ -1,1 +1,3 @@
-"""The documentation, and the programs and data that its generated pages are made from. Nothing of it is installed."""
+"""The documentation, and the programs and data that its generated pages are made from.
+Nothing of it is installed.
+"""

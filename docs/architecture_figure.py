@@ -166,13 +166,22 @@ def drawing(found: Mapping[str, Box]) -> str:
     rows, arrows = _rows(found), direct_imports(found)
     places = _places(rows, arrows)
     height = TOP + len(rows) * ROW + BOTTOM
-    label = "The modules of policyloss in layers; each imports only what stands in its own layer or below"
+    label = (
+        "The modules of policyloss in layers; each imports only what stands in its own layer or "
+        "below"
+    )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}" role="img" aria-label="{label}" font-family="{FONT}" font-size="13">',
-            f'<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                f'width="{WIDTH}" height="{height}" role="img" aria-label="{label}" '
+                f'font-family="{FONT}" font-size="13">'
+            ),
+            (
+                '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" '
+                'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" '
+                f'fill="{ARROW}"/></marker></defs>'
+            ),
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
             *(
                 line
@@ -204,7 +213,10 @@ def _arrow(route: list[Place], all_boxes: Mapping[str, Place]) -> str:
     path = f"M{start.middle:.0f} {start.bottom:.0f}"
     for above, below in pairwise(route):
         bend = (above.bottom + below.y) / 2
-        path += f" C{above.middle:.0f} {bend:.0f} {below.middle:.0f} {bend:.0f} {below.middle:.0f} {below.y:.0f}"
+        path += (
+            f" C{above.middle:.0f} {bend:.0f} {below.middle:.0f} {bend:.0f} {below.middle:.0f} "
+            f"{below.y:.0f}"
+        )
         if below is not end:
             path += f" L{below.middle:.0f} {below.bottom:.0f}"
     return _path(path)
@@ -230,8 +242,16 @@ def _path(d: str) -> str:
 def _drawn(box: Box, place: Place) -> list[str]:
     middle = f'x="{place.middle:.0f}" text-anchor="middle"'
     return [
-        f'<rect x="{place.x:.0f}" y="{place.y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" '
-        f'fill="{FILL}" stroke="{BORDER}"/>',
-        f'<text {middle} y="{place.y + 20:.0f}" font-weight="600" fill="{INK}">{escape(box.name)}</text>',
-        f'<text {middle} y="{place.y + 36:.0f}" font-size="11" fill="{SOFT}">{escape(box.size)}</text>',
+        (
+            f'<rect x="{place.x:.0f}" y="{place.y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" '
+            f'rx="6" fill="{FILL}" stroke="{BORDER}"/>'
+        ),
+        (
+            f'<text {middle} y="{place.y + 20:.0f}" font-weight="600" '
+            f'fill="{INK}">{escape(box.name)}</text>'
+        ),
+        (
+            f'<text {middle} y="{place.y + 36:.0f}" font-size="11" '
+            f'fill="{SOFT}">{escape(box.size)}</text>'
+        ),
     ]

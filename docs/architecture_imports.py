@@ -54,7 +54,7 @@ class Layer:
 # each other.
 LAYERS = (
     Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output")),
-    Layer("The tensors of a call", ("advantage", "tokens", "totals", "metrics")),
+    Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),
     Layer("The loss", ("policy_metrics", "loss")),
     Layer("Around the loss", ("value", "accumulate", "head", "compiled", "check", "explain")),
@@ -170,7 +170,8 @@ def layers(found: Mapping[str, Box]) -> list[Layer]:
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
     if gone := sorted(set(height) - set(found)):
         raise LookupError(
-            f"there is no policyloss.{gone[0]}: take it out of LAYERS in docs/architecture_imports.py"
+            f"there is no policyloss.{gone[0]}: take it out of LAYERS in "
+            "docs/architecture_imports.py"
         )
     unnamed = [name for name in found if name not in height]
     height |= dict.fromkeys(unnamed, 0)
@@ -182,7 +183,8 @@ def layers(found: Mapping[str, Box]) -> list[Layer]:
     for name, box in found.items():
         if above := sorted(other for other in box.imports if height[other] > height[name]):
             raise LookupError(
-                f"{name} imports {above[0]}, which stands in a higher layer (docs/architecture_imports.py)"
+                f"{name} imports {above[0]}, which stands in a higher layer "
+                "(docs/architecture_imports.py)"
             )
     return [
         Layer(layer.title, (*layer.names, *(n for n in unnamed if height[n] == i)))

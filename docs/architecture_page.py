@@ -39,7 +39,8 @@ PLACES = (
     NewLine(
         "a new part of a loss",
         ("src/policyloss/functional", "src/policyloss/parts", "src/policyloss/__init__.py"),
-        "The formula as a pure function, the part that calls it, its public name ([a worked example](../CONTRIBUTING.md)).",
+        "The formula as a pure function, the part that calls it, its public name ([a worked "
+        "example](../CONTRIBUTING.md)).",
         "tests/core/test_invariance.py",
     ),
     NewLine(
@@ -93,7 +94,8 @@ PLACES = (
     NewLine(
         "a page",
         ("docs",),
-        "A Markdown file if a person writes it, or a `*_page.py` that `docs/generate.py` calls if it is made from code or data.",
+        "A Markdown file if a person writes it, or a `*_page.py` that `docs/generate.py` calls if "
+        "it is made from code or data.",
         "tests/docs/test_docs.py",
     ),
     NewLine(

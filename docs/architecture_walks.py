@@ -89,7 +89,10 @@ def loss_walk() -> Walk:
         weighted_total,
         policy_metrics,
     )
-    about = "`pl.policy_loss` with a correction and a KL term. A loss is a straight line over the slots of its spec."
+    about = (
+        "`pl.policy_loss` with a correction and a KL term. A loss is a straight line over the "
+        "slots of its spec."
+    )
     return Walk("A tensor to the loss", about, call, stops)
 
 
@@ -144,11 +147,12 @@ def training_walk() -> Walk:
     """One step of the reference trainer."""
     from policyloss.train import collect, learner, loop
     from policyloss.train.config import TrainConfig
+    from policyloss.train.rollout.built_in import BuiltIn
 
     sizes: dict[str, Any] = {
         "prompts": 1,
         "group_size": 2,
-        "minibatches": 1,
+        "minibatches": 2,  # the first update has no old policy but itself
         "max_new_tokens": 2,
         "eval_prompts": 1,
     }
@@ -164,7 +168,8 @@ def training_walk() -> Walk:
         loop.train,
         loop.Training._step,
         loop.Collector.collect,
-        collect.sample,
+        collect.Rollout.samples,
+        BuiltIn.generate,
         collect.scored,
         loop.Pack.of,
         learner.Learner.learn,
@@ -174,7 +179,7 @@ def training_walk() -> Walk:
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,
-        loop.evaluate,
+        loop.answered,
         loop.RunDir.log,
         loop.store,
     )
@@ -205,7 +210,8 @@ def walked(walk: Walk) -> list[Stop]:
         except ValueError:
             before = stops[-1].name if stops else "the start"
             raise LookupError(
-                f"{walk.title}: after {before}, {name} is not reached there (docs/architecture_walks.py)"
+                f"{walk.title}: after {before}, {name} is not reached there "
+                "(docs/architecture_walks.py)"
             ) from None
         file = Path(function.__code__.co_filename).resolve().relative_to(PACKAGE).as_posix()
         stops.append(Stop(name, file, first_sentence(_docstring(function))))

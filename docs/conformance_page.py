@@ -26,13 +26,16 @@ HEADING = [
 def conformance_page(results: Path) -> str:
     """The page; before the first run it only says how to make one."""
     about = (
-        "`make conformance` builds one environment per framework from pinned packages and calls every drop-in and the function it "
-        "stands in for with the same random inputs: ragged, full and empty masks, holes, log-ratios up to ±30, float32 and "
-        "float64, every combination of options. Compared are the loss, every other value returned, and the gradient. A difference "
-        "is relative to max(1, |value|); it may be 1e-12 in float64 and 1e-6 in float32, and the run fails if one is larger. These "
-        "bounds hold for the inputs drawn here. At extreme ratios float32 has no digits left to agree in: where terms of the size "
-        "of e^30 cancel, a framework's own float32 is further than 1e-6 from its own float64. TRL's loss types that add those "
-        "terms in another order than we do are therefore drawn nearer to the reference in float32."
+        "`make conformance` builds one environment per framework from pinned packages and calls "
+        "every drop-in and the function it stands in for with the same random inputs: ragged, "
+        "full and empty masks, holes, log-ratios up to ±30, float32 and float64, every "
+        "combination of options. Compared are the loss, every other value returned, and the "
+        "gradient. A difference is relative to max(1, |value|); it may be 1e-12 in float64 and "
+        "1e-6 in float32, and the run fails if one is larger. These bounds hold for the inputs "
+        "drawn here. At extreme ratios float32 has no digits left to agree in: where terms of the "
+        "size of e^30 cancel, a framework's own float32 is further than 1e-6 from its own "
+        "float64. TRL's loss types that add those terms in another order than we do are therefore "
+        "drawn nearer to the reference in float32."
     )
     if not results.is_file():
         return join("# Conformance", GENERATED, about, "No run has been written down yet.")
@@ -45,13 +48,15 @@ def conformance_page(results: Path) -> str:
         "The worst differences of the last run:",
         summary(measured),
         "## What the frameworks do wrong",
-        "Cases in which a framework's own answer is wrong or undefined are declared beforehand, with the reason; they are counted "
-        "here, not compared. A declared defect that never shows fails the run.",
+        "Cases in which a framework's own answer is wrong or undefined are declared beforehand, "
+        "with the reason; they are counted here, not compared. A declared defect that never shows "
+        "fails the run.",
         defects(measured),
         *programs(written.get("programs", [])),
         "## Function by function",
-        "*cases*: compared. *both refuse*: both sides raise an error. The other columns are the worst difference in the values and "
-        "in the gradient. *defects*: cases with a declared defect.",
+        "*cases*: compared. *both refuse*: both sides raise an error. The other columns are the "
+        "worst difference in the values and in the gradient. *defects*: cases with a declared "
+        "defect.",
         *(section(result) for result in measured),
     )
 
@@ -131,11 +136,13 @@ def programs(ran: list[dict[str, Any]]) -> list[str]:
     if not ran:
         return []
     about = (
-        "Whole trainings, the frameworks' own unit tests with our functions in the place of theirs, and the code on these pages, "
-        "run with the installed packages."
+        "Whole trainings, the frameworks' own unit tests with our functions in the place of "
+        "theirs, and the code on these pages, run with the installed packages."
     )
     shown = [
-        f"`python -m {one['name']}`: {'**failed**' if one['status'] else 'passed'}\n\n{fenced(one['output'].strip(), 'text')}"
+        f"`python -m {one['name']}`: {'**failed**' if one['status'] else 'passed'}\n"
+        "\n"
+        f"{fenced(one['output'].strip(), 'text')}"
         for one in ran
     ]
     return ["## Programs", about, *shown]

@@ -1,6 +1,8 @@
-"""Draws the curves of docs/evidence.md: small charts of the same scale, one line per seed, as SVG written by hand.
+"""Draws the curves of docs/evidence.md: small charts of the same scale, one line per seed,
+as SVG written by hand.
 
-The same numbers give the same bytes everywhere. A white ground of its own keeps text readable on a dark page.
+The same numbers give the same bytes everywhere.
+A white ground of its own keeps text readable on a dark page.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ PLAIN_INK, GOAL_INK = "#c2410c", "#5b8a3c"
 
 
 class Chart:
-    """A box (x, y, width, height) whose corner at the bottom left is (step 0, low), and (last, high) the one across."""
+    """A box (x, y, width, height) whose corner at the bottom left is (step 0, low),
+    and (last, high) the one across.
+    """
 
     def __init__(
         self, box: Box, last: float, low: float, high: float, *, logarithmic: bool
@@ -46,13 +50,19 @@ class Chart:
     def line(self, points: Sequence[Point], colour: str, width: float = 1.4) -> str:
         """A curve through (step, value) pairs."""
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*point) for point in points))
-        return f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-opacity="0.8"/>'
+        return (
+            f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
+            'stroke-opacity="0.8"/>'
+        )
 
     def level(self, value: float, colour: str, dashed: bool = False) -> str:
         """A horizontal line."""
         y = self.at(0, value)[1]
         dash = ' stroke-dasharray="3 3"' if dashed else ""
-        return f'<line x1="{self.x:.1f}" x2="{self.x + self.width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}"{dash}/>'
+        return (
+            f'<line x1="{self.x:.1f}" x2="{self.x + self.width:.1f}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'stroke="{colour}"{dash}/>'
+        )
 
 
 def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
@@ -90,7 +100,9 @@ def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
 
 
 def clip_figure(studies: dict[str, dict[str, list[Run]]], losses: tuple[str, str]) -> str:
-    """Gradient norm and largest ratio over steps, both losses in one chart, a row for each study."""
+    """Gradient norm and largest ratio over steps, both losses in one chart,
+    a row for each study.
+    """
     width, height = (WIDTH - 40 - 60) / 2, 150
     row = height + TITLE + GAP + 14
     drawn = []
@@ -134,11 +146,12 @@ def _points(run: Run, curve: str) -> list[Point]:
 
 
 def _log_chart(box: Box, lines: list[tuple[str, list[Point]]], ink: dict[str, str]) -> list[str]:
-    """Curves on a logarithmic axis of whole decades, with the decades named. A value of 0 lies at the bottom."""
+    """Curves on a logarithmic axis of whole decades, with the decades named.
+    A value of 0 lies at the bottom.
+    """
     positive = [value for _, points in lines for _, value in points if value > 0] or [1.0]
-    low = max(
-        math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5
-    )  # five decades are enough to see
+    # Five decades are enough to see.
+    low = max(math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive))) - 5)
     high = max(math.ceil(math.log10(max(positive))), low + 1)
     last = max((step for _, points in lines for step, _ in points), default=1)
     chart = Chart(box, last, 10.0**low, 10.0**high, logarithmic=True)
@@ -174,8 +187,11 @@ def _text(
 def _svg(height: float, label: str, lines: list[str]) -> str:
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
-            f'role="img" aria-label="{escape(label)}" font-family="{FONT}" font-size="13">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+                f'width="{WIDTH}" height="{height:g}" role="img" aria-label="{escape(label)}" '
+                f'font-family="{FONT}" font-size="13">'
+            ),
             f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="#ffffff"/>',
             *lines,
             "</svg>\n",

@@ -1,4 +1,6 @@
-"""Writes docs/evidence.md and its figures from evidence.json and evidence_large.json in benchmarks/results."""
+"""Writes docs/evidence.md and its figures from evidence.json
+and evidence_large.json in benchmarks/results.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ ACCURACY_FIGURE, CLIP_FIGURE = (
 )
 PRESETS, DUAL_CLIP = "presets", "dual_clip"
 PLAIN, DUAL = "ppo", "ppo_dual_clip"
-RUNAWAY = 10.0  # a norm that is ten times as large in the last quarter of a run as in the first has run away
+# A norm that is ten times as large in the last quarter of a run as in the first has run away.
+RUNAWAY = 10.0
 
 
 def evidence_pages(results: Path) -> dict[str, str]:
@@ -62,10 +65,14 @@ def evidence_page(data: Run, large: Run | None) -> str:
     runs = good(data)
     studies = {name: by_preset(found) for name, found in runs.items() if name != PRESETS}
     reproduce = (
-        "Results are written as they come, so a run that was stopped goes on where it was, and `--only ppo,dual_clip` runs a part. "
-        "The larger model needs a GPU."
+        "Results are written as they come, so a run that was stopped goes on where it was, and "
+        "`--only ppo,dual_clip` runs a part. The larger model needs a GPU."
     )
-    commands = "make evidence\npython -m benchmarks.evidence --jobs 16 --seeds 3\npython -m benchmarks.evidence_large --device cuda"
+    commands = (
+        "make evidence\n"
+        "python -m benchmarks.evidence --jobs 16 --seeds 3\n"
+        "python -m benchmarks.evidence_large --device cuda"
+    )
     return join(
         "# Evidence: does each loss learn?",
         GENERATED,
@@ -79,7 +86,7 @@ def evidence_page(data: Run, large: Run | None) -> str:
     )
 
 
-# Every preset --------------------------------------------------------------------------------------------------------------------
+# Every preset -------------------------------------------------------------------------------------
 
 
 def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
@@ -92,14 +99,15 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
     steps = max(int(step) for run in all_runs for step in run["accuracy"])
     goal = data["goal"]
     about = (
-        f"Each preset trains the built-in task, sorting digits, with `policyloss train`: {seeds} seeds, {steps} steps of "
-        "128 completions. Apart from the options in the table, every run uses the trainer's defaults, including one learning "
-        f"rate for all presets. {same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last digit "
-        "where it stood, so that only the reward can raise the accuracy. Accuracy is that of greedy answers to 256 held-out "
-        "prompts, every 5 steps. Each figure is the median over the seeds, with the range behind it; a dash means never, or "
-        "nothing to measure. Seconds count sampling and learning on one thread, without warm-up and evaluation; several runs "
-        "shared a machine, so seconds say less than steps. "
-        f"{machines(data)}"
+        f"Each preset trains the built-in task, sorting digits, with `policyloss train`: {seeds} "
+        f"seeds, {steps} steps of 128 completions. Apart from the options in the table, every run "
+        "uses the trainer's defaults, including one learning rate for all presets. "
+        f"{same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last "
+        "digit where it stood, so that only the reward can raise the accuracy. Accuracy is that "
+        "of greedy answers to 256 held-out prompts, every 5 steps. Each figure is the median "
+        "over the seeds, with the range behind it; a dash means never, or nothing to measure. "
+        "Seconds count sampling and learning on one thread, without warm-up and evaluation; "
+        f"several runs shared a machine, so seconds say less than steps. {machines(data)}"
     )
     rows = [
         [f"[`{name}`](presets/{name}.md)", *_preset_cells(runs)] for name, runs in presets.items()
@@ -116,10 +124,13 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         "gradient norm",
     ]
     note = (
-        "KL (k3, to the policy that sampled or was frozen before the step), share of clipped tokens and gradient norm are those of "
-        "the last step."
+        "KL (k3, to the policy that sampled or was frozen before the step), share of clipped "
+        "tokens and gradient norm are those of the last step."
     )
-    picture = f"![Held-out accuracy over the steps, one small chart per preset]({ACCURACY_FIGURE.removeprefix('docs/')})"
+    picture = (
+        "![Held-out accuracy over the steps, one small chart per "
+        f"preset]({ACCURACY_FIGURE.removeprefix('docs/')})"
+    )
     return join(reached(presets, goal), about, table(heading, rows), note, picture)
 
 
@@ -129,7 +140,10 @@ def reached(presets: dict[str, list[Run]], goal: float) -> str:
         name: sum(run["to_goal"] is not None for run in runs) for name, runs in presets.items()
     }
     always = [name for name, count in counts.items() if count == len(presets[name])]
-    said = f"**{len(always)} of {len(presets)} presets reach a held-out accuracy of {goal} with every seed that was run.**"
+    said = (
+        f"**{len(always)} of {len(presets)} presets reach a held-out accuracy of {goal} with every "
+        "seed that was run.**"
+    )
     parts = [
         f"`{name}` ({count} of {len(presets[name])} seeds)"
         for name, count in counts.items()
@@ -146,7 +160,10 @@ def same_start(runs: list[Run]) -> str:
     if all(len(found) == 1 for found in starts.values()):
         shown = ", ".join(f"{next(iter(starts[seed])):.3f}" for seed in sorted(starts))
         return f"With the same seed, all begin with the same weights, whose accuracy is {shown}."
-    return "With the same seed, all begin with the same supervised warm-up, but machines that round differently ran it."
+    return (
+        "With the same seed, all begin with the same supervised warm-up, but machines that round "
+        "differently ran it."
+    )
 
 
 def _preset_cells(runs: list[Run]) -> list[str]:
@@ -192,7 +209,8 @@ def machines(data: Run) -> str:
     """Where the runs were made."""
     used = sorted({run["machine"] for run in data["runs"]})
     said = [
-        f"{m['cpu']}, {m['cores']} cores, {m['jobs']} runs at a time, torch {m['torch']}, transformers {m['transformers']}"
+        f"{m['cpu']}, {m['cores']} cores, {m['jobs']} runs at a time, torch {m['torch']}, "
+        f"transformers {m['transformers']}"
         for m in (data["machines"][i] for i in used)
     ]
     return f"Machine: {'; '.join(said)}."
@@ -207,17 +225,20 @@ def failures_section(data: Run) -> str:
     return join("## Runs that failed", "\n".join(lines)) if lines else ""
 
 
-# Dual clip -----------------------------------------------------------------------------------------------------------------------
+# Dual clip ----------------------------------------------------------------------------------------
 
 
 def clip_section(studies: dict[str, dict[str, list[Run]]]) -> str:
     """The claim, what happened, and the numbers."""
     claim = (
-        "The claim: where the advantage is negative and the ratio is large, plain PPO's loss −A·r has no bound, and with stale "
-        "completions its loss and gradient norm run away; dual clip bounds it by −c·A. Here completions are 8 steps old, the ratio "
-        "is to the policy that sampled them, each step takes two epochs of two minibatches, advantages are GRPO's for all, and the "
-        "gradient's norm is not limited. `ppo`, `ppo_dual_clip` (c = 3) and `two_sided` (ratio ≤ 4) differ in the clip alone. "
-        f"A norm has run away if it is {RUNAWAY:.0f} times as large in the last quarter of the run as in the first, or not finite."
+        "The claim: where the advantage is negative and the ratio is large, plain PPO's loss −A·r "
+        "has no bound, and with stale completions its loss and gradient norm run away; dual clip "
+        "bounds it by −c·A. Here completions are 8 steps old, the ratio is to the policy that "
+        "sampled them, each step takes two epochs of two minibatches, advantages are GRPO's for "
+        "all, and the gradient's norm is not limited. `ppo`, `ppo_dual_clip` (c = 3) and "
+        "`two_sided` (ratio ≤ 4) differ in the clip alone. A norm has run away if it is "
+        f"{RUNAWAY:.0f} times as large in the last quarter of the run as in the first, or not "
+        "finite."
     )
     heading = [
         "loss",
@@ -238,11 +259,15 @@ def clip_section(studies: dict[str, dict[str, list[Run]]]) -> str:
             table(heading, rows),
         ]
     note = (
-        "Median over the seeds, with the range; gradient norms are means over the updates of a step. Late / early: median norm "
-        "of the last quarter of the steps over that of the first. AdamW divides by the size of past gradients, so a large gradient "
-        "does not make an equally large step."
+        "Median over the seeds, with the range; gradient norms are means over the updates of a "
+        "step. Late / early: median norm of the last quarter of the steps over that of the first. "
+        "AdamW divides by the size of past gradients, so a large gradient does not make an "
+        "equally large step."
     )
-    picture = f"![Gradient norm over the steps of plain PPO and of dual clip]({CLIP_FIGURE.removeprefix('docs/')})"
+    picture = (
+        "![Gradient norm over the steps of plain PPO and of dual "
+        f"clip]({CLIP_FIGURE.removeprefix('docs/')})"
+    )
     return join("## Is the dual clip needed?", claim, *parts, note, picture)
 
 
@@ -257,15 +282,18 @@ def verdict(presets: dict[str, list[Run]]) -> str:
     held = away > len(both[0]) / 2 and not away_dual
     said = "The claim holds here" if held else "The claim does not hold here as it is worded"
     return (
-        f"**{said}**: the norm runs away in {away} of {len(both[0])} runs of plain PPO and in {away_dual} of {len(both[1])} with "
-        f"dual clip. Its largest value is {largest:.3g} with plain PPO and {largest_dual:.3g} with dual clip. {fell} of "
-        f"{len(both[0])} runs of plain PPO end below the accuracy they began with, and {fell_dual} of {len(both[1])} with dual "
+        f"**{said}**: the norm runs away in {away} of {len(both[0])} runs of plain PPO and in "
+        f"{away_dual} of {len(both[1])} with dual clip. Its largest value is {largest:.3g} with "
+        f"plain PPO and {largest_dual:.3g} with dual clip. {fell} of {len(both[0])} runs of plain "
+        f"PPO end below the accuracy they began with, and {fell_dual} of {len(both[1])} with dual "
         "clip."
     )
 
 
 def run_away(run: Run) -> bool:
-    """Whether the gradient norm is `RUNAWAY` times as large in the last quarter as in the first, or was not finite."""
+    """Whether the gradient norm is `RUNAWAY` times as large in the last quarter as in the first,
+    or was not finite.
+    """
     return None in run["curves"]["grad_norm"] or late_over_early(run) >= RUNAWAY
 
 
@@ -297,7 +325,7 @@ def _clip_cells(runs: list[Run]) -> list[str]:
     return [spread(list(values), form) for values, form in columns]
 
 
-# A larger model ------------------------------------------------------------------------------------------------------------------
+# A larger model -----------------------------------------------------------------------------------
 
 
 def large_section(run: Run) -> str:
@@ -305,12 +333,14 @@ def large_section(run: Run) -> str:
     size, machine, gaps = run["size"], run["environment"], run["first_step"]
     fused, logits = run["runs"]["fused"], run["runs"]["logits"]
     about = (
-        f"A Llama of {run['weights'] / 1e6:.0f} million random weights ({size['layers']} layers, hidden size {size['hidden']}, "
-        f"vocabulary {size['vocabulary']:,}, {size['dtype']}) runs {size['steps']} steps of `policyloss train` from end to end: "
-        f"{size['prompts'] * size['group_size']} completions of {size['new_tokens']} tokens each, {size['micro_tokens']:,} tokens "
-        f"in a forward and backward. {machine['gpu']}, torch {machine['torch']}. Tokens per second are completion tokens of the "
-        "learning phase (old log-probs, forward, backward, optimizer), the median over the steps after the first; the peak is that "
-        "of the whole run."
+        f"A Llama of {run['weights'] / 1e6:.0f} million random weights ({size['layers']} layers, "
+        f"hidden size {size['hidden']}, vocabulary {size['vocabulary']:,}, {size['dtype']}) runs "
+        f"{size['steps']} steps of `policyloss train` from end to end: "
+        f"{size['prompts'] * size['group_size']} completions of {size['new_tokens']} tokens each, "
+        f"{size['micro_tokens']:,} tokens in a forward and backward. {machine['gpu']}, torch "
+        f"{machine['torch']}. Tokens per second are completion tokens of the learning phase (old "
+        "log-probs, forward, backward, optimizer), the median over the steps after the first; "
+        "the peak is that of the whole run."
     )
     rows = [
         [
@@ -326,8 +356,9 @@ def large_section(run: Run) -> str:
         fused["peak_bytes"] / logits["peak_bytes"],
     )
     said = (
-        f"The one-pass head runs at {speed:.2f} times the speed with {memory:.2f} times the peak memory. In the first step, from "
-        f"the same weights and completions, the losses are {gaps['loss']:.1e} apart and the gradient norms {gaps['grad_norm']:.2%}."
+        f"The one-pass head runs at {speed:.2f} times the speed with {memory:.2f} times the peak "
+        "memory. In the first step, from the same weights and completions, the losses are "
+        f"{gaps['loss']:.1e} apart and the gradient norms {gaps['grad_norm']:.2%}."
     )
     heading = ["head", "tokens/s, learning", "peak memory, GiB", "gradient norm, step 1"]
     return join("## A model of a hundred million weights", about, table(heading, rows), said)

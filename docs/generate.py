@@ -1,4 +1,5 @@
-"""Writes the generated pages: presets, their index, metrics, names, architecture, conformance, performance, evidence.
+"""Writes the generated pages: presets, their index, metrics, names, architecture,
+conformance, performance, evidence.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -28,12 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
 BENCHMARKS = "benchmarks/results"
 VALUE_FORMULAS = {
-    "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
+    "loss": (
+        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
+        "micro-batches and ranks"
+    ),
     "tokens": "valid tokens",
     "value_mean": "Σ values / n",
     "return_mean": "Σ returns / n",
     "value_error": "Σ |values − returns| / n",
-    "clip_fraction": "share of valid tokens whose clipped error is the larger of the two; only with clip",
+    "clip_fraction": (
+        "share of valid tokens whose clipped error is the larger of the two; only with clip"
+    ),
     "explained_variance": "1 − Var(returns − values) / Var(returns) over the valid tokens",
     "nonfinite_tokens": "valid tokens whose loss is NaN or infinite",
     "invalid_mask_values": FORMULAS["invalid_mask_values"],
@@ -65,8 +71,9 @@ def preset_table(folder: str) -> str:
 def index_page() -> str:
     """The list of presets."""
     about = (
-        "A preset is a `LossSpec` with a source for every number. `pl.preset(name)` gives it, `pl.explain(name)` or "
-        "`policyloss explain NAME` says what each page here says, and `pl.diff(a, b)` how two differ."
+        "A preset is a `LossSpec` with a source for every number. `pl.preset(name)` gives it, "
+        "`pl.explain(name)` or `policyloss explain NAME` says what each page here says, and "
+        "`pl.diff(a, b)` how two differ."
     )
     return join("# The named losses", GENERATED, about, preset_table(""))
 
@@ -76,16 +83,19 @@ def metrics_page() -> str:
     policy = [[f"`{name}`", formula] for name, formula in FORMULAS.items()]
     value = [[f"`{name}`", formula] for name, formula in VALUE_FORMULAS.items()]
     about = (
-        "`out.metrics` holds records that add up: `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, and nothing is "
-        "divided before `.compute()`. A metric is there only if the tensors and the part it reads are there. With `rejected` other "
-        "than `keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` and `effective_sample_size`, "
-        "which count the batch before rejection. Keep policy and value metrics apart: they share "
-        "names. The `invalid_*` counts are records like the others, but `.compute()` leaves them "
-        "out if they are 0, and raises an InputError if they are not."
+        "`out.metrics` holds records that add up: `a + b` merges micro-batches, "
+        "`.all_reduce(group)` merges ranks, and nothing is divided before `.compute()`. A metric "
+        "is there only if the tensors and the part it reads are there. With `rejected` other than "
+        "`keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` "
+        "and `effective_sample_size`, which count the batch before rejection. Keep policy and "
+        "value metrics apart: they share names. The `invalid_*` counts are records like the "
+        "others, but `.compute()` leaves them out if they are 0, and raises an InputError if they "
+        "are not."
     )
     legend = (
-        "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any clamp; r is the ratio slot's ratio "
-        "before its clamp; w is the corrections' weight; A the advantage."
+        "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any "
+        "clamp; r is the ratio slot's ratio before its clamp; w is the corrections' weight; A the "
+        "advantage."
     )
     heading = ["metric", "formula"]
     return join(
@@ -151,7 +161,10 @@ def zero_section(e: Explanation) -> str:
         parts += ["Exactly none comes from the policy term where", _conditions(e.zero.alone)]
     if e.zero.together:
         also = "also" if e.zero.alone else "exactly"
-        shared = f"The gradient is shared over the {e.zero.group}: {also} none where every token of it meets one of"
+        shared = (
+            f"The gradient is shared over the {e.zero.group}: {also} none where every token of it "
+            "meets one of"
+        )
         parts += [shared, _conditions(e.zero.together)]
     return join(*parts, e.still_moved_by)
 

@@ -1,4 +1,6 @@
-"""Writes docs/names.md: what each option and part is called in each framework, and which names mean several things."""
+"""Writes docs/names.md: what each option and part is called in each framework,
+and which names mean several things.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,41 @@ from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from docs.names.options import OPTIONS
 from policyloss.explain.formula import VOCABULARY, formula, names_in
-from policyloss.explain.framework_names import Elsewhere
-from policyloss.explain.traits import ELSEWHERE
+from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
 
 
 def names_page() -> str:
     """The page."""
     about = (
-        "How to say the same thing in each framework, and where two of them say the same word and mean different things. "
-        "`pl.explain(spec)` gives the names of one loss; [frameworks.md](frameworks.md) how to use this library inside each."
+        "How to say the same thing in each framework, and where two of them say the same word and "
+        "mean different things. `pl.explain(spec)` gives the names of one loss; "
+        "[frameworks.md](frameworks.md) how to use this library inside each."
     )
     return join(
         "# Names",
         GENERATED,
         about,
-        "Contents: [options and their defaults](#options), [what each framework calls it](#what-each-framework-calls-it), "
-        "[one name, several meanings](#one-name-several-meanings).",
+        "Contents: [options and their defaults](#options), [what each framework calls "
+        "it](#what-each-framework-calls-it), [one name, several "
+        "meanings](#one-name-several-meanings).",
         options_section(),
         elsewhere_section(),
         homonyms_section(),
     )
 
 
-# Options ------------------------------------------------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------------------
 
 
 def options_section() -> str:
     """What each option is called, with its default."""
     about = (
-        "`name=default` is an option of the framework, `function(argument=default)` an argument; a bare one must be given. "
-        "verl: `actor.` stands for `actor_rollout_ref.actor.`, functions are those of `verl.trainer.ppo.core_algos` and "
-        "`rollout_corr_helper`, as of 0.9.1. OpenRLHF 0.11.2, TRL 1.16.0 (`GRPOConfig`), ColossalChat as of 0.5.0 "
-        "(`coati.distributed.loss`; `models.` for `coati.models.loss`). `pl.LossSpec()` is PPO: `Clip(0.2, 0.2)` and `TokenMean()`."
+        "`name=default` is an option of the framework, `function(argument=default)` an argument; a "
+        "bare one must be given. verl: `actor.` stands for `actor_rollout_ref.actor.`, functions "
+        "are those of `verl.trainer.ppo.core_algos` and `rollout_corr_helper`, as of 0.9.1. "
+        "OpenRLHF 0.11.2, TRL 1.16.0 (`GRPOConfig`), ColossalChat as of 0.5.0 "
+        "(`coati.distributed.loss`; `models.` for `coati.models.loss`). `pl.LossSpec()` is PPO: "
+        "`Clip(0.2, 0.2)` and `TokenMean()`."
     )
     heading = ["what", "policyloss", *FRAMEWORKS]
     tables = []
@@ -82,14 +87,15 @@ def _argument(said: Any) -> str:
     return said.parameter if said.default is REQUIRED else f"{said.parameter}={said.default!r}"
 
 
-# Parts --------------------------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------
 
 
 def elsewhere_section() -> str:
     """What each framework calls each part, one table per kind of part."""
     about = (
-        'How each part is selected. In verl any preset can also be selected by its own name, `loss_mode="policyloss/<preset>"`, '
-        "and in TRL any loss given as `policy_loss=`: see [frameworks.md](frameworks.md)."
+        "How each part is selected. In verl any preset can also be selected by its own name, "
+        '`loss_mode="policyloss/<preset>"`, and in TRL any loss given as `policy_loss=`: see '
+        "[frameworks.md](frameworks.md)."
     )
     parts: dict[str, list[list[str]]] = {}
     for entry in ELSEWHERE:
@@ -116,7 +122,7 @@ def _by_framework(entry: Elsewhere) -> list[str]:
     return [*cells.values(), "; ".join(others)]
 
 
-# Homonyms -----------------------------------------------------------------------------------------------------------------------
+# Homonyms -----------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -192,13 +198,15 @@ def halves(given: dict[str, Any]) -> list[dict[str, Any]]:
 def homonyms_section() -> str:
     """Names with several meanings, what each gives on one batch, and how they differ."""
     about = (
-        "Each name below means several things. The numbers show that they differ: each is what a meaning gives on the batch "
-        "printed here, in float64 (‖∇‖ is the length of the gradient in `logp`), computed when the page is made. The formulas "
-        "are those of `pl.explain`, without the lines that all meanings share."
+        "Each name below means several things. The numbers show that they differ: each is what a "
+        "meaning gives on the batch printed here, in float64 (‖∇‖ is the length of the gradient "
+        "in `logp`), computed when the page is made. The formulas are those of `pl.explain`, "
+        "without the lines that all meanings share."
     )
     same = [f"- {one.says} (`{_changed(one.a)}` and `{_changed(one.b)}`)" for one in SAME]
     same.append(
-        "- SAPO's temperature where the advantage is 0 (EasyR1 takes the positive one): the loss is 0 with either."
+        "- SAPO's temperature where the advantage is 0 (EasyR1 takes the positive one): the loss "
+        "is 0 with either."
     )
     return join(
         "## One name, several meanings",
@@ -274,7 +282,9 @@ def _shown(x: float) -> str:
 
 
 def differing_lines(homonym: Homonym) -> str:
-    """The lines of the formulas that not all meanings share, as a block; "" where there is nothing to compare."""
+    """The lines of the formulas that not all meanings share, as a block;
+    "" where there is nothing to compare.
+    """
     formulas = {m.who: printed_lines(m) for m in homonym.meanings if m.spec is not None}
     if len(formulas) < 2:
         return ""

@@ -1,7 +1,8 @@
-"""Draws the bars of docs/performance.md and the README: time and memory of the head, with the floor of the bare matmuls.
+"""Draws the bars of docs/performance.md and the README:
+time and memory of the head, with the floor of the bare matmuls.
 
-SVG written by hand, so that the same numbers give the same bytes everywhere. It has a white ground of its own: text stays readable
-on a dark page.
+SVG written by hand, so that the same numbers give the same bytes everywhere. It has a white ground
+of its own: text stays readable on a dark page.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ FLOOR_NAME = "three bare matmuls"
 
 @dataclass(frozen=True)
 class Bar:
-    """One provider: milliseconds, bytes beyond inputs and gradients, RMS error of its log-probabilities (None: not exposed)."""
+    """One provider: milliseconds, bytes beyond inputs and gradients, RMS error of its
+    log-probabilities (None: not exposed).
+    """
 
     name: str
     time: float
@@ -36,7 +39,9 @@ class Bar:
 
 
 def bars(providers: dict[str, dict[str, Any]]) -> list[Bar]:
-    """Ours in their order, then the others from fast to slow. Variants of the loss are left to the tables."""
+    """Ours in their order, then the others from fast to slow.
+    Variants of the loss are left to the tables.
+    """
     ours = ("policyloss, one pass", "policyloss, stash", "policyloss, recompute")
     found = [_bar(name, providers[name]) for name in ours if name in providers]
     others = [_bar(name, p) for name, p in providers.items() if p["kind"] == "peer"]
@@ -61,11 +66,17 @@ def head_figure(run: dict[str, Any]) -> str:
         for line in _row(bar, TOP + ROW * i, time_scale, memory_scale, unit)
     ]
     end = TOP + ROW * len(rows)
-    label = f"Bars of time and memory of {len(rows)} implementations of the head, with the time of three bare matmuls"
+    label = (
+        f"Bars of time and memory of {len(rows)} implementations of the head, with the time of "
+        "three bare matmuls"
+    )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-            f'aria-label="{label}" font-family="{FONT}" font-size="13">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                f'width="{WIDTH}" height="{height}" role="img" aria-label="{label}" '
+                f'font-family="{FONT}" font-size="13">'
+            ),
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
             *_heading(run, unit),
             *drawn,
@@ -132,7 +143,10 @@ def _heading(run: dict[str, Any], unit: Unit) -> list[str]:
         run["environment"]["gpu"] or f"{run['environment']['threads']} CPU threads",
     )
     tokens = shape["sequences"] * shape["length"]
-    sizes = f"{tokens:,} tokens, vocabulary {shape['vocabulary']:,}, hidden size {shape['hidden']:,}, {run['dtype']}, {where}"
+    sizes = (
+        f"{tokens:,} tokens, vocabulary {shape['vocabulary']:,}, hidden size {shape['hidden']:,}, "
+        f"{run['dtype']}, {where}"
+    )
     return [
         _text(20, 30, "PPO loss and its gradients from hidden states", size=17, weight=600),
         _text(20, 50, f"{sizes}. Shorter is better.", size=12, fill=SOFT),
@@ -165,7 +179,8 @@ def _row(bar: Bar, y: int, time: Scale, memory: Scale, unit: Unit) -> list[str]:
 def _drawn(scale: Scale, value: float, y: int, colour: str, number: str, weight: int) -> list[str]:
     end = scale.at(value)
     lines = [
-        f'<rect x="{scale.start}" y="{y}" width="{max(end - scale.start, 1.5):.1f}" height="{BAR}" rx="2" fill="{colour}"/>'
+        f'<rect x="{scale.start}" y="{y}" width="{max(end - scale.start, 1.5):.1f}" height="{BAR}" '
+        f'rx="2" fill="{colour}"/>'
     ]
     if scale.cuts(value):
         x = end - 16

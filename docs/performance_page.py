@@ -29,13 +29,16 @@ def performance_pages(results: Path) -> dict[str, str]:
 def performance_page(runs: dict[str, Run]) -> str:
     """The page; `runs` by the name of their file: head_cuda, head_cpu, loss_cuda, …"""
     about = (
-        "Ratios within one run; absolute times say as much about the machine as about the code. Every provider is checked against "
-        "float64 before it is timed, and one that is wrong is not timed. They are interleaved, each round in another order, and "
-        "the figure is the median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what they are "
-        "compared with, `make bench` runs all of it on a CPU, and `python -m benchmarks.head --device cuda` (also `.loss`, `.gae`) "
-        "on a GPU."
+        "Ratios within one run; absolute times say as much about the machine as about the code. "
+        "Every provider is checked against float64 before it is timed, and one that is wrong is "
+        "not timed. They are interleaved, each round in another order, and the figure is the "
+        "median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what "
+        "they are compared with, `make bench` runs all of it on a CPU, and `python -m "
+        "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    divergences = [d for d in WHERE if f"divergence_{d}" in runs]
+    sections += [divergence_section(runs[f"divergence_{d}"], d) for d in divergences]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
     sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
     return join(
@@ -63,7 +66,9 @@ def machine(run: Run) -> str:
 
 
 def targets_section(runs: dict[str, Run]) -> str:
-    """What was to be reached, and what was: one table over all runs, after the names of those that were missed."""
+    """What was to be reached, and what was: one table over all runs,
+    after the names of those that were missed.
+    """
     found = [
         (_of(f"{what}_{d}"), t)
         for what in PARTS
@@ -82,11 +87,12 @@ def targets_section(runs: dict[str, Run]) -> str:
     return join("## Targets", said, table(columns, [[where, *_target(t)] for where, t in found]))
 
 
-PARTS = ("head", "loss", "gae")
+PARTS = ("head", "divergence", "loss", "gae")
 LATENCY = (
-    "On a GPU each call is timed alone, from an idle device: its time includes the Python before its first kernel starts, for the "
-    "head some milliseconds on the machine of these runs. That is part of T1 and T6, and weighs most where a call is "
-    "short: T7's shares of the copy's bandwidth and T8's times are those of whole calls, not of their kernels."
+    "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
+    "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
+    "is part of T1 and T6, and weighs most where a call is short: T7's shares of the copy's "
+    "bandwidth and T8's times are those of whole calls, not of their kernels."
 )
 
 
@@ -112,20 +118,24 @@ def _sign(t: Run) -> str:
     return {"<=": "≤", ">=": "≥"}.get(t.get("sense", ""), "")
 
 
-# The head ------------------------------------------------------------------------------------------------------------------------
+# The head -----------------------------------------------------------------------------------------
 
 
 def head_section(run: Run, device: str) -> str:
     """All groups of one run of `benchmarks.head`."""
     shape, inputs = run["shape"], run["inputs"]
-    sizes = f"{shape['sequences'] * shape['length']} tokens × vocabulary {shape['vocabulary']} × hidden size {shape['hidden']}"
+    sizes = (
+        f"{shape['sequences'] * shape['length']} tokens × vocabulary {shape['vocabulary']} × "
+        f"hidden size {shape['hidden']}"
+    )
     clipped = inputs["below_clip"] + inputs["above_clip"]
     about = (
-        f"{sizes}, {run['dtype']}, {machine(run)}. The inputs are like training's: tokens drawn from distributions of "
-        f"{inputs['mean_entropy']:.2f} nats, {clipped:.0%} of the ratios beyond the clip range, advantages of both signs. The "
-        "floor is the three matrix products that a forward and backward cannot do without (logits, d hidden, d weight), run bare "
-        "in the same loop. Extra memory is the peak beyond inputs and gradients. Errors are against float64: log-probs by root "
-        "mean square, gradients relative."
+        f"{sizes}, {run['dtype']}, {machine(run)}. The inputs are like training's: tokens drawn "
+        f"from distributions of {inputs['mean_entropy']:.2f} nats, {clipped:.0%} of the ratios "
+        "beyond the clip range, advantages of both signs. The floor is the three matrix products "
+        "that a forward and backward cannot do without (logits, d hidden, d weight), run bare in "
+        "the same loop. Extra memory is the peak beyond inputs and gradients. Errors are against "
+        "float64: log-probs by root mean square, gradients relative."
     )
     figure = "![Time and memory of the head](figures/head.svg)" if device == "cuda" else ""
     groups = run["groups"]
@@ -155,14 +165,44 @@ def head_section(run: Run, device: str) -> str:
 
 
 DENSE_NOTE = (
-    "Liger's loss has no dual bound; it computes, and is checked against, PPO's clip without one. The TRL-style row loop and "
-    "eager PyTorch hold all logits. cut-cross-entropy's default leaves out gradients of small probabilities."
+    "Liger's loss has no dual bound; it computes, and is checked against, PPO's clip without one. "
+    "The TRL-style row loop and eager PyTorch hold all logits. cut-cross-entropy's default leaves "
+    "out gradients of small probabilities."
 )
-FORWARD_NOTE = "A log-prob error of some 1e-3 is that of logits rounded to half precision, which are half the bytes."
+FORWARD_NOTE = (
+    "A log-prob error of some 1e-3 is that of logits rounded to half precision, which are half the "
+    "bytes."
+)
 MASKED_NOTE = (
-    "We drop tokens that do not count before the first product; tokens at zero advantage get a forward for the metrics and no "
-    "backward, or neither (`skip_zero_advantage=True`). The others are given their rows gathered before the clock starts."
+    "We drop tokens that do not count before the first product; tokens at zero advantage get a "
+    "forward for the metrics and no backward, or neither (`skip_zero_advantage=True`). The others "
+    "are given their rows gathered before the clock starts."
 )
+
+
+def divergence_section(run: Run, device: str) -> str:
+    """One run of `benchmarks.divergence`: a table for each kind."""
+    shape = run["shape"]
+    about = (
+        f"{shape['sequences'] * shape['length']} tokens × vocabulary {shape['vocabulary']} × "
+        f"hidden size {shape['hidden']} of both models, {run['dtype']}, {machine(run)}. Every "
+        "provider gives the mean divergence of student and teacher and its gradients, from the "
+        "hidden states of both. The floor is four matrix products: the logits of either model, d "
+        "hidden and d weight."
+    )
+    words = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
+    tables = []
+    for kind, providers in run["groups"].items():
+        base = providers.get("four bare matmuls", {}).get("median_ms")
+        rows = [_divergence_row(name, p, base) for name, p in providers.items()]
+        columns = ["", "time / floor", "ms (p20 to p80)", "extra memory", "d hidden", "d weight"]
+        tables += [f"### {words[kind]}", table(columns, rows)]
+    return join(f"## A teacher's distributions {WHERE[device]}", about, *tables, _not_timed(run))
+
+
+def _divergence_row(name: str, p: Run, base: float | None) -> list[str]:
+    *measured, _, d_hidden, d_weight = _row(name, p, base)
+    return [*measured, d_hidden, d_weight]
 
 
 def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
@@ -229,9 +269,9 @@ def _logits_group(groups: Run) -> str:
         "d logits",
     ]
     note = (
-        "A forward reads the logits once; a copy and a backward in place read and write them. TRL's pair is "
-        "`selective_log_softmax` and `entropy_from_logits`: on a GPU each takes a Triton kernel of TRL's where there is Triton, "
-        "plain torch where there is not."
+        "A forward reads the logits once; a copy and a backward in place read and write them. "
+        "TRL's pair is `selective_log_softmax` and `entropy_from_logits`: on a GPU each takes a "
+        "Triton kernel of TRL's where there is Triton, plain torch where there is not."
     )
     return join("### From logits that are there: log-probs and entropy", table(columns, rows), note)
 
@@ -252,7 +292,7 @@ def _plans(groups: Run) -> str:
     return join("### The plans, as `explain_plan` tells them", fenced(text, "text")) if told else ""
 
 
-# The loss ------------------------------------------------------------------------------------------------------------------------
+# The loss -----------------------------------------------------------------------------------------
 
 
 def loss_section(run: Run, device: str) -> str:
@@ -271,10 +311,12 @@ def loss_section(run: Run, device: str) -> str:
     ]
     height, width = run["shape"]
     about = (
-        "`policy_loss(ppo_dual_clip)` with all its metrics, against the functions of verl 0.9.1 and OpenRLHF 0.11.2 that compute "
-        f"the same loss: {height} × {width} tokens, float32, {machine(run)}. Peak extra memory is what tensors held beyond the "
-        "inputs. The mask is float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for every provider. "
-        "verl returns three metrics; under torch.compile, the figure that compares like with like is ours with verl's metrics."
+        "`policy_loss(ppo_dual_clip)` with all its metrics, against the functions of verl 0.9.1 "
+        f"and OpenRLHF 0.11.2 that compute the same loss: {height} × {width} tokens, float32, "
+        f"{machine(run)}. Peak extra memory is what tensors held beyond the inputs. The mask is "
+        "float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for "
+        "every provider. verl returns three metrics; under torch.compile, the figure that "
+        "compares like with like is ours with verl's metrics."
     )
     heading = ["provider", f"speed against {against} eager", "ms (p20 to p80)", "peak extra"]
     title = f"## The loss {WHERE[device]}, forward and backward"
@@ -291,10 +333,16 @@ def loss_section(run: Run, device: str) -> str:
 def _loss_notes(times: Run) -> str:
     """What the rows are that do not explain themselves, if they are there."""
     notes = {
-        "policyloss, compiled_loss": "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one graph "
-        "compiled from the eager source, then `backward()`. `value_and_gradient` is its method that goes without autograd.",
-        "coati's form": "coati's form is ColossalChat's formula, written out because its package cannot be installed beside this "
-        "one: another, smaller loss (no dual bound, each row's own mean, one metric), held against its own float64 formula.",
+        "policyloss, compiled_loss": (
+            "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one "
+            "graph compiled from the eager source, then `backward()`. `value_and_gradient` is its "
+            "method that goes without autograd."
+        ),
+        "coati's form": (
+            "coati's form is ColossalChat's formula, written out because its package cannot be "
+            "installed beside this one: another, smaller loss (no dual bound, each row's own "
+            "mean, one metric), held against its own float64 formula."
+        ),
     }
     return " ".join(text for name, text in notes.items() if name in times)
 
@@ -316,25 +364,32 @@ def _scaling(found: list[Run] | None, device: str) -> str:
         return ""
     names = [name for name in found[0] if name != "tokens"]
     rows = [[f"{r['tokens']:.0e}", *(f"{r[name]:.3g}" for name in names)] for r in found]
-    note = "In small batches the fixed cost of some hundred operations shows; in large ones the tensors no longer fit any cache."
+    note = (
+        "In small batches the fixed cost of some hundred operations shows; in large ones the "
+        "tensors no longer fit any cache."
+    )
     if device == "cuda":
         first, last = (
             f"{r['policyloss'] * r['tokens'] / 1e6:.1f} ms for {r['tokens']:.0e} tokens"
             for r in (found[0], found[-1])
         )
-        note = f"A call of ours took {first} and {last}: here it is the number of operations that counts, not that of tokens."
+        note = (
+            f"A call of ours took {first} and {last}: here it is the number of operations that "
+            "counts, not that of tokens."
+        )
     return join("Cost per token, eager, nanoseconds:", table(["tokens", *names], rows), note)
 
 
-# GAE -----------------------------------------------------------------------------------------------------------------------------
+# GAE ----------------------------------------------------------------------------------------------
 
 
 def gae_section(run: Run, device: str) -> str:
     """The scan against the loop over time."""
     height, width = run["shape"]
     about = (
-        f"`pl.gae` against the loop over time steps that frameworks use: {height} × {width}, {machine(run)}. Padded, with masked "
-        "spans in the middle, and packed (there the loop's figure holds the padding it needs)."
+        f"`pl.gae` against the loop over time steps that frameworks use: {height} × {width}, "
+        f"{machine(run)}. Padded, with masked spans in the middle, and packed (there the loop's "
+        "figure holds the padding it needs)."
     )
     if device == "cuda":
         about += " On a GPU ours is one Triton kernel; the loop launches some for every time step."

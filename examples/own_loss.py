@@ -1,4 +1,6 @@
-"""The two losses of docs/custom.md: a callable in a slot, and a whole loss from `policyloss.functional`."""
+"""The two losses of docs/custom.md: a callable in a slot,
+and a whole loss from `policyloss.functional`.
+"""
 
 import torch
 from torch import Tensor

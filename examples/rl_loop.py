@@ -1,14 +1,16 @@
-"""Reinforcement learning of a language model in one file: model, sampler, rewards, advantages, loss, update, evaluation.
+"""Reinforcement learning of a language model in one file: model, sampler, rewards, advantages,
+loss, update, evaluation.
 
     python examples/rl_loop.py                      about a minute on two CPU cores
     python examples/rl_loop.py --loss cispo --seed 1
 
-The task is to sort digits: the model reads `3141=` and is to write `1134` and an end token. It is a small transformer that begins
-with random weights and sees no example of an answer: all it ever gets is a number for each text that it wrote. Read on from top
-to bottom; nothing is hidden in another file but the loss, which is `policy_loss`, and the baseline of the rewards.
+The task is to sort digits: the model reads `3141=` and is to write `1134` and an end token. It is a
+small transformer that begins with random weights and sees no example of an answer: all it ever gets
+is a number for each text that it wrote. Read on from top to bottom; nothing is hidden in another
+file but the loss, which is `policy_loss`, and the baseline of the rewards.
 
-Shapes are written behind names: P prompts, G samples of each, B = P·G sequences, L tokens of a prompt, T tokens of a completion,
-S = L + T, V words, D features, H heads.
+Shapes are written behind names: P prompts, G samples of each, B = P·G sequences, L tokens of a
+prompt, T tokens of a completion, S = L + T, V words, D features, H heads.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.nn import functional as F
 
 import policyloss as pl
 
-# ── The task ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The task ──────────────────────────────────────────────────────────────────────────────────────
 
 DIGITS = 4  # in a prompt
 EQUALS, END = 10, 11  # the words are the digits 0 to 9 and these two
@@ -36,7 +38,9 @@ HELD_OUT = 500  # prompts that are never trained on
 
 
 def make_prompts() -> tuple[Tensor, Tensor]:
-    """Every string of digits once, in an order that never changes: those to train on, and those held out. int64 [·, L]"""
+    """Every string of digits once, in an order that never changes:
+    those to train on, and those held out. int64 [·, L]
+    """
     digits = torch.cartesian_prod(*[torch.arange(10)] * DIGITS)
     order = torch.tensor(Random(0).sample(range(len(digits)), len(digits)))
     prompts = torch.cat([digits[order], torch.full((len(digits), 1), EQUALS)], dim=1)
@@ -51,17 +55,21 @@ def right_answers(prompts: Tensor) -> Tensor:
 
 
 def reward(prompts: Tensor, completions: Tensor) -> Tensor:
-    """The share of the places of an answer that are right, [B]. What comes after END counts as wrong."""
+    """The share of the places of an answer that are right, [B].
+    What comes after END counts as wrong.
+    """
     return ((completions == right_answers(prompts)) & written(completions)).float().mean(dim=1)
 
 
 def written(completions: Tensor) -> Tensor:
-    """True for the tokens up to END and at END, which are the ones that the model chose. bool [B, T]"""
+    """True for the tokens up to END and at END, which are the ones that the model chose.
+    bool [B, T]
+    """
     ends = (completions == END).long()
     return ends.cumsum(dim=1) - ends == 0
 
 
-# ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The model ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):
@@ -82,9 +90,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] → [B, S, D]"""
         qkv = self.into_attention(self.before_attention(x))
+        # [B, H, S, D/H]
         q, k, v = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2)
-        )  # [B, H, S, D/H]
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_attention(mixed.transpose(1, 2).flatten(2))
         return x + self.layers(self.before_layers(x))  # type: ignore[no-any-return]
@@ -106,14 +115,15 @@ class Policy(nn.Module):
 
 
 def logp_of(policy: Policy, prompts: Tensor, completions: Tensor) -> Tensor:
-    """log p of each token of a completion, given all before it, [B, T]. The logits at a place are of the token after it."""
-    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[
-        :, L - 1 :
-    ]  # [B, T, V]
+    """log p of each token of a completion, given all before it, [B, T].
+    The logits at a place are of the token after it.
+    """
+    # [B, T, V]
+    logits: Tensor = policy(torch.cat([prompts, completions], dim=1)[:, :-1])[:, L - 1 :]
     return logits.log_softmax(dim=2).gather(2, completions.unsqueeze(2)).squeeze(2)
 
 
-# ── Sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
@@ -139,7 +149,7 @@ def accuracy(policy: Policy, prompts: Tensor) -> float:
     return (reward(prompts, sample(policy, prompts, greedy=True)) == 1).float().mean().item()
 
 
-# ── Learning ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Learning ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -168,14 +178,15 @@ class Batch:
 
 
 def collect(policy: Policy, train: Tensor, settings: Settings) -> Batch:
-    """Sample G completions of P prompts, score them, and compare each with the others of its prompt."""
+    """Sample G completions of P prompts, score them,
+    and compare each with the others of its prompt.
+    """
     chosen = train[torch.randint(len(train), (settings.prompts,))]  # [P, L]
     prompts = chosen.repeat_interleave(settings.samples, dim=0)  # [B, L]
     completions = sample(policy, prompts)
     rewards = reward(prompts, completions)
-    group_ids = torch.arange(settings.prompts).repeat_interleave(
-        settings.samples
-    )  # [B]: which prompt
+    # [B]: which prompt.
+    group_ids = torch.arange(settings.prompts).repeat_interleave(settings.samples)
     advantages = pl.advantage.grpo(rewards, group_ids)
     with torch.no_grad():
         old_logp = logp_of(policy, prompts, completions)
@@ -204,7 +215,8 @@ def train(settings: Settings, say: Callable[[str], object] = print) -> tuple[Pol
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, weight_decay=0.0)
     before = accuracy(policy, held_out)
     say(
-        f"before: held-out accuracy {before:.3f}, {sum(p.numel() for p in policy.parameters()):,} weights, loss {settings.loss}"
+        f"before: held-out accuracy {before:.3f}, {sum(p.numel() for p in policy.parameters()):,} "
+        f"weights, loss {settings.loss}"
     )
     began = time.perf_counter()
     for step in range(1, settings.steps + 1):

@@ -1,8 +1,10 @@
-"""A tour: three losses, their numbers on one small batch, and a drawing of loss and gradient over the ratio.
+"""A tour: three losses, their numbers on one small batch,
+and a drawing of loss and gradient over the ratio.
 
     python examples/tour.py --out out
 
-Needs torch and matplotlib only. Writes `tour.png` and `tour.html` (self-contained) and prints where they are.
+Needs torch and matplotlib only. Writes `tour.png` and `tour.html` (self-contained)
+and prints where they are.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ NAMES = ("ppo_dual_clip", "cispo", "sapo")
 
 
 def per_token(spec: pl.LossSpec, ratio: Tensor, advantage: float) -> tuple[Tensor, Tensor]:
-    """Loss and d loss / d logp of single tokens whose ratio is `ratio`: a batch of one-token sequences, summed."""
+    """Loss and d loss / d logp of single tokens whose ratio is `ratio`:
+    a batch of one-token sequences, summed.
+    """
     logp = torch.full_like(ratio, -1.0, requires_grad=True)
     old = (logp.detach() - ratio.log()).unsqueeze(1)
     mask = torch.ones_like(old, dtype=torch.bool)
@@ -121,17 +125,24 @@ def page(png: bytes, table: str, names: tuple[str, ...]) -> str:
     cards = "".join(
         f"<h2>{html.escape(n)}</h2><pre>{html.escape(str(pl.explain(n)))}</pre>" for n in names
     )
-    style = "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 "
+        "1rem;color:#222}"
+    )
     style += (
         "pre{background:#f6f6f4;padding:1rem;overflow-x:auto;font-size:13px}img{max-width:100%}"
     )
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>policyloss: a tour</title><style>{style}</style>"
-        "<h1>Three losses, one token</h1><p>The same token under three trust regions: what it costs, and how hard it is pushed, as "
-        "its ratio moves away from 1. Where the gradient is flat zero, the token no longer learns. (logp is held at −1 and "
+        "<!doctype html><html lang=en><meta charset=utf-8><title>policyloss: a "
+        f"tour</title><style>{style}</style>"
+        "<h1>Three losses, one token</h1><p>The same token under three trust regions: what it "
+        "costs, and how hard it is pushed, as "
+        "its ratio moves away from 1. Where the gradient is flat zero, the token no longer learns. "
+        "(logp is held at −1 and "
         "old_logp moves. CISPO's value is no objective: read its gradient, not its loss.)</p>"
         f'<img alt="loss and gradient over the ratio" src="data:image/png;base64,{picture}">'
-        f"<h1>The same batch under three losses</h1><pre>{html.escape(table)}</pre><h1>What they are</h1>{cards}</html>"
+        f"<h1>The same batch under three losses</h1><pre>{html.escape(table)}</pre><h1>What they "
+        f"are</h1>{cards}</html>"
     )
 
 

@@ -1,4 +1,6 @@
-"""One thread and fixed hypothesis settings for every test: small tensors gain nothing from more, and failures repeat."""
+"""One thread and fixed hypothesis settings for every test:
+small tensors gain nothing from more, and failures repeat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A user's script, as type checkers see it: `make lint` runs `mypy --strict` on it, and nothing here needs a cast.
+"""A user's script, as type checkers see it: `make lint` runs `mypy --strict` on it,
+and nothing here needs a cast.
 
 It is not run by the tests; what it calls is tested elsewhere.
 """
@@ -19,7 +20,9 @@ def tapered(t: pl.Tokens) -> Tensor:
 def step(
     hidden: Tensor, head: torch.nn.Linear, ids: Tensor, advantages: Tensor, mask: Tensor
 ) -> float:
-    """Log-probabilities of either kind, a spec changed in every way, and the loss with its metrics."""
+    """Log-probabilities of either kind, a spec changed in every way,
+    and the loss with its metrics.
+    """
     old_logp: Tensor = pl.linear_logprobs(hidden, head.weight, ids, mask=mask)
     both: pl.LogProbs = pl.logprobs(head(hidden), ids, entropy=True, mask=mask)
     spec = pl.preset("dapo", eps_high=0.3).replace(

@@ -1,4 +1,6 @@
-"""One module for each part of a framework; each defines FUNCTIONS, and imports the framework only inside its calls."""
+"""One module for each part of a framework; each defines FUNCTIONS,
+and imports the framework only inside its calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ColossalChat's losses and ours. Its package is on no index: the other side is 60 recorded cases, and there are no more."""
+"""ColossalChat's losses and ours. Its package is on no index:
+the other side is 60 recorded cases, and there are no more.
+"""
 
 from __future__ import annotations
 

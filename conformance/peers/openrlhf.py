@@ -15,12 +15,13 @@ from policyloss.compat import openrlhf as ours
 from policyloss.compat.releases import at_least
 
 CURRENT = ("0.11.2",)
+# The older correction arguments, the counts of the step in forward().
 WITH_COUNTS = (
     "0.10.3",
     "0.10.4",
     "0.11.0",
     "0.11.1",
-)  # the older correction arguments, the counts of the step in forward()
+)
 WITHOUT_COUNTS = (
     "0.9.3",
     "0.9.4",
@@ -93,7 +94,9 @@ WRONG: list[Options] = [
 
 
 def _options(corrections: list[Options], counts: tuple[bool, ...]) -> list[Options]:
-    """Every combination of the loss's own options and a correction; then the masks of other dtypes, or none."""
+    """Every combination of the loss's own options and a correction;
+    then the masks of other dtypes, or none.
+    """
     sizes = ([0.2, 0.2], [0.1, 0.28])
     found: list[Options] = []
     for kind, dual, token_level, counted, (low, high), words in product(
@@ -287,11 +290,16 @@ def _our_kl(inputs: Inputs, options: Options) -> Outputs:
     return {"loss": ours.compute_approx_kl(**inputs, **_kl_words(options))}
 
 
-ROUNDED = "adds w·k2 to the value and takes it off again, in float32: the value is rounded to the size of w·k2"
+ROUNDED = (
+    "adds w·k2 to the value and takes it off again, in float32: the value is rounded to the size "
+    "of w·k2"
+)
 
 
 def _kl_defects(options: Options, inputs: Inputs) -> list[Defect]:
-    """float64 in, float32 inside: their rounding shows where ours is another. In float32 it shows only beside a large w·k2."""
+    """float64 in, float32 inside: their rounding shows where ours is another. In float32 it shows
+    only beside a large w·k2.
+    """
     wide = inputs["log_probs"].dtype == torch.float64
     if options["kl_estimator"] not in ("k1", "k2", "k3"):
         return []

@@ -1,7 +1,9 @@
-"""TRL: `GRPOTrainer._compute_loss` on given log-probabilities, against the spec of the same config, one entry per loss_type.
+"""TRL: `GRPOTrainer._compute_loss` on given log-probabilities,
+against the spec of the same config, one entry per loss_type.
 
-Theirs is the trainer's own method, called on a stand-in for the trainer that holds the config's values and answers for the model
-and the accelerator; vLLM's importance weights come from the trainer's own lines, cut out of the method that generates completions.
+Theirs is the trainer's own method, called on a stand-in for the trainer that holds the config's
+values and answers for the model and the accelerator; vLLM's importance weights come from the
+trainer's own lines, cut out of the method that generates completions.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from policyloss.metrics import Stat
 
 PINNED = "1.16.0"
 HORIZON = 16
-# What a step looks like from one micro-batch: micro-batches accumulated, micro-batches generated at once, processes.
+# What a step looks like from one micro-batch: micro-batches accumulated,
+# micro-batches generated at once, processes.
 STEPS = ((1, 1, 1), (4, 4, 1), (4, 2, 1), (2, 3, 3), (1, 4, 2))
 BANDS = ((0.2, None), (0.2, 0.28), (3e-4, 4e-4), (1.0, 4.0))
 CAPS = (None, 5.0, 1.2)
@@ -53,7 +56,9 @@ OURS_ALONE = ("processes", "training", "on_policy", "unscored")
 
 
 def _options(loss_type: str) -> list[Options]:
-    """Every level, delta, KL, off-policy mask and vLLM mode together; the other numbers are drawn."""
+    """Every level, delta, KL, off-policy mask and vLLM mode together;
+    the other numbers are drawn.
+    """
     deltas = (None, 4.0, 1.1) if loss_type in CLIPPED else (None,)
     kls = ((0.0, True), (0.04, False), (0.04, True))
     modes = (None, *(mode for mode in MODES if loss_type != "vespo" or mode.startswith("token")))
@@ -115,7 +120,8 @@ def _inputs(batch: Batch, options: Options) -> Inputs:
         "rollout_logp": batch.rollout_logp,
         "ref_logp": batch.logp + near * (batch.ref_logp - batch.logp),
         "entropy": batch.entropy,
-        # One advantage per sequence, as TRL's own, where the batch has that; else one per token, as its subclasses may give.
+        # One advantage per sequence, as TRL's own, where the batch has that;
+        # else one per token, as its subclasses may give.
         "advantages": batch.advantages[:, 0].clone()
         if batch.kind == "sequence_advantages"
         else batch.advantages,
@@ -127,10 +133,12 @@ def _inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def _nearness(batch: Batch, options: Options) -> float:
-    """A sixth of the distances where float32 has no digits left to compare: ratios of e^30 times a KL whose terms cancel.
+    """A sixth of the distances where float32 has no digits left to compare:
+    ratios of e^30 times a KL whose terms cancel.
 
-    TRL's own numbers are then off by more than 1e-6 from what it gives for the same batch in float64, and equal ours only if both
-    add in the same order, which they do where the ratio is per token and alone carries the surrogate's gradient.
+    TRL's own numbers are then off by more than 1e-6 from what it gives for the same batch in
+    float64, and equal ours only if both add in the same order, which they do where the ratio is per
+    token and alone carries the surrogate's gradient.
     """
     weighted = options["beta"] != 0.0 and options["use_bias_correction_kl"]
     other_order = (
@@ -151,7 +159,9 @@ def _config(options: Options, defaults: dict[str, Any]) -> SimpleNamespace:
 
 
 def _trainer_inputs(inputs: Inputs, options: Options, config: Any) -> dict[str, Any]:
-    """The micro-batch as the trainer's `_generate_and_score_completions` returns it, but for the importance weights."""
+    """The micro-batch as the trainer's `_generate_and_score_completions` returns it,
+    but for the importance weights.
+    """
     mask = inputs["mask"].long()
     ids = torch.zeros_like(mask)
     made: dict[str, Any] = {
@@ -220,14 +230,18 @@ def _ours_with_bonus(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _mean(name: str, record: Any) -> float:
-    """A mean that is 0 where nothing was counted, as TRL's; it counts clipped tokens in float32 whatever the dtype."""
+    """A mean that is 0 where nothing was counted, as TRL's;
+    it counts clipped tokens in float32 whatever the dtype.
+    """
     assert isinstance(record, Stat)
     total, count = (x.float() for x in record.wide) if name.startswith("clip") else record.wide
     return float(total / count.clamp(min=1))
 
 
 def _comparable(config: Any) -> list[str]:
-    """TRL's metrics that mean what ours do. With a ratio per sequence TRL averages over rows, ours over tokens."""
+    """TRL's metrics that mean what ours do. With a ratio per sequence TRL averages over rows,
+    ours over tokens.
+    """
     names = ["entropy"]
     if config.beta != 0.0:
         names.append("kl")
@@ -242,7 +256,7 @@ def _comparable(config: Any) -> list[str]:
 
 
 def _theirs(inputs: Inputs, options: Options) -> Outputs:
-    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer  # noqa: N806
     config = _config(
         options,
         {f.name: f.default for f in fields(import_module("trl.trainer.grpo_config").GRPOConfig)},
@@ -257,7 +271,9 @@ def _theirs(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _stand_in(trainer_class: Any, config: Any, inputs: Inputs, options: Options) -> SimpleNamespace:
-    """What `_compute_loss` asks of the trainer: what it takes from the config, a model's answer, and one process's accelerator."""
+    """What `_compute_loss` asks of the trainer: what it takes from the config, a model's answer,
+    and one process's accelerator.
+    """
     forward = (
         inputs["logp"],
         inputs["entropy"],
@@ -310,7 +326,9 @@ def _returns_router_loss(trainer_class: Any) -> bool:
 
 @cache
 def _importance_code(trainer_class: Any) -> CodeType:
-    """TRL's lines that make the weights: the `if` of `_generate_and_score_completions` in which their ratio is assigned."""
+    """TRL's lines that make the weights: the `if` of `_generate_and_score_completions`
+    in which their ratio is assigned.
+    """
     tree = ast.parse(
         textwrap.dedent(inspect.getsource(trainer_class._generate_and_score_completions))
     )
@@ -340,15 +358,18 @@ def _importance_weights(trainer_class: Any, trainer: Any, made: dict[str, Any]) 
 
 
 LOST_GRADIENT = Defect(
-    "far from the old policy or the reference, a KL that is weighted by the ratio has two huge terms that cancel; the policy "
-    "gradient is added to one of them first, and lost in its rounding",
+    "far from the old policy or the reference, a KL that is weighted by the ratio has two huge "
+    "terms that cancel; the policy gradient is added to one of them first, and lost in its "
+    "rounding",
     "the two KL terms cancel first, and the policy gradient is kept",
     (GRADIENT,),
 )
 
 
 def _defect(options: Options, inputs: Inputs) -> Defect | None:
-    """Far from the reference, with no clamp, the KL's two terms are huge and cancel; what is added to one before that is lost."""
+    """Far from the reference, with no clamp, the KL's two terms are huge and cancel; what is added
+    to one before that is lost.
+    """
     if (
         options["loss_type"] != "vespo"
         or options["beta"] == 0.0
@@ -381,7 +402,9 @@ def _function(name: str, options: list[Options], **others: Any) -> Function:
 
 
 def _far_function() -> Function:
-    """CISPO at a log-ratio of 80 to the old policy, the reference being the policy itself, as at the start of a run."""
+    """CISPO at a log-ratio of 80 to the old policy, the reference being the policy itself,
+    as at the start of a run.
+    """
     near = [
         o
         for o in _options("cispo")
@@ -426,13 +449,17 @@ def _some(loss_type: str) -> list[Options]:
 
 
 def _may_overflow(options: Options) -> bool:
-    """A product of weights without an upper bound, which on an extreme batch is infinite on both sides."""
+    """A product of weights without an upper bound, which on an extreme batch
+    is infinite on both sides.
+    """
     product_of_weights = str(options.get("vllm_importance_sampling_mode")).startswith("sequence")
     return product_of_weights and options["vllm_importance_sampling_clip_max"] is None
 
 
 def _with_bonus() -> list[Options]:
-    """A policy loss that is averaged as TRL averages its entropy bonus, so that one spec holds both."""
+    """A policy loss that is averaged as TRL averages its entropy bonus,
+    so that one spec holds both.
+    """
     plain = [
         o
         for o in _options("bnpo")

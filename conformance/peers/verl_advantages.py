@@ -19,12 +19,16 @@ from conformance.suite import Defect, Function, Inputs, Options, Outputs
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS
 
-# How rows are grouped. "mixed" has groups of one; "large" draws four times the rows, and puts most of them into one group.
+# How rows are grouped. "mixed" has groups of one;
+# "large" draws four times the rows, and puts most of them into one group.
 GROUPS = ("pairs", "mixed", "one", "large")
-# What the rewards are: on every token (masked ones too, which verl sums up as well), one per row on its last valid token, 0 or 1
-# (equal rewards, constant groups, rows that count for nothing in GPG), or close together, where rounding is amplified.
+# What the rewards are: on every token (masked ones too, which verl sums up as well), one per row on
+# its last valid token, 0 or 1 (equal rewards, constant groups, rows that count for nothing in GPG),
+# or close together, where rounding is amplified.
 REWARDS = ("tokens", "outcome", "binary", "close")
-INTEGER = "int64"  # verl's masks are integers: then its counts and Bessel's correction are float32, whatever the rewards are
+# verl's masks are integers: then its counts and Bessel's correction are float32, whatever the
+# rewards are.
+INTEGER = "int64"
 RELEASES = ("0.9.1", "0.9.0", "0.8.0", "0.7.1", "0.7.0", "0.6.1", "0.5.0", "0.4.1")
 DIFFERS_BY_RELEASE = ("gae", "grpo_vectorized", "reinforce_plus_plus")
 
@@ -115,7 +119,9 @@ def remax_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def otb_inputs(batch: Batch, options: Options) -> Inputs:
-    """What the optimal token baseline reads. Σπ² lies between π² (all else spread thin) and π² + (1 − π)² (one other token)."""
+    """What the optimal token baseline reads. Σπ² lies between π² (all else spread thin)
+    and π² + (1 − π)² (one other token).
+    """
     inputs = grouped(batch, options)
     batch = more_rows(batch, options["groups"])
     g, pi = batch.generator(3), batch.old_logp.double().exp()
@@ -131,7 +137,9 @@ def otb_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def gdpo_inputs(batch: Batch, options: Options) -> Inputs:
-    """Several rewards by name in place of one, where the options ask for them; Python floats, as reward functions return them."""
+    """Several rewards by name in place of one, where the options ask for them; Python floats, as
+    reward functions return them.
+    """
     inputs = grouped(batch, options)
     rows = len(inputs["index"])
     for i in range(options["components"]):
@@ -166,7 +174,8 @@ def call(
             gdpo_reward_keys=components, gdpo_reward_weights=options["reward_weights"]
         )
         given["non_tensor_batch"] = {key: as_index(inputs[key]) for key in components}
-        # A prompt of three tokens before the response; verl puts a reward on the last token of the response.
+        # A prompt of three tokens before the response;
+        # verl puts a reward on the last token of the response.
         attention = torch.nn.functional.pad(given["response_mask"].long(), (3, 0), value=1)
         given["batch"] = {"prompts": attention[:, :3], "attention_mask": attention}
     if name in DIFFERS_BY_RELEASE and function is ADVANTAGE_ESTIMATORS[name]:
@@ -192,7 +201,10 @@ def no_length(options: Options, inputs: Inputs) -> Defect | None:
     if not any(tokens[label] == 0 and index.count(label) > 1 for label in index):
         return None
     return Defect(
-        reason="a group of several rows without a single valid token: 0/0, and NaN times the mask is NaN",
+        reason=(
+            "a group of several rows without a single valid token: 0/0, and NaN times the mask "
+            "is NaN"
+        ),
         instead="the group's baseline is 0, and its rows get 0, as they have no token",
     )
 
@@ -203,7 +215,8 @@ def entry(
     """One function of the registry. There are no gradients: advantages are constants of a step."""
 
     def theirs(given: Inputs, chosen: Options) -> Outputs:
-        # Up to 0.7.0 verl's grouped statistics take an accelerator's module for a device, unless this names one.
+        # Up to 0.7.0 verl's grouped statistics take an accelerator's module for a device,
+        # unless this names one.
         os.environ.setdefault("VERL_FORCE_DEVICE", "cpu")
         core = import_module("verl.trainer.ppo.core_algos")
         return call(name, core.get_adv_estimator_fn(name), given, chosen, as_array)
@@ -252,7 +265,8 @@ FUNCTIONS: list[Function] = [
         gdpo_inputs,
         releases=since("0.7.1"),
     ),
-    # Groups of one are refused by both. Equal best rewards have margin 0, so which of them torch.topk names does not matter.
+    # Groups of one are refused by both. Equal best rewards have margin 0, so which of them
+    # torch.topk names does not matter.
     entry(
         "grpo_passk",
         grid(groups=GROUPS, rewards=REWARDS, config=({}, {"norm_adv_by_std_in_grpo": False}))

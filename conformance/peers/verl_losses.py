@@ -1,4 +1,6 @@
-"""verl's losses: every function of its registry, `compute_policy_loss`, the value loss, `agg_loss` and `kl_penalty`."""
+"""verl's losses: every function of its registry, `compute_policy_loss`, the value loss,
+`agg_loss` and `kl_penalty`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ POLICY = {
     "ppo_kl_coef": 0.7,
     "dro_beta": 0.3,
 }
-# When a loss joined the registry; "vanilla" and the others since 0.6.1 (0.5.0 has no config to read).
+# When a loss joined the registry; "vanilla" and the others since 0.6.1 (0.5.0 has no config to
+# read).
 SINCE = {"dppo_tv": "0.7.1", "dppo_kl": "0.7.1", "dro": "0.9.0", "bypass_mode": "0.7.1"}
 SINCE |= dict.fromkeys(("sapo", "cispo", "reinforce"), "0.7.0")
 RELEASES = ("0.9.1", "0.9.0", "0.8.0", "0.7.1", "0.7.0", "0.6.1")
@@ -70,14 +73,15 @@ def core() -> Any:
 
 
 def config_of(options: Options) -> Any:
-    """The config of a call: verl's own class where there is a verl (its losses check the type), else a bag of the same fields."""
+    """The config of a call: verl's own class where there is a verl (its losses check the type),
+    else a bag of the same fields.
+    """
     try:
         kind = core().ActorConfig
     except ModuleNotFoundError:
         kind = Bag
-    config = kind.__new__(
-        kind
-    )  # the fields alone: to build one is to check settings of the trainer that no loss reads
+    # The fields alone: to build one is to check settings of the trainer that no loss reads.
+    config = kind.__new__(kind)
     policy = {**POLICY, **options.get("policy", {})}
     if policy.get("rollout_correction") is not None:
         policy["rollout_correction"] = Bag(**policy["rollout_correction"])

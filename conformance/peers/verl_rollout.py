@@ -16,7 +16,8 @@ from conformance.suite import Defect, Function, Inputs, Options, Outputs
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl import rollout_correction as ours
 
-# The releases whose `compute_rs_metrics` takes today's arguments, and those that have `apply_bypass_mode`.
+# The releases whose `compute_rs_metrics` takes today's arguments,
+# and those that have `apply_bypass_mode`.
 REJECT_BY_DIVERGENCE = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
 BYPASS = ("0.7.0", *REJECT_BY_DIVERGENCE)
 IS_THRESHOLDS: tuple[Any, ...] = (2.0, "2.0", 1.2, "0.5_2.0", "0.95_1.05", 1000)
@@ -230,7 +231,9 @@ def add_to_batch(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
 
 
 def bypass(module: Any, x: Inputs, o: Options) -> Outputs:
-    """`apply_bypass_mode`: what it does to batch and config. Without OmegaConf (a replay) the config is a dict."""
+    """`apply_bypass_mode`: what it does to batch and config.
+    Without OmegaConf (a replay) the config is a dict.
+    """
     try:
         config = import_module("omegaconf").OmegaConf.create({"loss_mode": "vanilla"})
         import_module("omegaconf").OmegaConf.set_struct(config, True)

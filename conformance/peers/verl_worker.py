@@ -1,7 +1,9 @@
-"""verl's actor step as its workers run it — `ppo_loss` with a real `ActorConfig` and TensorDict — with our losses hooked in.
+"""verl's actor step as its workers run it — `ppo_loss` with a real `ActorConfig` and TensorDict —
+with our losses hooked in.
 
-Two hooks: `install()`, after which verl's registry returns our function under verl's own name, and `register()`, after which
-`loss_mode="policyloss/<name>"` is a spec of ours that says the same loss. verl adds entropy and KL in both.
+Two hooks: `install()`, after which verl's registry returns our function under verl's own name, and
+`register()`, after which `loss_mode="policyloss/<name>"` is a spec of ours that says the same loss.
+verl adds entropy and KL in both.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ SPECS = {
     "dro": (_TOKEN, pl.LossSpec(ratio=pl.TokenRatio(log_clamp=None), trust=pl.Quadratic(0.3))),
     "cispo": (_TOKEN, pl.LossSpec(trust=pl.DetachedClip(0.8, 1.28))),
 }
+# Micro-batch statistics, or an average of its own: through install() only.
 OTHERS = (
     "clip_cov",
     "kl_cov",
     "geo_mean",
-)  # micro-batch statistics, or an average of its own: through install() only
+)
 
 
 def _inputs(batch: Batch, options: Options) -> Inputs:
@@ -78,7 +81,9 @@ def step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
     )
 
     def unpadded(x: torch.Tensor) -> torch.Tensor:
-        """One prompt token before each response, whose output is the response's first; the last output is of no token."""
+        """One prompt token before each response, whose output is the response's first;
+        the last output is of no token.
+        """
         return torch.cat([x, torch.zeros_like(x[:, :1])], dim=1).reshape(-1)
 
     output = {

@@ -9,14 +9,18 @@ REQUIRED = object()  # an argument that must be given
 
 
 class Option(NamedTuple):
-    """A setting of a framework: its name in the configuration or on the command line, and its default."""
+    """A setting of a framework: its name in the configuration or on the command line,
+    and its default.
+    """
 
     name: str
     default: Any
 
 
 class Argument(NamedTuple):
-    """A parameter of a function or class, of this library or of a framework (then its drop-in has it too), and its default."""
+    """A parameter of a function or class, of this library or of a framework (then its drop-in has
+    it too), and its default.
+    """
 
     function: str
     parameter: str
@@ -29,7 +33,9 @@ FRAMEWORKS = ("verl", "OpenRLHF", "TRL", "ColossalChat")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing a user may choose: what it is, and how this library and each framework call it. An empty cell: not there."""
+    """One thing a user may choose: what it is, and how this library and each framework call it.
+    An empty cell: not there.
+    """
 
     what: str
     policyloss: Cell

@@ -1,7 +1,9 @@
-"""Names that mean different things in different frameworks, as data; each meaning is a spec where a spec can say it.
+"""Names that mean different things in different frameworks, as data;
+each meaning is a spec where a spec can say it.
 
-`docs/names.md` prints them with what each gives on `BATCH`; tests check that the meanings of one name give different numbers, and
-that a meaning ascribed to a framework with a drop-in is what the drop-in computes.
+`docs/names.md` prints them with what each gives on `BATCH`; tests check that the meanings of one
+name give different numbers, and that a meaning ascribed to a framework with a drop-in is what the
+drop-in computes.
 """
 
 from __future__ import annotations
@@ -37,16 +39,19 @@ _MEAN_OF_MEANS = SeqMeanTokenMean()
 HOMONYMS = (
     Homonym(
         "cispo",
-        "A bounded ratio times logp, the ratio without gradient. The bound is a distance from 1, or a ratio.",
+        "A bounded ratio times logp, the ratio without gradient. The bound is a distance from 1, "
+        "or a ratio.",
         (
             Meaning(
                 "verl, NeMo-RL",
-                "the band 1 - clip_ratio_low … 1 + clip_ratio_high; 0.2 by default, so the lower bound acts too",
+                "the band 1 - clip_ratio_low … 1 + clip_ratio_high; 0.2 by default, so the lower "
+                "bound acts too",
                 LossSpec(trust=DetachedClip(0.8, 1.2)),
             ),
             Meaning(
                 "TRL, Liger, Unsloth, Axolotl, ms-swift",
-                "at most epsilon_high itself, no lower bound; unset, every weight is capped at epsilon = 0.2",
+                "at most epsilon_high itself, no lower bound; unset, every weight is capped at "
+                "epsilon = 0.2",
                 LossSpec(_UNCLAMPED, DetachedClip(0.0, 0.2)),
             ),
             Meaning(
@@ -61,15 +66,19 @@ HOMONYMS = (
             ),
             Meaning(
                 "TorchRL's `CISPOLoss`",
-                "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token has none",
-                expression=f"-({_RATIO}.clamp(0.8, 1.2) * batch['advantages'])[batch['mask']].mean()",
+                "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token "
+                "has none",
+                expression=(
+                    f"-({_RATIO}.clamp(0.8, 1.2) * batch['advantages'])[batch['mask']].mean()"
+                ),
             ),
         ),
     ),
     Homonym(
         "gspo",
-        "PPO's clip on the sequence's ratio. The gradient goes through the mean of the sequence, or each token keeps its own; they "
-        "agree only if the advantage is constant in a sequence and every sequence counts the same.",
+        "PPO's clip on the sequence's ratio. The gradient goes through the mean of the sequence, "
+        "or each token keeps its own; they agree only if the advantage is constant in a sequence "
+        "and every sequence counts the same.",
         (
             Meaning(
                 "OpenRLHF, NeMo-RL, slime",
@@ -78,7 +87,8 @@ HOMONYMS = (
             ),
             Meaning(
                 'TRL, importance_sampling_level="sequence"',
-                'through the mean; averaged by loss_type, whose default "dapo" counts a sequence by its length',
+                'through the mean; averaged by loss_type, whose default "dapo" counts a sequence '
+                "by its length",
                 LossSpec(SequenceRatio(log_clamp=None), _CLIP),
             ),
             Meaning(
@@ -95,7 +105,8 @@ HOMONYMS = (
             ),
             Meaning(
                 "preset `gspo`",
-                "the paper: through the mean, and a clip of 3e-4 and 4e-4 where all of the above inherit PPO's 0.2",
+                "the paper: through the mean, and a clip of 3e-4 and 4e-4 where all of the above "
+                "inherit PPO's 0.2",
                 LossSpec(SequenceRatio(), Clip(3e-4, 4e-4), aggregate=_MEAN_OF_MEANS),
             ),
         ),
@@ -117,7 +128,8 @@ HOMONYMS = (
             ),
             Meaning(
                 "verl",
-                "only the advantages: the loss stays vanilla, a token mean with dual clip at 3 and no KL",
+                "only the advantages: the loss stays vanilla, a token mean with dual clip at 3 and "
+                "no KL",
                 LossSpec(trust=Clip(0.2, 0.2, dual=3.0)),
             ),
             Meaning(
@@ -149,7 +161,8 @@ HOMONYMS = (
     ),
     Homonym(
         "token mean, bnpo",
-        "The sum over tokens over their number — in the step, or in each micro-batch, which makes the gradient depend on the cut.",
+        "The sum over tokens over their number — in the step, or in each micro-batch, which makes "
+        "the gradient depend on the cut.",
         (
             Meaning(
                 "verl, OpenRLHF, preset `bnpo`, TRL's `dapo`", "of the step", LossSpec(trust=_CLIP)
@@ -164,8 +177,9 @@ HOMONYMS = (
     ),
     Homonym(
         "seq-mean-token-mean",
-        "The mean over sequences of their token means. Does a row without a valid token count? verl, OpenRLHF and ColossalChat "
-        "also add 1e-8 to every length, which acts on float64 masks only.",
+        "The mean over sequences of their token means. Does a row without a valid token count? "
+        "verl, OpenRLHF and ColossalChat also add 1e-8 to every length, which acts on float64 "
+        "masks only.",
         (
             Meaning(
                 "verl from 0.6.0, OpenRLHF from 0.10.3",
@@ -182,8 +196,8 @@ HOMONYMS = (
     ),
     Homonym(
         "seq-mean-token-sum-norm",
-        "Dr. GRPO's average: a token sum over a constant length. Divided by the number of sequences as well, or not. (The constant "
-        "here is the padded width, 4.)",
+        "Dr. GRPO's average: a token sum over a constant length. Divided by the number of "
+        "sequences as well, or not. (The constant here is the padded width, 4.)",
         (
             Meaning(
                 "verl from 0.7.1",
@@ -309,7 +323,8 @@ HOMONYMS = (
     ),
     Homonym(
         "k3, low_var_kl",
-        "eᵈ - d - 1 with d = ref_logp - logp, here at coefficient 0.1 and with one token at d = -13.",
+        "eᵈ - d - 1 with d = ref_logp - logp, here at coefficient 0.1 and with one token at d = "
+        "-13.",
         (
             Meaning(
                 "verl, OpenRLHF, SkyRL",
@@ -318,7 +333,8 @@ HOMONYMS = (
             ),
             Meaning(
                 "NeMo-RL",
-                "the estimate at most 10, with the score term, which its clamp of d at ±20 takes away where it acts",
+                "the estimate at most 10, with the score term, which its clamp of d at ±20 takes "
+                "away where it acts",
                 LossSpec(trust=_CLIP, kl=KL("k3", 0.1, grad="score", value_clamp=10.0)),
             ),
             Meaning(
@@ -348,7 +364,8 @@ SAME = (
         LossSpec(SequenceRatio(), _CLIP, aggregate=SeqMeanTokenSum()),
     ),
     Same(
-        "GSPO's two gradients agree where the advantage is constant within a sequence and every sequence counts the same.",
+        "GSPO's two gradients agree where the advantage is constant within a sequence and every "
+        "sequence counts the same.",
         LossSpec(SequenceRatio(), _CLIP, aggregate=_MEAN_OF_MEANS),
         LossSpec(SequenceRatio("token"), _CLIP, aggregate=_MEAN_OF_MEANS),
         by_sequence=True,

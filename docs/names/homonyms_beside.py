@@ -21,7 +21,8 @@ def _metric(trust: str, name: str) -> str:
 BESIDE = (
     Homonym(
         "tis",
-        "Truncated importance sampling: the weight exp(old_logp - rollout_logp), bounded — on which sides, and is it that weight?",
+        "Truncated importance sampling: the weight exp(old_logp - rollout_logp), bounded — on "
+        "which sides, and is it that weight?",
         (
             Meaning("verl, SkyRL", "at most 2", LossSpec(trust=_CLIP, correction=Truncate(2.0))),
             Meaning(
@@ -76,7 +77,8 @@ BESIDE = (
             ),
             Meaning(
                 "OpenRLHF, NeMo-RL",
-                "by the geometric mean, 0.5 to 5 in OpenRLHF; the others keep each token's own weight, not truncated",
+                "by the geometric mean, 0.5 to 5 in OpenRLHF; the others keep each token's own "
+                "weight, not truncated",
                 LossSpec(trust=_CLIP, correction=SequenceMask(0.5, 5.0, log_clamp=None)),
             ),
             Meaning("open-instruct", "by the geometric mean; the others keep it, truncated"),
@@ -124,7 +126,8 @@ BESIDE = (
     ),
     Homonym(
         "off-policy sequence masking",
-        "Sequences that drifted lose their tokens with a negative advantage: drifted from whom? (Here with a bound of 1e-4.)",
+        "Sequences that drifted lose their tokens with a negative advantage: drifted from whom? "
+        "(Here with a bound of 1e-4.)",
         (
             Meaning(
                 "slime, TRL without vLLM",
@@ -144,7 +147,8 @@ BESIDE = (
         (
             Meaning(
                 "verl, OpenRLHF, TRL, SkyRL, AReaL",
-                "where the clip takes the gradient away: outside the band on the side the advantage pushes",
+                "where the clip takes the gradient away: outside the band on the side the "
+                "advantage pushes",
                 expression=_metric("pl.Clip(0.2, 0.2)", "clip_fraction"),
             ),
             Meaning(

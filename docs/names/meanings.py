@@ -10,12 +10,15 @@ from policyloss.spec import LossSpec
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name means to someone. spec: the loss it is. expression: where it is none, Python that gives its numbers.
+    """What a name means to someone. spec: the loss it is. expression: where it is none,
+    Python that gives its numbers.
 
-    An expression may use `pl`, `batch` (`BATCH` as tensors), the names of `REWARDS`, and `metric(trust, name)` of a loss on it.
+    An expression may use `pl`, `batch` (`BATCH` as tensors), the names of `REWARDS`, and
+    `metric(trust, name)` of a loss on it.
 
-    counted: what the spec's counts are — "step", the tokens of the whole step and its sequences that have one; "rows", every row
-    is a sequence, also an empty one; "micro", each half of the batch is averaged by itself, and the halves by their number.
+    counted: what the spec's counts are — "step", the tokens of the whole step and its sequences
+    that have one; "rows", every row is a sequence, also an empty one; "micro", each half of the
+    batch is averaged by itself, and the halves by their number.
     """
 
     who: str
@@ -36,7 +39,9 @@ class Homonym:
 
 @dataclass(frozen=True)
 class Same:
-    """Two forms that look different and are the same loss. by_sequence: if the advantage is constant within a sequence."""
+    """Two forms that look different and are the same loss. by_sequence: if the advantage is
+    constant within a sequence.
+    """
 
     says: str
     a: LossSpec
@@ -44,7 +49,8 @@ class Same:
     by_sequence: bool = False
 
 
-# Four rows of at most four tokens, the last one empty; the two halves of two rows are two prompts, and two micro-batches.
+# Four rows of at most four tokens, the last one empty;
+# the two halves of two rows are two prompts, and two micro-batches.
 BATCH: dict[str, Any] = {
     "mask": [[True] * 4, [True, True, True, False], [True, True, False, False], [False] * 4],
     "logp": [[-0.4, -1.1, -0.7, -2.0], [-0.9, -0.5, -1.6, 0.0], [-0.6, -1.3, 0.0, 0.0], [0.0] * 4],

@@ -1,7 +1,8 @@
 """What each option is called in each framework, and its default there, as data.
 
-Read from verl 0.9.1 (the configuration files it ships), OpenRLHF 0.11.2, TRL 1.16.0 and ColossalChat as of 0.5.0. Tests compare
-every argument with the signature of its drop-in, and `make conformance` every option with the framework itself.
+Read from verl 0.9.1 (the configuration files it ships), OpenRLHF 0.11.2, TRL 1.16.0 and
+ColossalChat as of 0.5.0. Tests compare every argument with the signature of its drop-in, and
+`make conformance` every option with the framework itself.
 """
 
 from __future__ import annotations

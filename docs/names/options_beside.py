@@ -105,7 +105,10 @@ BESIDE: dict[str, tuple[Row, ...]] = {
             "what a rejected token does to the denominator",
             (Argument("LossSpec", "rejected", "keep"),),
             (
-                "`rollout_rs` takes it out before the tokens are counted, bypass mode after; a weight of 0 stays in it",
+                (
+                    "`rollout_rs` takes it out before the tokens are counted, bypass mode after; a "
+                    "weight of 0 stays in it"
+                ),
             ),
             ("stays in it",),
             ("stays in it",),

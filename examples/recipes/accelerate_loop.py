@@ -7,7 +7,8 @@ from task import STEPS, logp_of, make_model, make_optimizer, micro_batches, repo
 
 import policyloss as pl
 
-# backward() would divide the loss by gradient_accumulation_steps; the step's totals are the only denominator.
+# backward() would divide the loss by gradient_accumulation_steps;
+# the step's totals are the only denominator.
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
 rank, world = accelerator.process_index, accelerator.num_processes
 spec = pl.preset("dapo")

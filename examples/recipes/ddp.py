@@ -17,9 +17,8 @@ optimizer = make_optimizer(model)
 for _ in range(STEPS):
     step = pl.accumulate(spec, micro_batches(rank, world))
     for micro in step:
-        with (
-            nullcontext() if micro.is_last else model.no_sync()
-        ):  # gradients travel once, with the last micro-batch
+        # Gradients travel once, with the last micro-batch.
+        with nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro)).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -25,9 +25,8 @@ for _ in range(STEPS):
     step = pl.accumulate(spec, micro_batches(rank, world))
     for micro in step:
         engine.set_gradient_accumulation_boundary(micro.is_last)
-        engine.backward(
-            micro.loss(logp_of(engine, micro)), scale_wrt_gas=False
-        )  # no division by gradient_accumulation_steps
+        # No division by gradient_accumulation_steps.
+        engine.backward(micro.loss(logp_of(engine, micro)), scale_wrt_gas=False)
         engine.step()  # steps and zeroes the gradients at the boundary only
 report(step, model.named_parameters())
 dist.destroy_process_group()

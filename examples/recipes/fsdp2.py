@@ -20,9 +20,8 @@ optimizer = make_optimizer(model)
 for _ in range(STEPS):
     step = pl.accumulate(spec, micro_batches(rank, world), group=mesh.get_group())
     for micro in step:
-        model.set_requires_gradient_sync(
-            micro.is_last
-        )  # gradients travel once, with the last micro-batch
+        # Gradients travel once, with the last micro-batch.
+        model.set_requires_gradient_sync(micro.is_last)
         micro.loss(logp_of(model, micro)).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,7 +1,9 @@
-"""What the recipes train on: a small Llama, a fixed batch of rollouts, and how the batch is cut among ranks and micro-batches.
+"""What the recipes train on: a small Llama, a fixed batch of rollouts, and how the batch is cut
+among ranks and micro-batches.
 
-Everything is made from a seed, so every recipe starts from the same model and sees the same twelve rollouts in its five steps. The
-recipes differ in how they cut the batch, and must end at the same parameters.
+Everything is made from a seed, so every recipe starts from the same model and sees the same twelve
+rollouts in its five steps. The recipes differ in how they cut the batch, and must end at the same
+parameters.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import policyloss as pl
 
 STEPS = 5
 VOCABULARY = 64
-# Tokens of each rollout's prompt and of its completion: twelve rollouts whose lengths differ a lot, as they do in practice.
+# Tokens of each rollout's prompt and of its completion:
+# twelve rollouts whose lengths differ a lot, as they do in practice.
 PROMPTS = (3, 3, 3, 3, 7, 7, 7, 7, 5, 5, 5, 5)
 COMPLETIONS = (1, 14, 2, 9, 3, 16, 1, 5, 12, 2, 7, 4)
-# The rollouts of each micro-batch of each rank, by the number of ranks: uneven sizes, and not equally many on each rank.
+# The rollouts of each micro-batch of each rank, by the number of ranks: uneven sizes, and not
+# equally many on each rank.
 CUTS: dict[int, list[list[range]]] = {
     1: [[range(1), range(1, 6), range(6, 8), range(8, 12)]],
     2: [[range(1), range(1, 5), range(5, 7)], [range(7, 8), range(8, 12)]],
@@ -31,7 +35,9 @@ CUTS: dict[int, list[list[range]]] = {
 
 
 def make_model() -> Any:
-    """A Llama of two layers and 20 thousand parameters, with the same random weights wherever it is made."""
+    """A Llama of two layers and 20 thousand parameters,
+    with the same random weights wherever it is made.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -46,18 +52,23 @@ def make_model() -> Any:
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """SGD, because Adam would hide what the recipes show: it divides a gradient that is wrong by a factor by that very factor."""
+    """SGD, because Adam would hide what the recipes show: it divides a gradient that is wrong by a
+    factor by that very factor.
+    """
     return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
 
 def rollouts() -> dict[str, Tensor]:
-    """The whole batch: ids `[B, T]`, attention `[B, T]`; old_logp and mask `[B, T-1]`, of ids[:, 1:]; advantages `[B]`."""
+    """The whole batch: ids `[B, T]`, attention `[B, T]`;
+    old_logp and mask `[B, T-1]`, of ids[:, 1:]; advantages `[B]`.
+    """
     random = torch.Generator().manual_seed(1)
     prompts, completions = torch.tensor(PROMPTS)[:, None], torch.tensor(COMPLETIONS)[:, None]
     place = torch.arange(int((prompts + completions).max()))
     inside = place < prompts + completions
     ids = torch.where(inside, torch.randint(1, VOCABULARY, inside.shape, generator=random), 0)
-    # The untrained model is close to uniform; the noise makes ratios on both sides of the clip range.
+    # The untrained model is close to uniform; the noise makes ratios on both sides
+    # of the clip range.
     old_logp = -math.log(VOCABULARY) + 0.2 * torch.randn(inside[:, 1:].shape, generator=random)
     return {
         "ids": ids,
@@ -91,7 +102,8 @@ def logp_of(model: Any, micro: Mapping[str, Any]) -> Tensor:
 
 
 def report(step: pl.Accumulation, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Print the last step's metrics and a fingerprint of the parameters; save both to the path in argv[1] if there is one.
+    """Print the last step's metrics and a fingerprint of the parameters;
+    save both to the path in argv[1] if there is one.
 
     Every rank must call it, because merging the metrics is a collective; the first one prints.
     """

@@ -1,4 +1,5 @@
-"""policyloss: the loss functions of LLM reinforcement learning, as short compositions of orthogonal parts.
+"""policyloss: the loss functions of LLM reinforcement learning,
+as short compositions of orthogonal parts.
 
 import policyloss as pl
 spec = pl.preset("dapo")
@@ -15,6 +16,7 @@ from policyloss.compiled import CompiledLoss, compiled_loss
 from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
+from policyloss.head.divergence import divergence, linear_divergence
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs
@@ -45,6 +47,7 @@ from policyloss.parts.correction import (
     Truncate,
     Veto,
 )
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -65,6 +68,7 @@ from policyloss.parts.trust import (
 )
 from policyloss.presets import preset, presets
 from policyloss.spec import LossSpec
+from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
@@ -84,6 +88,7 @@ __all__ = [
     "CovKL",
     "DetachedClip",
     "Diagnosis",
+    "Divergence",
     "DivergenceMask",
     "GammaWeight",
     "GeometricClip",
@@ -119,11 +124,13 @@ __all__ = [
     "Stat",
     "Surrogate",
     "TaperedNegative",
+    "Teacher",
     "TokenMean",
     "TokenRatio",
     "TokenSum",
     "TokenSumNorm",
     "Tokens",
+    "TopK",
     "Totals",
     "Truncate",
     "TwoSidedClip",
@@ -136,6 +143,7 @@ __all__ = [
     "compat",
     "compiled_loss",
     "diff",
+    "divergence",
     "doctor",
     "doctor_run",
     "explain",
@@ -143,6 +151,7 @@ __all__ = [
     "functional",
     "gae",
     "group_advantages",
+    "linear_divergence",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

@@ -11,7 +11,7 @@ count as sequences of their width).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,9 +73,10 @@ def accumulate(
     check_group("cp_group", cp_group)
     if spec.needs_statistics and not callable(logp):
         raise InputError(
-            "this loss needs numbers of the whole step that its mask does not give (survivors of a rejection, covariances or a "
-            "mean weight): pass logp=, a function that returns a micro-batch's current log-probabilities; or take a spec without "
-            'them (rejected="keep", no SelfNormalise, CovClip or CovKL).'
+            "this loss needs numbers of the whole step that its mask does not give (survivors of a "
+            "rejection, covariances or a mean weight): pass logp=, a function that returns a "
+            "micro-batch's current log-probabilities; or take a spec without them "
+            '(rejected="keep", no SelfNormalise, CovClip or CovKL).'
         )
     group = data_parallel_group(group, cp_group)
     counts, number = _counted(micro_batches, group, cp_group, dp_size)
@@ -93,9 +94,9 @@ def accumulate(
     return step
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate over it once, and take each micro-batch's
-    loss.
+    """One optimizer step, made by `accumulate`: iterate once, and take each micro-batch's loss.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -105,26 +106,14 @@ class Accumulation:
     merged over the micro-batches whose loss was taken so far.
     """
 
-    def __init__(
-        self,
-        spec: LossSpec,
-        totals: Totals,
-        counts: Totals,
-        group: Any = None,
-        cp_group: Any = None,
-    ) -> None:
-        self.spec = spec
-        self.totals = totals
-        self.counts = counts
-        self.group = group
-        self.cp_group = cp_group
-        self.metrics = Metrics()
-        self._micro_batches: list[MicroBatch] = []
-        self._iterated = False
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for r in self.metrics.values() for p in r.parts), torch.device("cpu"))
+    spec: LossSpec
+    totals: Totals
+    counts: Totals
+    group: Any = None
+    cp_group: Any = None
+    metrics: Metrics = field(default_factory=Metrics, init=False)
+    _micro_batches: list[MicroBatch] = field(default_factory=list, init=False)
+    _iterated: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
         """The number of micro-batches, the same on every rank of `group`."""
@@ -133,8 +122,9 @@ class Accumulation:
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._iterated:
             raise InputError(
-                "this step was iterated already, and a second time would add its gradients again; call policyloss.accumulate anew "
-                "for the next optimizer step, also on the same micro-batches."
+                "this step was iterated already, and a second time would add its gradients again; "
+                "call policyloss.accumulate anew for the next optimizer step, also on the same "
+                "micro-batches."
             )
         self._iterated = True
         return iter(self._micro_batches)
@@ -157,9 +147,9 @@ class Accumulation:
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
         if unused:
-            metrics = metrics + Metrics(
-                {"unused_micro_batches": Invalid(torch.tensor(unused, device=self._device))}
-            )
+            devices = (part.device for r in metrics.values() for part in r.parts)
+            number = torch.tensor(unused, device=next(devices, torch.device("cpu")))
+            metrics = metrics + Metrics({"unused_micro_batches": Invalid(number)})
         for group in (self.group, self.cp_group):
             metrics = metrics if group is None else metrics.all_reduce(group)
         if unused or self.group is not None or self.cp_group is not None:
@@ -209,22 +199,24 @@ class MicroBatch(Mapping[str, Any]):
         for name in tensors:
             if name in _COUNTED:
                 raise InputError(
-                    f"{name} cannot be replaced now: the step was counted with the micro-batch's own."
+                    f"{name} cannot be replaced now: the step was counted with the micro-batch's "
+                    "own."
                 )
             if name not in _REPLACEABLE:
                 raise InputError(unknown_name("tensor", name, _REPLACEABLE))
         arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
         if arguments["advantages"] is None:
             raise InputError(
-                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); put them there."
+                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); "
+                "put them there."
             )
-        given = {
+        present = {
             name: x
             for name, x in arguments.items()
             if x is not None or name in ("old_logp", "advantages", "mask")
         }
         self.is_used = True
-        return {**given, "totals": self._step.totals, "cp_group": self._step.cp_group}
+        return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
         """The share of the step's loss that lies here, to call `backward()` on; its metrics are
@@ -250,30 +242,32 @@ def _check(micro_batches: Any) -> None:
     """Raise unless `micro_batches` is a sequence of mappings that hold a mask."""
     if not isinstance(micro_batches, Sequence):
         raise InputError(
-            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the step is counted before it "
-            "begins: collect an iterator's by list(…), and put a single micro-batch in a list."
+            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the "
+            "step is counted before it begins: collect an iterator's by list(…), and put a "
+            "single micro-batch in a list."
         )
     for i, data in enumerate(micro_batches):
         if not isinstance(data, Mapping):
             raise InputError(
-                f"micro_batches[{i}] must be a mapping of names to tensors, got {type(data).__name__}."
+                f"micro_batches[{i}] must be a mapping of names to tensors, got "
+                f"{type(data).__name__}."
             )
         if data.get("mask") is None:
             raise InputError(
-                f"micro_batches[{i}] has no mask (it has {', '.join(map(str, data)) or 'nothing'}); put it there."
+                f"micro_batches[{i}] has no mask (it has "
+                f"{', '.join(map(str, data)) or 'nothing'}); put it there."
             )
     with_groups = [data.get("group_ids") is not None for data in micro_batches]
     if any(with_groups) and not all(with_groups):
         raise InputError(
-            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give all of them or none."
+            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give "
+            "all of them or none."
         )
 
 
 @dataclass(frozen=True)
 class _Pack:
-    """Micro-batches end to end: `mask` `[N]`, `cu_seqlens` `[S+1]`, `group_ids` `[S]`, and where
-    sequences are in each of them.
-    """
+    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and where each has its sequences."""
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -290,7 +284,8 @@ class _Pack:
                 check_tensor("mask", mask)
                 if mask.is_meta:
                     raise InputError(
-                        "mask is on the device 'meta', which holds no values to count; move it to the loss's device."
+                        "mask is on the device 'meta', which holds no values to count; move it to "
+                        "the loss's device."
                     )
                 masks.append(as_mask(mask, mask).reshape(-1))
                 sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
@@ -298,7 +293,8 @@ class _Pack:
                     check_group_ids(group_ids, sequences)
                     if group_ids.is_meta:
                         raise InputError(
-                            "group_ids is on the device 'meta', which holds no values; move it to the mask's device."
+                            "group_ids is on the device 'meta', which holds no values; move it to "
+                            "the mask's device."
                         )
                     groups.append(group_ids.to(mask.device))
             except InputError as error:
@@ -327,8 +323,8 @@ def _counted(
             dp_size=dp_size,
         )
         return counts, len(micro_batches)
-    own, members = _share(micro_batches, cp_group)
-    tokens, sequences, numbers, with_ids = torch.stack(all_gather(own, group)).unbind(1)
+    share, members = _share(micro_batches, cp_group)
+    tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
     number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
@@ -350,16 +346,14 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     numbers = torch.tensor(
         [len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device
     )
-    own = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
-    return own, lengths.new_zeros(2, 0) if ids is None else torch.stack(
+    counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
+    return counts, lengths.new_zeros(2, 0) if ids is None else torch.stack(
         [ids.to(torch.int64), lengths]
     )
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    """Raise, on every rank alike, if some rank has no micro-batch: it could not take part in the
-    forward of a sharded model.
-    """
+    """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
     if 0 in numbers:
         raise InputError(
             f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
@@ -369,14 +363,12 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
-    """The tokens of each prompt group, over the ranks of `group`.
-
-    members: `[2, S]` ids and lengths of this rank's sequences.
-    """
+    """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
     if min(members_of_each) < 0:
         rank = members_of_each.index(-1)
         raise InputError(
-            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks or on none."
+            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks "
+            "or on none."
         )
     shares = all_gather(
         torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group
@@ -410,11 +402,11 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
                 and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))
             ):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
-    whole = {
+    joined = {
         name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)
     }
-    named: dict[str, Any] = {name: x for name, x in whole.items() if "." not in name}
-    named["extras"] = {name.removeprefix("extras."): x for name, x in whole.items() if "." in name}
+    named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
+    named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
     if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
         named["advantages"] = named["advantages"].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
@@ -427,8 +419,9 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
     """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, got {seen}."
+            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, "
+            f"got {actual}."
         )
     return x.reshape(-1)

@@ -29,7 +29,7 @@ _WANTED: dict[str, str] = {
 }
 
 
-def seen(x: Any) -> str:
+def description(x: Any) -> str:
     """How an error describes a wrong value: dtype and shape of a tensor, else type and value."""
     if isinstance(x, Tensor):
         return f"dtype {x.dtype} and shape {tuple(x.shape)}"
@@ -37,10 +37,7 @@ def seen(x: Any) -> str:
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
-    """Whether a tensor's dtype is of this kind.
-
-    Flags (bool) are numbers, but neither integers nor floating-point.
-    """
+    """Whether a dtype is of this kind. Flags are numbers, but neither integers nor floats."""
     if kind == "float":
         return x.is_floating_point()
     if kind == "integer":
@@ -51,12 +48,9 @@ def fits_kind(x: Tensor, kind: Kind) -> bool:
 def check_tensor(
     name: str, x: Any, kind: Kind = "number", like: tuple[str, Tensor] | None = None
 ) -> None:
-    """Raise unless `x` is a dense tensor of this kind, on the device of `like`.
-
-    like: another argument, with its name.
-    """
+    """Raise unless `x` is a dense tensor of this kind, on the device of `like` (name, tensor)."""
     if not isinstance(x, Tensor) or not fits_kind(x, kind):
-        raise InputError(f"{name} must be {_WANTED[kind]}, got {seen(x)}.")
+        raise InputError(f"{name} must be {_WANTED[kind]}, got {description(x)}.")
     if x.layout != torch.strided:
         raise InputError(
             f"{name} must be a dense tensor, got the layout {x.layout}; pass {name}.to_dense()."
@@ -67,15 +61,18 @@ def check_tensor(
         )
 
 
-def check_like(name: str, x: Any, like: tuple[str, Tensor], kind: Kind = "number") -> None:
-    """Raise unless `x` is a tensor of the shape and on the device of `like`.
-
-    like: another argument, with its name.
-    """
+def check_like(
+    name: str,
+    x: Any,
+    like: tuple[str, Tensor],
+    kind: Kind = "number",
+    fix: str = "they must be equal",
+) -> None:
+    """Raise unless `x` has the shape and the device of `like`, another argument with its name."""
     check_tensor(name, x, kind, like)
     if x.shape != like[1].shape:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; they must be equal."
+            f"{name} has shape {tuple(x.shape)} but {like[0]} has {tuple(like[1].shape)}; {fix}."
         )
 
 
@@ -104,7 +101,7 @@ def check_number(
     """`value` if it is a number within the bounds, not NaN, and finite if that is asked for."""
     tail = f" {hint}" if hint else ""
     if not is_number(value):
-        raise error(f"{name} must be a number, got {seen(value)}.{tail}")
+        raise error(f"{name} must be a number, got {description(value)}.{tail}")
     rule = ""
     if math.isnan(value) or (finite and math.isinf(value)):
         rule = "finite"
@@ -124,16 +121,18 @@ def check_integer(
 ) -> int:
     """`value` if it is a Python integer of at least `least` that 64 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise error(f"{name} must be an integer, got {seen(value)}.")
+        raise error(f"{name} must be an integer, got {description(value)}.")
     if not least <= value < 2**63:
-        raise error(f"{name} must be an integer >= {least} and below 2**63, got {seen(value)}.")
+        raise error(
+            f"{name} must be an integer >= {least} and below 2**63, got {description(value)}."
+        )
     return value
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False, got {seen(value)}.")
+        raise InputError(f"{name} must be True or False, got {description(value)}.")
 
 
 def check_group(name: str, group: Any) -> None:
@@ -142,11 +141,12 @@ def check_group(name: str, group: Any) -> None:
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
-            f"{name} was given, but torch.distributed is not initialised: call init_process_group, or omit it."
+            f"{name} was given, but torch.distributed is not initialised: call init_process_group, "
+            "or omit it."
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(
-            f"{name} must be a process group that this rank belongs to, got {seen(group)}."
+            f"{name} must be a process group that this rank belongs to, got {description(group)}."
         )
 
 
@@ -246,13 +246,13 @@ def _check_allowed(
     if (float in allowed or int in allowed) and _is_scalar(value):
         return
     words = [_WORDS[t] for t in (Tensor, float, int, bool, type(None)) if t in allowed]
-    raise InputError(f"{name} must be {' or '.join(words)}, got {seen(value)}.")
+    raise InputError(f"{name} must be {' or '.join(words)}, got {description(value)}.")
 
 
 def check_scalar(name: str, value: Any) -> None:
     """Raise unless `value` is one number, of Python or of an array library."""
     if not _is_scalar(value):
-        raise InputError(f"{name} must be a number, got {seen(value)}.")
+        raise InputError(f"{name} must be a number, got {description(value)}.")
 
 
 def _is_scalar(value: Any) -> bool:

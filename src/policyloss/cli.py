@@ -1,6 +1,4 @@
-"""The `policyloss` command. Each subcommand is one small function that returns the text
-to print.
-"""
+"""The `policyloss` command. Each subcommand is a function that returns the text to print."""
 
 from __future__ import annotations
 
@@ -12,32 +10,18 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
 
 
-class Command:
-    """A subcommand: its name, one line about it, its arguments, and the function that returns its
-    text.
-    """
+class Command(NamedTuple):
+    """A subcommand: its name, a line about it, its arguments, and what returns its text."""
 
-    def __init__(
-        self,
-        name: str,
-        about: str,
-        run: Callable[[argparse.Namespace], str],
-        *arguments: tuple[str, str],
-    ) -> None:
-        self.name, self.about, self.run, self.arguments = name, about, run, arguments
-
-    def add_to(self, subparsers: Any) -> None:
-        """Add a parser for this subcommand."""
-        parser = subparsers.add_parser(self.name, help=self.about, description=self.about)
-        for argument, meaning in self.arguments:
-            parser.add_argument(argument, help=meaning)
-        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-        parser.set_defaults(run=self.run)
+    name: str
+    about: str
+    run: Callable[[argparse.Namespace], str]
+    arguments: dict[str, str]
 
 
 def presets_command(args: argparse.Namespace) -> str:
@@ -97,23 +81,20 @@ def diff_command(args: argparse.Namespace) -> str:
 
 _LOSS = "the name of a preset, or the path of a JSON file that holds LossSpec.to_dict()"
 COMMANDS = (
-    Command("presets", "list the named losses", presets_command),
+    Command("presets", "list the named losses", presets_command, {}),
     Command(
         "explain",
         "say what a loss is: formula, numbers, zero gradients, names, traps",
         explain_command,
-        ("loss", _LOSS),
+        {"loss": _LOSS},
     ),
     Command(
         "explain-trl",
         "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
         explain_trl_command,
-        (
-            "config",
-            "the path of a JSON file with options of the config; an option that is missing has TRL's default",
-        ),
+        {"config": "the path of a JSON file with options; one that is missing has TRL's default"},
     ),
-    Command("diff", "say how two losses differ", diff_command, ("a", _LOSS), ("b", _LOSS)),
+    Command("diff", "say how two losses differ", diff_command, {"a": _LOSS, "b": _LOSS}),
 )
 
 
@@ -121,6 +102,7 @@ TRAINING = {
     "train": "train a language model with any of these losses",
     "eval": "evaluate the policy of a run on held-out prompts",
     "sample": "sample completions from the policy of a run",
+    "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
     "doctor": "say why engine and trainer disagree, or what is wrong with a run",
 }
@@ -130,12 +112,13 @@ LIGHT = {"report": "policyloss.report.command", "doctor": "policyloss.doctor.com
 
 def _loss(name: str) -> Any:
     """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
+    import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """The command line: one subparser per entry of `COMMANDS`."""
     from policyloss import __version__
 
@@ -145,17 +128,19 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"policyloss {__version__}")
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_to(subparsers)
+    for name, about, run, arguments in COMMANDS:
+        parser = subparsers.add_parser(name, help=about, description=about)
+        for argument, meaning in arguments.items():
+            parser.add_argument(argument, help=meaning)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        parser.set_defaults(run=run)
     for name, about in TRAINING.items():
         subparsers.add_parser(name, help=about, add_help=False)  # it reads its options by itself
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for a wrong argument, or 130 after
-    Ctrl-C.
-    """
+    """Run the command line and return its exit code: 2 for a wrong argument, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot show a letter gets "?", not a traceback.
@@ -164,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in TRAINING:
             return _training_command(arguments[0])(arguments[1:])
-        args = parser().parse_args(arguments)
+        args = command_line().parse_args(arguments)
         print(args.run(args), flush=True)
     except PolicyLossError as error:
         print(f"policyloss: {error}", file=sys.stderr)
@@ -180,10 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function behind a command that reads its options by itself, or an error that says what to
-    install.
-    """
-    module = LIGHT.get(name, "policyloss.train.commands")
+    """What runs a command that reads its own options, or an error that says what to install."""
+    module = {**LIGHT, "export": "policyloss.train.export"}.get(name, "policyloss.train.commands")
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:

@@ -1,7 +1,4 @@
-"""The errors of the library.
-
-All are `ValueError`s, so callers need not import them to catch them.
-"""
+"""The errors of the library: all are `ValueError`s, so that callers need not import them."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
 
 
 def safe_repr(value: object) -> str:
-    """`repr(value)`, cut to the length of a message.
-
-    Where it has none (an integer of many digits), its type.
-    """
+    """`repr(value)`, cut to the length of a message; its type where it has none."""
     try:
         text = repr(value)
     except Exception:  # a user's object may do anything here

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, seen
+from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
+# As `old_logp`: the policy is the old one, as in the first update after sampling.
+CURRENT = "current"
 
 
 class SharedTensors(TypedDict, total=False):
@@ -44,6 +46,7 @@ class CallTensors(SharedTensors, total=False):
     """The optional tensors of a loss on log-probabilities that exist."""
 
     entropy: Tensor | None
+    divergence: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class Inputs:
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     cu_seqlens: Tensor | None = None
     group_ids: Tensor | None = None
     cp_group: Any = None
@@ -71,12 +75,15 @@ class Inputs:
     def of(
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
-        """From the arguments of a loss function; an unknown name is an error that suggests the
-        nearest.
-        """
+        """From the arguments of a loss function; for an unknown name, suggest the nearest."""
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
+        if isinstance(old_logp, str):
+            if old_logp != CURRENT:
+                raise InputError(unknown_name("old_logp", old_logp, (CURRENT,)))
+            check_tensor("logp", logp, "float")
+            old_logp = logp.detach()
         return cls(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **tensors)
 
     def replace(self, **changes: Any) -> Self:
@@ -86,7 +93,7 @@ class Inputs:
     @property
     def dtype(self) -> torch.dtype:
         """What the loss is computed in: float64 if any log-probability is, else float32."""
-        return compute_dtype(self.logp, *(getattr(self, name) for name in LOGP_ARGUMENTS.values()))
+        return compute_dtype(self.logp, *[getattr(self, name) for name in LOGP_ARGUMENTS.values()])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that was given, by name; one of `extras` as "extras.name"."""
@@ -104,7 +111,8 @@ class Inputs:
             return {}
         if not isinstance(self.extras, Mapping):
             raise InputError(
-                f"extras must be a mapping of names to token-shaped tensors, got {seen(self.extras)}."
+                "extras must be a mapping of names to token-shaped tensors, got "
+                f"{description(self.extras)}."
             )
         return dict(self.extras)
 
@@ -130,7 +138,7 @@ class Inputs:
         # they are rounded to half precision.
         raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
         for name, x in named.items():
-            raw[name] = x if x is None or name == "entropy" else x.detach()
+            raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
         return Tokens(
@@ -138,16 +146,16 @@ class Inputs:
         )
 
 
+# What carries a gradient beside logp.
+DIFFERENTIATED = ("entropy", "divergence")
 TOKEN_SHAPED = tuple(
-    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name == "entropy"
+    f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name in DIFFERENTIATED
 )
 OPTIONAL = tuple(get_type_hints(CallTensors))
 
 
 def takes_tensors(function: F) -> F:
-    """Show the names of `**tensors` in the signature of `function`, for `help` and for other
-    programs.
-    """
+    """Show the names of `**tensors` in the signature of `function`, for `help` and tools."""
     signature = inspect.signature(function)
     *shown, last = signature.parameters.values()
     names = SharedTensors if "Shared" in str(last.annotation) else CallTensors

@@ -15,16 +15,16 @@ from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
-from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon
 from policyloss.parts.correction import Combined, combine, self_normalised
-from policyloss.parts.kl import KL
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.ratio import SegmentRatio
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
-from policyloss.spec import LossSpec, check_part
+from policyloss.spec import LossSpec, check_part, is_part
 from policyloss.tokens import Layout, Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
 
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: a 0-dim tensor to call `backward()` on.
-
-    `metrics`: what happened, as records that add up.
-    """
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: what happened, as records that add up."""
 
     loss: Tensor
     metrics: Metrics
@@ -47,7 +44,7 @@ class LossOutput:
 def policy_loss(
     spec: LossSpec | PresetName | str,
     logp: Tensor,
-    old_logp: Tensor | None,
+    old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -58,13 +55,18 @@ def policy_loss(
 
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
+    The `kl` term is there once for each part of that slot.
+
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
 
-    - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy` and `mask` are
-      token-shaped. `logp` and `entropy` carry the gradient. `old_logp` is the trainer's own policy
-      when the batch was frozen, `rollout_logp` what the inference engine reported, `ref_logp` the
-      reference model's, `teacher_logp` a teacher's. A tensor that no part reads may be None
-      (`spec.reads` lists those that are read); if it is there, it feeds the metrics.
+    - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
+      `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
+      the current policy's, for a `Divergence`) carry the gradient. `old_logp` is the trainer's own
+      policy when the batch was frozen, or "current" if that is the policy of now, as in the first
+      update after sampling: `logp`, detached. `rollout_logp` is what the inference engine
+      reported, `ref_logp` the reference model's, `teacher_logp` a teacher's. A tensor that no part
+      reads may be None (`spec.reads` lists those that are read); if it is there, it feeds the
+      metrics.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
       longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
@@ -85,38 +87,32 @@ def policy_loss(
 
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
-    """`policy_loss` of arguments that are put together already.
-
-    step: the given totals, None if this call is the step.
-    """
+    """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_gradients(spec, inputs)
-    logp, entropy = inputs.logp, inputs.entropy
-    plain = (
-        inputs.cu_seqlens is None
-        and inputs.cp_group is None
-        and spec.is_data
-        and not isinstance(spec.ratio, SegmentRatio)
-    )
-    if (
-        torch.compiler.is_compiling()
-        and plain
-        and logp.requires_grad
-        and (entropy is None or not entropy.requires_grad)
-    ):
+    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
-        wide = logp.to(inputs.dtype)
+        wide = inputs.logp.to(inputs.dtype)
         gradient = torch.func.grad(
             lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
         )(wide.detach())
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
-        return LossOutput(
-            with_known_gradient(wide, parts.total, gradient) * parts.scale, parts.metrics
-        )
+        total = with_known_gradient(wide, parts.total, gradient)
+        return LossOutput(total * parts.scale, parts.metrics)
     parts = pipeline(spec, inputs.tokens(), step)
     return LossOutput(parts.total * parts.scale, parts.metrics)
+
+
+def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
+    """Whether value, metrics and gradient in `logp` are one loop over tokens, of parts of ours."""
+    if inputs.cu_seqlens is not None or inputs.cp_group is not None:
+        return False
+    if not spec.is_data or isinstance(spec.ratio, SegmentRatio):
+        return False
+    others = [getattr(inputs, name) for name in DIFFERENTIATED]
+    return inputs.logp.requires_grad and not any(x is not None and x.requires_grad for x in others)
 
 
 class _Parts(NamedTuple):
@@ -128,25 +124,31 @@ class _Parts(NamedTuple):
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if the entropy bonus would train nothing: `logp` carries a gradient, and the entropy
-    does not.
-    """
+    """Raise if a term trains nothing: `logp` has a gradient, its entropy or divergence none."""
     logp: Any = inputs.logp
-    entropy: Any = inputs.entropy
     check_tensor("logp", logp, "float")
-    if (
-        not spec.entropy_coef
-        or entropy is None
-        or not (torch.is_grad_enabled() and logp.requires_grad)
-    ):
+    if not (torch.is_grad_enabled() and logp.requires_grad):
         return
-    check_tensor("entropy", entropy)
-    if not entropy.requires_grad:
+    coef = 0.0 if spec.divergence is None else spec.divergence.coef
+    if spec.entropy_coef and _lacks_gradient("entropy", inputs.entropy):
         raise InputError(
             f"entropy carries no gradient, but logp does, so entropy_coef={spec.entropy_coef:g} "
             "would train nothing: pass the entropy of the same forward (policyloss.logprobs(…, "
             "entropy=True)), or spec.replace(entropy_coef=0.0) to measure it."
         )
+    if coef and _lacks_gradient("divergence", inputs.divergence):
+        raise InputError(
+            f"divergence carries no gradient, but logp does, so its coef={coef:g} would train "
+            "nothing: pass the divergence of the same forward (policyloss.linear_divergence or "
+            "policyloss.divergence), or leave the Divergence out of the spec to measure it."
+        )
+
+
+def _lacks_gradient(name: str, x: Any) -> bool:
+    if x is None:
+        return False
+    check_tensor(name, x)
+    return not x.requires_grad
 
 
 def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
@@ -158,10 +160,7 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
 
 
 def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens.
-
-    step: the given totals, None if this call is the step.
-    """
+    """The slots in order, on one call's tokens. step: the totals, None if this call is it."""
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
@@ -177,8 +176,8 @@ def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
 
 
 class TokenLosses(NamedTuple):
-    """The trust region's verdict, the KL penalty before its coefficient (None without one), and
-    each token's loss, 0 if masked.
+    """The trust region's verdict, the pull to the reference before its coefficient (None without
+    one; a divergence from a teacher is no part of it), and each token's loss, 0 if masked.
     """
 
     surrogate: Surrogate
@@ -197,9 +196,12 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
     loss = _per_token("trust", surrogate.loss, t)
     if weight is not None:
         loss = loss * weight
-    kl = None if spec.kl is None else _per_token("kl", spec.kl(t), t)
-    if kl is not None:
-        loss = loss + (spec.kl.coef * kl if isinstance(spec.kl, KL) else kl)
+    kl: Tensor | None = None
+    for part in spec.pulls:
+        pull = _per_token("kl", part(t), t)
+        loss = loss + (part.coef * pull if is_part("kl", part) else pull)
+        if not isinstance(part, Divergence):
+            kl = pull if kl is None else kl + pull
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
     return TokenLosses(surrogate, kl, fill(loss, t.mask))
@@ -232,13 +234,12 @@ def aggregate_tokens(
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
-    """`x`, what a part returned, if it is one number per token; a smaller tensor would be broadcast
-    to a wrong loss.
-    """
+    """`x` if it is one number per token; a smaller tensor would be broadcast to a wrong loss."""
     if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-        seen = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
-            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got {seen}."
+            f"the {slot} part must return one number per token, shape {tuple(t.mask.shape)}; got "
+            f"{actual}."
         )
     return x
 
@@ -252,9 +253,10 @@ def corrected_tokens(
             name not in step.statistics for name in spec.statistics_names
         ):
             raise InputError(
-                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, covariances or a mean weight), "
-                "which counting the mask does not give: make the totals with policyloss.measure(spec, …) on the step's "
-                'tensors, or pass totals="local" if this call is the whole batch.'
+                "this loss needs batch-wide numbers of the whole step (survivors of a rejection, "
+                "covariances or a mean weight), which counting the mask does not give: make the "
+                "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
+                'totals="local" if this call is the whole batch.'
             )
         t = replace(t, measured=step.statistics)
     corrected = combine(spec.correction, t)

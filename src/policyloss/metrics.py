@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, seen
+from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.masking import accumulator_dtype
@@ -52,7 +52,8 @@ class Record:
         dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
         if not dense or part.dim() or part.device != (device or part.device):
             raise InputError(
-                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got {seen(part)}."
+                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got "
+                f"{description(part)}."
             )
 
     @property
@@ -77,13 +78,11 @@ class Record:
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of this one and `other`.
-
-        Sums are carried in float64 so that long runs do not lose counts.
-        """
+        """One record of both. Sums are in float64, so that long runs do not lose counts."""
         if type(self) is not type(other):
             raise InputTypeError(
-                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of two kinds apart."
+                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
+                "two kinds apart."
             )
         combine = _COMBINE[self.op]
         return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
@@ -122,10 +121,7 @@ class Sum(Record):
 
 @dataclass(frozen=True)
 class Invalid(Sum):
-    """A count of certain mistakes, taken without waiting for the device.
-
-    `Metrics.compute` raises unless it is 0.
-    """
+    """A count of certain mistakes, taken without waiting; `Metrics.compute` raises unless 0."""
 
 
 # What `Metrics.compute` says of each count that is not 0, where n stands for the count.
@@ -224,13 +220,12 @@ class ExplainedVariance(Record):
             return squares / count - (total / count) ** 2
 
         spread = variance(target, target_squares)
-        constant = (
-            spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
-        )  # no more than the rounding of the moments
+        # No more than the rounding of the moments.
+        constant = spread <= 8 * torch.finfo(spread.dtype).eps * target_squares / count
         return torch.where(constant, torch.nan, 1 - variance(error, error_squares) / spread)
 
 
-class Layout:
+class RecordPlaces:
     """Where the records of a `Metrics` lie in one tensor `[K]`.
 
     A part that several records share (a count) lies there once.
@@ -267,28 +262,28 @@ class Metrics(Mapping[str, Record]):
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
-        if not isinstance(records, (dict, type(None))) or not all(
-            isinstance(r, Record) for r in (records or {}).values()
-        ):
+        values = list(records.values()) if isinstance(records, dict) else [None]
+        if records is not None and [r for r in values if not isinstance(r, Record)]:
             raise InputError(
-                f"records must be a dict of names to records (Stat, …), as a loss makes them, got {seen(records)}."
+                "records must be a dict of names to records (Stat, …), as a loss makes them, got "
+                f"{description(records)}."
             )
         self._unpacked: dict[str, Record] | None = records or {}
-        self._packed: tuple[Layout, Tensor] | None = None
+        self._packed: tuple[RecordPlaces, Tensor] | None = None
 
     @classmethod
-    def packed(cls, layout: Layout, values: Tensor) -> Metrics:
+    def packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
         """The metrics whose parts lie in `values` `[K]`. Records are built when one is read."""
         metrics = cls()
-        metrics._unpacked, metrics._packed = None, (layout, values)
+        metrics._unpacked, metrics._packed = None, (places, values)
         return metrics
 
     @property
     def _records(self) -> dict[str, Record]:
         if self._unpacked is None:
             assert self._packed is not None
-            layout, values = self._packed
-            self._unpacked = layout.unpack(values)
+            places, values = self._packed
+            self._unpacked = places.unpack(values)
         return self._unpacked
 
     def __getitem__(self, name: str) -> Record:
@@ -331,10 +326,9 @@ class Metrics(Mapping[str, Record]):
         if it is not. Likely mistakes (`positive_logp_tokens`, `beyond_totals`) are a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
-            layout, packed = self._packed
-            return Metrics.packed(
-                layout, packed.cpu()
-            ).compute()  # one copy to the host, and the quotients there
+            places, packed = self._packed
+            # One copy to the host, and the quotients there.
+            return Metrics.packed(places, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]

@@ -25,9 +25,7 @@ def kind_of(mode: int) -> str | None:
 
 
 def check_output(path: Path, argument: str) -> None:
-    """Refuse a path where something other than a regular file exists: replacing a device or a link
-    would destroy it.
-    """
+    """Refuse a path of anything but a regular file: replacing a device would destroy it."""
     try:
         kind = kind_of(os.lstat(path).st_mode)
     except FileNotFoundError:

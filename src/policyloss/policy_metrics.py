@@ -28,31 +28,51 @@ from policyloss.totals import Totals
 POSITIVE = 0.1
 
 FORMULAS = {
-    "loss": "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over micro-batches and ranks",
+    "loss": (
+        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
+        "micro-batches and ranks"
+    ),
     "tokens": "valid tokens",
     "advantage_mean": "Σ advantages / n",
-    "clip_fraction": "share of valid tokens where the trust region binds in any way (upper, lower, dual or dropped)",
+    "clip_fraction": (
+        "share of valid tokens where the trust region binds in any way (upper, lower, dual or "
+        "dropped)"
+    ),
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
     "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
-    "clip_fraction_dual": "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the band and r > cap",
+    "clip_fraction_dual": (
+        "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the "
+        "band and r > cap"
+    ),
     "clip_fraction_dropped": "share that Clip-Cov's draw leaves out",
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
-    "nonfinite_tokens": "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite",
-    "positive_logp_tokens": "valid tokens with a given log-probability above 0.1, which no token "
-    "can have: `compute` warns if they are more than half",
-    "beyond_totals": "tokens (sequences, if the average divides by them) that a call has beyond "
-    "the given totals of the whole step; `compute` warns",
-    "invalid_mask_values": "entries of mask that are neither 0 nor 1, only where that could not be "
-    "checked at once (a mask that is not bool, on a GPU or under torch.compile); `compute` raises "
-    "unless it is 0",
-    "invalid_cu_seqlens": "calls whose cu_seqlens do not rise from 0 to N, only where that could "
-    "not be checked at once; `compute` raises unless it is 0",
+    "nonfinite_tokens": (
+        "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite"
+    ),
+    "positive_logp_tokens": (
+        "valid tokens with a given log-probability above 0.1, which no token "
+        "can have: `compute` warns if they are more than half"
+    ),
+    "beyond_totals": (
+        "tokens (sequences, if the average divides by them) that a call has beyond "
+        "the given totals of the whole step; `compute` warns"
+    ),
+    "invalid_mask_values": (
+        "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a "
+        "mask that is not bool, on a GPU or under torch.compile); `compute` raises unless it is 0"
+    ),
+    "invalid_cu_seqlens": (
+        "calls whose cu_seqlens do not rise from 0 to N, only where that could "
+        "not be checked at once; `compute` raises unless it is 0"
+    ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer",
+    "kl_rollout_k1": (
+        "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer"
+    ),
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",
@@ -62,24 +82,26 @@ FORMULAS = {
     "rejected_fraction/<part>": "share of valid tokens that this correction rejects",
     "kl_ref": "Σ kl / n, to the KL part's anchor: the estimate before coef (weight included)",
     "entropy": "Σ entropy / n",
+    "divergence": "Σ divergence / n: of the teacher's distribution and the current policy's, "
+    "before clamp, weight and coef",
 }
 
 
 def policy_metrics(
     spec: LossSpec,
-    whole: Tokens,
+    before: Tokens,
     t: Tokens,
     surrogate: Surrogate,
     corrected: Combined,
     token_loss: Tensor,
     kl: Tensor | None,
     loss: Tensor,
-    given: Totals | None,
+    step_totals: Totals | None,
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
-    `whole` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
-    mask). given: the caller's totals.
+    `before` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
+    mask). step_totals: the caller's totals.
     """
     n = count(t.mask)
     records: dict[str, Record] = {
@@ -87,50 +109,47 @@ def policy_metrics(
         "tokens": Sum(n),
         "advantage_mean": Stat(t.advantages.sum(), n),
         **_of_logprobs(t, token_loss),
-        "beyond_totals": Sum(
-            _beyond_totals(t, n, getattr(spec.aggregate, "divides_by", None), given)
-        ),
+        "beyond_totals": Sum(_beyond_totals(spec, t, n, step_totals)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }
     _clipping(records, spec, surrogate, t.mask, n)
     _ratios(records, spec, t, n)
     if t.has("old_logp") and t.has("rollout_logp"):
-        _mismatch(records, whole)
-    _corrections(records, corrected, whole)
+        _mismatch(records, before)
+    _corrections(records, corrected, before)
     if kl is not None:
         records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
     if t.has("entropy"):
         records["entropy"] = Stat(t.entropy.sum(), n)
+    if t.has("divergence"):
+        records["divergence"] = Stat(t.divergence.sum(), n)
     return Metrics(records)
 
 
 def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
-    """Tokens with a number that is none, and with a log-probability that is none: a clamp may hide
-    either from the loss.
-    """
-    given = {
+    """Tokens with a number or log-probability that is none, which a clamp may hide."""
+    logprobs = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
     # A sum is finite if and only if its terms are, for numbers of this size. An engine may report
     # −inf for a token that top-p cut.
     finite = reduce(
-        torch.add, [x for name, x in given.items() if name != "rollout_logp"], token_loss
+        torch.add, [x for name, x in logprobs.items() if name != "rollout_logp"], token_loss
     )
-    positive = reduce(torch.bitwise_or, [x > POSITIVE for x in given.values()]) & t.mask
+    positive = reduce(torch.bitwise_or, [x > POSITIVE for x in logprobs.values()]) & t.mask
     return {
         "nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))),
         "positive_logp_tokens": Sum(count(positive)),
     }
 
 
-def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | None) -> Tensor:
-    """What this call has beyond the step's count that the average divides by; 0 where the call is
-    the step, or one rank's share.
-    """
-    if given is None or divisor is None or t.sequences.cp_group is not None:
+def _beyond_totals(spec: LossSpec, t: Tokens, n: Tensor, step_totals: Totals | None) -> Tensor:
+    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
+    divisor = getattr(spec.aggregate, "divides_by", None)
+    if step_totals is None or divisor is None or t.sequences.cp_group is not None:
         return torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
-    of_step = getattr(given, divisor)
+    of_step = getattr(step_totals, divisor)
     of_step = of_step.to(here.device).reshape(()) if isinstance(of_step, Tensor) else of_step
     return (here - of_step).clamp(min=0)
 
@@ -138,36 +157,27 @@ def _beyond_totals(t: Tokens, n: Tensor, divisor: str | None, given: Totals | No
 def _clipping(
     records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor
 ) -> None:
-    flags = {
-        name: flag for name, flag in s._asdict().items() if name != "loss" and flag is not None
-    }
-    ours = (
-        type(spec.trust) in VARIANTS
-    )  # then a token has one flag at most, and a masked one none; a user's may do anything
+    named = zip(s._fields[1:], s[1:], strict=True)
+    flags = {name: flag for name, flag in named if flag is not None}
+    # A part of ours flags a token once at most, and no masked one; a user's may do anything.
+    ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
     counts = {name: count(flag) for name, flag in flags.items()}
-    for name, held in counts.items():
-        records[f"clip_fraction_{name}"] = Stat(held, n)
-    if flags:
-        total = (
-            reduce(torch.add, counts.values())
-            if ours
-            else count(reduce(torch.bitwise_or, flags.values()))
-        )
-        records["clip_fraction"] = Stat(total, n)
+    for name, number in counts.items():
+        records[f"clip_fraction_{name}"] = Stat(number, n)
+    if flags and ours:
+        records["clip_fraction"] = Stat(reduce(torch.add, counts.values()), n)
+    elif flags:
+        records["clip_fraction"] = Stat(count(reduce(torch.bitwise_or, flags.values())), n)
 
 
 def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
-    """The ratio before its clamp, and the drift from the old policy, which shares its numbers when
-    the ratio is that of tokens.
-    """
+    """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
     raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
     growth: Tensor | None = None
     if raw is not None:
-        raw = (
-            raw if per_token else fill(raw, t.mask)
-        )  # a token's log-ratio is 0 where masked already
+        raw = raw if per_token else fill(raw, t.mask)  # a token's is 0 where masked already
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
         records["ratio_mean"] = Stat(growth.sum() + n, n)
@@ -183,22 +193,22 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         records["kl_old_k3"] = Stat((growth - raw).sum(), n)
 
 
-def _mismatch(records: dict[str, Record], whole: Tokens) -> None:
-    n, d = count(whole.mask), whole.log_weight()
+def _mismatch(records: dict[str, Record], before: Tokens) -> None:
+    n, d = count(before.mask), before.log_weight()
     records["kl_rollout_k1"] = Stat(-d.sum(), n)
     records["kl_rollout_k3"] = Stat(k3(d).sum(), n)
-    records["rollout_logp_difference_max"] = Max(extremes(d.abs(), whole.mask)[0])
+    records["rollout_logp_difference_max"] = Max(extremes(d.abs(), before.mask)[0])
 
 
-def _corrections(records: dict[str, Record], corrected: Combined, whole: Tokens) -> None:
-    n = count(whole.mask)
-    kept = whole.mask if corrected.keep is None else whole.mask & corrected.keep
+def _corrections(records: dict[str, Record], corrected: Combined, before: Tokens) -> None:
+    n = count(before.mask)
+    kept = before.mask if corrected.keep is None else before.mask & corrected.keep
     if corrected.weight is not None:
         w = fill(corrected.weight, kept)
         records["correction_weight_mean"] = Stat(w.sum(), n)
         records["correction_weight_max"] = Max(extremes(w, kept)[0])
         records["effective_sample_size"] = EffectiveSampleSize(w.sum(), (w * w).sum(), n)
     for name, keep in corrected.verdicts.items():
-        records[f"rejected_fraction/{name}"] = Stat(count(whole.mask & ~keep), n)
+        records[f"rejected_fraction/{name}"] = Stat(count(before.mask & ~keep), n)
     if corrected.keep is not None:
-        records["rejected_fraction"] = Stat(count(whole.mask & ~corrected.keep), n)
+        records["rejected_fraction"] = Stat(count(before.mask & ~corrected.keep), n)

@@ -1,7 +1,4 @@
-"""`LossSpec`: a policy loss as a value.
-
-Seven slots, each filled by a part; nothing here computes anything.
-"""
+"""`LossSpec`: a policy loss as a value. Seven slots, each filled by a part."""
 
 from __future__ import annotations
 
@@ -9,21 +6,22 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
-from policyloss.arguments import seen
+from policyloss.arguments import description
 from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.parts import aggregate, correction, kl, ratio, trust, validate
-from policyloss.tokens import Tokens
+from policyloss.parts import aggregate, correction, kl, ratio, trust
+from policyloss.parts.divergence import Divergence
+from policyloss.parts.validate import Part, within
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
 
 Correction = Callable[[Tokens], correction.Corrected] | correction.SelfNormalise
 
-REJECTED = ("keep", "renormalise", "drop_sequence")
 _VARIANTS: dict[str, tuple[type, ...]] = {
     "ratio": ratio.VARIANTS,
     "trust": trust.VARIANTS,
@@ -32,20 +30,18 @@ _VARIANTS: dict[str, tuple[type, ...]] = {
     "aggregate": aggregate.VARIANTS,
 }
 _FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in _VARIANTS}
-Part = TypeVar("Part")
+P = TypeVar("P")
 
+_SETTINGS = ("rejected", "entropy_coef")  # the slots that hold no part
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
 
 # The defaults are plain PPO: frozen values, safe to share.
-_TOKEN_RATIO, _PPO_CLIP, _TOKEN_MEAN = (
-    ratio.TokenRatio(),
-    trust.Clip(0.2, 0.2),
-    aggregate.TokenMean(),
-)
+_TOKEN_RATIO, _PPO_CLIP = ratio.TokenRatio(), trust.Clip(0.2, 0.2)
+_TOKEN_MEAN = aggregate.TokenMean()
 
 
 @dataclass(frozen=True)
-class LossSpec:
+class LossSpec(Part):
     """What fills each slot of the pipeline.
 
     Frozen and hashable; change a slot with `spec.replace(trust=…)`.
@@ -54,9 +50,9 @@ class LossSpec:
     rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
     denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
     been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
-    None. entropy_coef: the weight of the entropy bonus. aggregate: how tokens are averaged.
-    Any slot but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see
-    docs/custom.md).
+    a teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate:
+    how tokens are averaged. Any slot but `rejected` and `entropy_coef` also takes a callable of
+    `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -64,7 +60,7 @@ class LossSpec:
     correction: Any = ()
     rejected: Literal["keep", "renormalise", "drop_sequence"] = "keep"
     kl: Any = None
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, within(finite=True)] = 0.0
     aggregate: Any = _TOKEN_MEAN
 
     def __post_init__(self) -> None:
@@ -74,14 +70,13 @@ class LossSpec:
         if not isinstance(parts, (tuple, list)):
             parts = (parts,)
         object.__setattr__(self, "correction", tuple(parts))
-        for slot in ("ratio", "trust", "aggregate"):
-            check_part(slot, getattr(self, slot))
-        for part in self.correction:
-            check_part("correction", part)
-        if self.kl is not None:
-            check_part("kl", self.kl)
-        validate.choice(self, "rejected", REJECTED)
-        validate.number(self, "entropy_coef", finite=True)
+        if isinstance(self.kl, (tuple, list)):
+            pulls = tuple(self.kl)
+            object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
+        for slot in _VARIANTS:
+            for part in self.parts_in(slot):
+                check_part(slot, part)
+        super().__post_init__()
         self._check_fit()
 
     def _check_fit(self) -> None:
@@ -90,35 +85,56 @@ class LossSpec:
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
         if len(weighing) > 1:
             raise SpecError(
-                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, and use Reject, Veto or "
-                "SequenceMask(weight=None) to mask as well."
+                f"{' and '.join(weighing)} would both multiply by the importance weight; keep one, "
+                "and use Reject, Veto or SequenceMask(weight=None) to mask as well."
             )
         normalising = [c for c in self.correction if isinstance(c, correction.SelfNormalise)]
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
             raise SpecError(
-                "SelfNormalise normalises one importance weight: put it once, beside Truncate, Band or SequenceMask."
+                "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
+                "Band or SequenceMask."
+            )
+        if len([part for part in self.pulls if isinstance(part, Divergence)]) > 1:
+            raise SpecError(
+                "a loss has one Divergence at most, because a call carries one divergence per "
+                "token; add up the divergences of several teachers before the call."
             )
         if self.rejected != "keep" and not self.correction:
             raise SpecError(
-                f"rejected={self.rejected!r} has no effect without a correction that rejects; add one or use 'keep'."
+                f"rejected={self.rejected!r} has no effect without a correction that rejects; add "
+                "one or use 'keep'."
             )
+
+    @property
+    def pulls(self) -> tuple[Any, ...]:
+        """The parts of the `kl` slot: none, one or several."""
+        if self.kl is None:
+            return ()
+        return self.kl if isinstance(self.kl, tuple) else (self.kl,)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The pull to a teacher's whole distribution, if there is one."""
+        return next((part for part in self.pulls if isinstance(part, Divergence)), None)
 
     @property
     def is_data(self) -> bool:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
-        parts = [("ratio", self.ratio), ("trust", self.trust), ("aggregate", self.aggregate)]
-        parts += [("correction", c) for c in self.correction] + (
-            [] if self.kl is None else [("kl", self.kl)]
-        )
-        return all(
-            any(type(part) is known for known in known_parts(slot).values()) for slot, part in parts
-        )
+        parts = [(slot, part) for slot in _VARIANTS for part in self.parts_in(slot)]
+        return all(type(part) in known_parts(slot).values() for slot, part in parts)
+
+    def parts_in(self, slot: str) -> tuple[Any, ...]:
+        """The parts that fill a slot: none, one, or several."""
+        if slot == "kl":
+            return self.pulls
+        value = getattr(self, slot)
+        return value if isinstance(value, tuple) else (value,)
 
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        return self.reads_ratio_value or getattr(self.kl, "reads_ratio", False)
+        return self.reads_ratio_value or any(getattr(k, "reads_ratio", False) for k in self.pulls)
 
     @property
     def reads_ratio_value(self) -> bool:
@@ -126,8 +142,8 @@ class LossSpec:
 
         (The KL of a framework may be weighted by another ratio.)
         """
-        return (
-            getattr(self.trust, "reads_ratio", True) or getattr(self.kl, "weight", None) == "ratio"
+        return getattr(self.trust, "reads_ratio", True) or any(
+            getattr(part, "weight", None) in ("ratio", "detached_ratio") for part in self.pulls
         )
 
     @property
@@ -144,13 +160,14 @@ class LossSpec:
                 names.add(f"{part.source}_logp")
             elif not isinstance(part, correction.SelfNormalise):
                 names.update(("old_logp", "rollout_logp"))
-        if self.kl is not None:
-            names.add(f"{getattr(self.kl, 'anchor', 'ref')}_logp")
+        for part in self.pulls:
+            of = f"{getattr(part, 'anchor', 'ref')}_logp"
+            names.add("divergence" if isinstance(part, Divergence) else of)
         if self.entropy_coef:
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids")
         return tuple(name for name in order if name in names)
 
     @property
@@ -184,7 +201,7 @@ class LossSpec:
         `reads_logp = False`), and of a rejection by `logp` that changes denominators.
         """
         by_logp = self.corrections_by_logp
-        parts = [self.ratio, self.trust, *by_logp] + ([] if self.kl is None else [self.kl])
+        parts = [self.ratio, self.trust, *by_logp, *self.pulls]
         reaches = {getattr(part, "reach", "batch") for part in parts}
         fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
             self.aggregate, "reads_logp", True
@@ -213,16 +230,13 @@ class LossSpec:
         """
         changed = self
         for name, value in numbers.items():
-            if name in ("rejected", "entropy_coef"):
+            if name in _SETTINGS:
                 changed = dataclasses.replace(changed, **{name: value})
                 continue
             places = [path for path in _field_paths(changed) if path[-1] == name]
             if not places:
-                valid = {str(path[-1]) for path in _field_paths(changed)} | {
-                    "rejected",
-                    "entropy_coef",
-                }
-                raise SpecError(unknown_name("number of this loss", name, valid))
+                valid = [str(path[-1]) for path in _field_paths(changed)] + [*_SETTINGS]
+                raise SpecError(unknown_name("number of this loss", name, set(valid)))
             if len(places) > 1:
                 where = " and ".join(".".join(map(str, path)) for path in places)
                 raise SpecError(
@@ -263,20 +277,19 @@ class LossSpec:
             "trust": _encode("trust", self.trust),
             "correction": [_encode("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": None if self.kl is None else _encode("kl", self.kl),
+            "kl": [_encode("kl", part) for part in self.pulls]
+            if isinstance(self.kl, tuple)
+            else next((_encode("kl", part) for part in self.pulls), None),
             "entropy_coef": self.entropy_coef,
             "aggregate": _encode("aggregate", self.aggregate),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`.
-
-        Strict: an unknown key, type or value is an error that names the valid ones.
-        """
+        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
         if not isinstance(data, Mapping):
             raise SpecError(
-                f"data must be a mapping, as LossSpec.to_dict makes it, got {seen(data)}."
+                f"data must be a mapping, as LossSpec.to_dict makes it, got {description(data)}."
             )
         slots: dict[str, Any] = {}
         for key, value in data.items():
@@ -285,6 +298,8 @@ class LossSpec:
             if key == "correction":
                 if not isinstance(value, (list, tuple)):
                     raise SpecError(f"correction must be a list of parts, got {value!r}.")
+                slots[key] = tuple(_decode(key, part) for part in value)
+            elif key == "kl" and isinstance(value, (list, tuple)):
                 slots[key] = tuple(_decode(key, part) for part in value)
             elif key in _VARIANTS and not (key == "kl" and value is None):
                 slots[key] = _decode(key, value)
@@ -300,7 +315,7 @@ class Slots(TypedDict, total=False):
     trust: Callable[[Tokens], trust.Surrogate | Tensor]
     correction: Correction | Sequence[Correction] | None
     rejected: Literal["keep", "renormalise", "drop_sequence"]
-    kl: Callable[[Tokens], Tensor] | None
+    kl: Callable[[Tokens], Tensor] | Sequence[Callable[[Tokens], Tensor]] | None
     entropy_coef: float
     aggregate: Callable[[Tokens], Tensor]
 
@@ -331,14 +346,10 @@ def has_fields(part: Any) -> bool:
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced.
-
-    Every part on the way is built again, and so checked.
-    """
+    """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
-        new = [_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner)]
-        return tuple(new)
+        return tuple(_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner))
     inner = _with_value(getattr(owner, str(first)), rest, value) if rest else value
     return dataclasses.replace(owner, **{str(first): inner})
 
@@ -359,7 +370,8 @@ def check_part(slot: str, part: Any) -> None:
         return
     if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
         raise SpecError(
-            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing measurement is noticed."
+            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing "
+            "measurement is noticed."
         )
     for other, variants in _VARIANTS.items():
         if isinstance(part, variants):
@@ -373,14 +385,14 @@ def check_part(slot: str, part: Any) -> None:
         )
 
 
-def framework_part(slot: str, framework: str) -> Callable[[type[Part]], type[Part]]:
+def framework_part(slot: str, framework: str) -> Callable[[type[P]], type[P]]:
     """A decorator for a framework's part: specs that hold one can be written as data.
 
     The class extends a part of this slot. In data its type is "framework.ClassName", which can be
     read back wherever `policyloss.compat` has loaded that framework.
     """
 
-    def known(part: type[Part]) -> type[Part]:
+    def known(part: type[P]) -> type[P]:
         _FRAMEWORK_PARTS[slot][f"{framework}.{part.__name__}"] = part
         return part
 
@@ -422,32 +434,28 @@ def _decode(slot: str, data: Any) -> Any:
     variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(
-            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: {", ".join(variants)}.'
+            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: '
+            f"{', '.join(variants)}."
         )
     name = data["type"]
     if not isinstance(name, str) or name not in variants:
         framework, dot, _ = str(name).partition(".")
         if dot:
             raise SpecError(
-                f"{slot} type {name!r} is named like a framework's own part; those are known once their drop-ins are "
-                f"loaded: import policyloss.compat.{framework} before reading the spec."
+                f"{slot} type {name!r} is named like a framework's own part; those are known once "
+                f"their drop-ins are loaded: import policyloss.compat.{framework} before reading "
+                "the spec."
             )
         raise SpecError(unknown_name(f"{slot} type", name, variants))
     make = variants[name]
     valid = [f.name for f in dataclasses.fields(make)]
     for key in data:
         if key != "type" and key not in valid:
-            raise SpecError(
-                unknown_name(f"{name} field", key, valid)
-                if valid
-                else f"{name} has no fields, got {key!r}."
-            )
+            none = f"{name} has no fields, got {key!r}."
+            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else none)
     values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
-    missing = [
-        f.name
-        for f in dataclasses.fields(make)
-        if f.default is dataclasses.MISSING and f.name not in values
-    ]
+    needed = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
     if missing:
         raise SpecError(f"{name} needs {', '.join(missing)}.")
     return make(**values)

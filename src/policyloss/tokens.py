@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
@@ -33,37 +33,22 @@ LOGP_ARGUMENTS = {
 }
 
 
-class NeedsStatistics(Protocol):
-    """A slot whose numbers depend on the whole batch, not on its own token or sequence (see
-    `measure`).
-    """
-
-    statistics_names: ClassVar[tuple[str, ...]]
-
-    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """Measure `t`, a whole step, over the ranks of `group`."""
-        ...
-
-
 def as_mask(
     mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
 ) -> Tensor:
-    """`mask` as bool, checked: the shape of `like`, and 0/1 if it is not bool (values are read only
-    on a CPU).
-    """
+    """`mask` as bool, checked: the shape of `like`, and 0/1 (values are read only on a CPU)."""
     return checked_mask(mask, like, called, like_called)[0]
 
 
 def checked_mask(
     mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
 ) -> tuple[Tensor, Tensor | None]:
-    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here; None if they
-    were, or need not be.
-    """
+    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here."""
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
         raise InputError(
-            f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give one entry per token."
+            f"{called} has shape {tuple(mask.shape)} but {like_called} {tuple(like.shape)}; give "
+            "one entry per token."
         )
     if mask.dtype == torch.bool:
         return mask, None
@@ -72,7 +57,8 @@ def checked_mask(
         return mask != 0, invalid
     if not holds(invalid == 0):
         raise InputError(
-            f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight tokens, scale the advantages."
+            f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight "
+            "tokens, scale the advantages."
         )
     return mask != 0, None
 
@@ -82,16 +68,15 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
     check_tensor("group_ids", group_ids, "any")
     if not fits_kind(group_ids, "integer") or tuple(group_ids.shape) != (sequences.count,):
         raise InputError(
-            f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got {seen(group_ids)}."
+            f"group_ids must be a tensor of one integer per sequence, ({sequences.count},), got "
+            f"{description(group_ids)}."
         )
 
 
 def expand_advantages(
     advantages: Tensor, sequences: Sequences, called: str = "advantages"
 ) -> Tensor:
-    """Advantages as one number per token: accepts token-shaped (packed also `[1, N]`), or one per
-    sequence (`[S]`, `[S, 1]`).
-    """
+    """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`."""
     check_tensor(called, advantages)
     advantages = sequences.with_clear_shape(advantages, called)
     shape = sequences.shape
@@ -104,8 +89,8 @@ def expand_advantages(
         return sequences.expand(advantages.reshape(per_sequence))
     layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
     raise InputError(
-        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give one per token {shape} or "
-        f"one per sequence {per_sequence}."
+        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give "
+        f"one per token {shape} or one per sequence {per_sequence}."
     )
 
 
@@ -140,7 +125,8 @@ class Layout:
         """The counts of the whole step; only an aggregation may ask for them."""
         if self.step is None:
             raise InputError(
-                "the totals of the step are known to the aggregation only; this part runs before it."
+                "the totals of the step are known to the aggregation only; this part runs "
+                "before it."
             )
         return self.step
 
@@ -154,10 +140,7 @@ class Layout:
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each sequence `[S]`, exact (int64).
-
-        With context parallel that is an all-reduce.
-        """
+        """Valid tokens of each sequence `[S]`, int64; an all-reduce with context parallel."""
         if "counts" not in self.memo:
             self.memo["counts"] = self.sequences.sum(self.mask)
         return self.memo["counts"]
@@ -203,14 +186,14 @@ def laid_out(
     if group_ids is not None:
         check_group_ids(group_ids, sequences)
         check_tensor("group_ids", group_ids, like=(called, tokens))
+    if positions is not None:
+        positions = checked_positions(positions, tokens, "this loss")
     invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
     return {
         "mask": mask,
         "sequences": sequences,
         "group_ids": group_ids,
-        "positions": None
-        if positions is None
-        else checked_positions(positions, tokens, "this loss"),
+        "positions": positions,
         "invalid": {name: x for name, x in invalid.items() if x is not None},
     }
 
@@ -254,19 +237,19 @@ class Tokens(Layout):
         """The tensor that the call carries as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
             raise InputError(
-                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: …}}."
+                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: "
+                "…}."
             )
         return self.fill(self.read(f"extras.{name}"))
 
     def read(self, name: str) -> Tensor:
         """The tensor argument `name`, or an error that says which argument is missing."""
         x = self.raw.get(name)
-        if (
-            x is None and name == "logp"
-        ):  # left out by the head alone, while the log-probabilities are not computed
+        # The head alone leaves logp out, while the log-probabilities are not computed.
+        if x is None and name == "logp":
             raise InputError(
-                "a part that says reads_logp = False read logp: leave that attribute out, so that the head computes the "
-                "log-probabilities before it asks that part."
+                "a part that says reads_logp = False read logp: leave that attribute out, so that "
+                "the head computes the log-probabilities before it asks that part."
             )
         if x is None:
             raise InputError(
@@ -293,9 +276,20 @@ class Tokens(Layout):
         """The current policy's entropy at each token; may carry a gradient."""
         return fill(self.read("entropy"), self.mask, self.dtype)
 
+    @property
+    def divergence(self) -> Tensor:
+        """The divergence of the teacher's distribution at each token; may carry a gradient."""
+        if not self.has("divergence"):
+            raise InputError(
+                "this loss has a Divergence, which reads the divergence of each token; pass "
+                "divergence= to policy_loss (policyloss.linear_divergence and "
+                "policyloss.divergence make it), or teacher= to linear_policy_loss."
+            )
+        return fill(self.read("divergence"), self.mask, self.dtype)
+
     def anchor_logp(self, anchor: str) -> Tensor:
-        """The log-probability of a frozen policy: "old", "rollout", "ref", or "current" for `logp`
-        itself, detached.
+        """The log-probability of a frozen policy: "old", "rollout", "ref", "teacher", or "current"
+        for `logp` itself, detached.
         """
         return fill(self._anchor(anchor), self.mask, self.dtype)
 
@@ -304,18 +298,17 @@ class Tokens(Layout):
         return difference(self.read("logp"), self._anchor(anchor), self.mask, self.dtype)
 
     def log_weight(self) -> Tensor:
-        """`old_logp - rollout_logp`: the trainer against the inference engine, on the same frozen
-        weights.
-        """
+        """`old_logp - rollout_logp`: trainer against inference engine, on the same weights."""
         return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
 
     def _anchor(self, anchor: str) -> Tensor:
-        return (
-            self.read("logp").detach() if anchor == "current" else self.read(LOGP_ARGUMENTS[anchor])
-        )
+        if anchor == "current":
+            return self.read("logp").detach()
+        return self.read(LOGP_ARGUMENTS[anchor])
 
-    def batch_statistics(self, slot: NeedsStatistics) -> dict[str, Tensor]:
-        """The batch-wide numbers `slot` needs: those measured for the whole step if given, else
-        this call's own.
-        """
-        return slot.statistics(self) if self.measured is None else self.measured
+    def batch_statistics(self, part: Any) -> dict[str, Tensor]:
+        """The batch-wide numbers `part` needs: measured for the step, else this call's own."""
+        if self.measured is not None:
+            return self.measured
+        numbers: dict[str, Tensor] = part.statistics(self)
+        return numbers

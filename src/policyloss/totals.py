@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_tensor, is_number, seen
+from policyloss.arguments import check_group, check_like, check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
@@ -27,9 +27,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of the step: sorted `ids` `[G]` and `tokens` `[G]`, both
-    integers.
-    """
+    """Valid tokens of each prompt group of the step: sorted `ids` `[G]`, `tokens` `[G]`."""
 
     ids: Tensor
     tokens: Tensor
@@ -39,7 +37,8 @@ class GroupTokens:
         check_like("GroupTokens.tokens", self.tokens, ("GroupTokens.ids", self.ids))
         if self.ids.dim() != 1:
             raise InputError(
-                f"GroupTokens.ids must be 1-D, the ids of the groups in rising order, got {seen(self.ids)}."
+                "GroupTokens.ids must be 1-D, the ids of the groups in rising order, got "
+                f"{description(self.ids)}."
             )
 
 
@@ -70,13 +69,14 @@ class Totals:
             _check_count("Totals.groups", self.groups, "a number of groups, a GroupTokens or None")
         ranks: Any = self.dp_size
         if not isinstance(ranks, Tensor) and (not isinstance(ranks, int) or ranks < 1):
-            raise InputError(f"Totals.dp_size must be a number of ranks, got {seen(ranks)}.")
+            raise InputError(f"Totals.dp_size must be a number of ranks, got {description(ranks)}.")
         numbers = self.statistics
         if numbers is not None and not (
             isinstance(numbers, dict) and all(isinstance(x, Tensor) for x in numbers.values())
         ):
             raise InputError(
-                f"Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got {seen(numbers)}."
+                "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
+                f"{description(numbers)}."
             )
 
     @classmethod
@@ -112,9 +112,7 @@ class Totals:
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
-        """The counts of one padded `[B, T]` mask alone, whatever other ranks hold: what
-        `totals="local"` stands for.
-        """
+        """The counts of one padded `[B, T]` mask alone: what `totals="local"` stands for."""
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
         return cls(
@@ -124,10 +122,7 @@ class Totals:
     def all_reduce(
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
     ) -> Totals:
-        """The counts of all data-parallel ranks together.
-
-        Without `torch.distributed`, or with one rank, the same counts.
-        """
+        """The counts of all data-parallel ranks together; unchanged on one rank."""
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
@@ -160,7 +155,8 @@ class Totals:
             )
         if self.statistics or other.statistics:
             raise InputError(
-                "measured statistics do not add up; call policyloss.measure once, on the tensors of the whole step."
+                "measured statistics do not add up; call policyloss.measure once, on the tensors "
+                "of the whole step."
             )
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
@@ -188,15 +184,13 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
     """Raise unless `value` is a number that is not negative, or a tensor that holds one number."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise InputError(f"{name} must be one number, got a tensor of {seen(value)}.")
+            raise InputError(f"{name} must be one number, got a tensor of {description(value)}.")
     elif not is_number(value) or not value >= 0:
-        raise InputError(f"{name} must be {wanted}, got {seen(value)}.")
+        raise InputError(f"{name} must be {wanted}, got {description(value)}.")
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
-    """The ranks that hold other sequences: `group`, or by default all of them; None if there are no
-    others.
-    """
+    """The ranks with other sequences: `group`, by default all; None if there are no others."""
     check_group("group", group)
     check_group("cp_group", cp_group)
     if group is not None or not several_ranks():
@@ -206,15 +200,13 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     if dist.get_world_size(cp_group) == dist.get_world_size():
         return None
     raise InputError(
-        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as group=."
+        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as "
+        "group=."
     )
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
-    """Sum `tokens` by id.
-
-    Reads shapes back to the host, which counting may do: it runs once per step.
-    """
+    """Sum `tokens` by id. It reads shapes back to the host, which counting may do."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
@@ -234,17 +226,17 @@ def local_totals(t: Layout) -> Totals:
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """What the caller said about the step: given totals, or None for "this call is the whole
-    batch".
-    """
+    """The totals that the caller passed, or None for "this call is the whole batch"."""
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):
-        raise InputError(f'totals must be a Totals, "local" or None, got {seen(totals)}.')
+        raise InputError(f'totals must be a Totals, "local" or None, got {description(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
-            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know the denominator of the whole step. "
-            "Count it once per step: totals = policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and pass "
-            'totals= to every call; or pass totals="local" if this call really is the whole batch.'
+            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know "
+            "the denominator of the whole step. Count it once per step: totals = "
+            "policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and "
+            'pass totals= to every call; or pass totals="local" if this call really is the whole '
+            "batch."
         )
     return None

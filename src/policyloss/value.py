@@ -1,6 +1,4 @@
-"""`value_loss`: the critic's clipped regression, with the policy loss's aggregation, totals,
-packing and metrics.
-"""
+"""`value_loss`: the critic's clipped regression, aggregated and measured as the policy loss."""
 
 from __future__ import annotations
 
@@ -22,11 +20,6 @@ from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 
 
-def squared_error(error: Tensor) -> Tensor:
-    """`½·e²`."""
-    return 0.5 * error**2
-
-
 def huber_error(error: Tensor, delta: float) -> Tensor:
     """`½·e²` where |e| ≤ delta, `delta·(|e| − ½·delta)` beyond: quadratic, then linear."""
     size = error.abs()
@@ -34,10 +27,8 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
     return inner * (size - 0.5 * inner)
 
 
-def held(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
-    """`x` between `low` and `high`; where it equals one of them its slope is 1 ("pass") or ½
-    ("half").
-    """
+def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
+    """`x` within bounds; at a bound its slope is 1 ("pass") or ½ ("half")."""
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 
@@ -89,13 +80,11 @@ def value_loss(
     )
     t = t.with_totals(local_totals(t) if step is None else step)
     check_tensor("returns", returns, like=("values", values))
-    value, target = (
-        t.fill(values),
-        t.fill(expand_advantages(returns.detach(), t.sequences, "returns")),
-    )
+    value = t.fill(values)
+    target = t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
 
     def f(error: Tensor) -> Tensor:
-        return squared_error(error) if kind == "mse" else huber_error(error, huber_delta)
+        return 0.5 * error**2 if kind == "mse" else huber_error(error, huber_delta)
 
     token_loss = f(value - target)
     binds: Tensor | None = None
@@ -103,7 +92,7 @@ def value_loss(
         check_like("old_values", old_values, ("values", values))
     if clip is not None and old_values is not None:
         old = t.fill(old_values.detach())
-        clipped = f(held(value, old - clip, old + clip, boundary) - target)
+        clipped = f(clamped(value, old - clip, old + clip, boundary) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)

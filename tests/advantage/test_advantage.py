@@ -1,4 +1,6 @@
-"""Group advantages, whitening and the named estimators: hand numbers, plain-Python references, brute force, edge cases."""
+"""Group advantages, whitening and the named estimators:
+hand numbers, plain-Python references, brute force, edge cases.
+"""
 
 import itertools
 import math
@@ -15,9 +17,8 @@ import policyloss as pl
 from policyloss import advantage as adv
 from policyloss.advantage import group_advantages, whiten
 
-IDS = torch.tensor(
-    [7, -3, 7, 7, -3, 10**12]
-)  # groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart
+# Groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart.
+IDS = torch.tensor([7, -3, 7, 7, -3, 10**12])
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0, 5.0, 4.0], dtype=torch.float64)
 CENTERED = [(c, s) for c in ("mean", "loo") for s in ("std", "loo_std", "batch_std", "mean", None)]
 
@@ -34,7 +35,9 @@ def members(ids):
 
 
 def reference(rewards, ids, center, scale, eps, ddof):
-    """`group_advantages` from its docstring, one element at a time, with Python's own statistics."""
+    """`group_advantages` from its docstring, one element at a time,
+    with Python's own statistics.
+    """
     r, out = rewards.tolist(), [0.0] * len(rewards)
 
     def std(x):
@@ -77,15 +80,18 @@ def random_batch(seed, n=40, groups=9):
 @pytest.mark.parametrize(
     ("center", "scale", "expected"),
     [
-        # Group {1, 2, 6}: mean 3, deviations −2, −1, 3, sample variance (4 + 1 + 9)/2 = 7. Group {3, 5}: mean 4, ∓1, variance 2.
+        # Group {1, 2, 6}: mean 3, deviations −2, −1, 3, sample variance (4 + 1 + 9)/2 = 7. Group
+        # {3, 5}: mean 4, ∓1, variance 2.
         ("mean", "std", [-2 / 7**0.5, -1 / 2**0.5, -1 / 7**0.5, 3 / 7**0.5, 1 / 2**0.5, 0]),
         ("mean", None, [-2, -1, -1, 3, 1, 0]),
         ("mean", "mean", [-2 / 3, -1 / 4, -1 / 3, 3 / 3, 1 / 4, 0]),
         # The others of 1: mean 4; of 2: mean 3.5; of 6: mean 1.5. The other of 3 is 5.
         ("loo", None, [-3, -2, -1.5, 4.5, 2, 0]),
-        # Std of the others: {2, 6} √8, {1, 6} √12.5, {1, 2} √0.5; of one other: 0, so nothing is divided.
+        # Std of the others: {2, 6} √8, {1, 6} √12.5, {1, 2} √0.5;
+        # of one other: 0, so nothing is divided.
         ("loo", "loo_std", [-3 / 8**0.5, -2, -1.5 / 12.5**0.5, 4.5 / 0.5**0.5, 2, 0]),
-        # All: mean 3.5, deviations² 6.25 + 0.25 + 2.25 + 6.25 + 2.25 + 0.25 = 17.5, variance 17.5/5 = 3.5.
+        # All: mean 3.5, deviations² 6.25 + 0.25 + 2.25 + 6.25 + 2.25 + 0.25 = 17.5,
+        # variance 17.5/5 = 3.5.
         (
             "mean",
             "batch_std",
@@ -133,7 +139,8 @@ def test_a_constant_group_gives_exactly_zero(center, scale, value, dtype):
 @pytest.mark.parametrize("scale", ["std", "loo_std", "batch_std"])
 @pytest.mark.parametrize("n", [3, 6, 7, 10, 11])
 def test_a_spread_of_zero_divides_nothing(scale, n):
-    # In float64 the mean of n times 0.1 is not always 0.1; with eps = 0 any residue would make the result enormous.
+    # In float64 the mean of n times 0.1 is not always 0.1;
+    # with eps = 0 any residue would make the result enormous.
     rewards = torch.full((n,), 0.1, dtype=torch.float64)
     assert torch.equal(
         group_advantages(rewards, torch.zeros(n).long(), center=None, scale=scale, eps=0.0), rewards
@@ -150,13 +157,13 @@ def test_others_that_are_equal_divide_nothing(common, winner):
 
 @pytest.mark.parametrize("common", [0.35, 0.4, 0.3, 1 / 3])
 def test_one_winner_among_equals_is_not_blown_up(common):
-    # The seven others are equal, so their spread is 0 and the winner keeps r − mean of the others; in float32 the residue of
-    # E[x²] − E[x]² is about 1e-4, which made this 4000.
+    # The seven others are equal, so their spread is 0 and the winner keeps r − mean of the others;
+    # in float32 the residue of E[x²] − E[x]² is about 1e-4, which made this 4000.
     rewards = torch.tensor([common] * 7 + [1.0])
     out = adv.grpo_loo(rewards, torch.zeros(8, dtype=torch.int64))
     close(out[-1], 1 - common, atol=1e-7)
-    # Each loser's others: six equal and the winner; d = 1 − common: mean of others = common + d/7, variance d²·(6/7)/6 = d²/7,
-    # so (−d/7)/(d/√7) = −1/√7.
+    # Each loser's others: six equal and the winner; d = 1 − common: mean of others = common + d/7,
+    # variance d²·(6/7)/6 = d²/7, so (−d/7)/(d/√7) = −1/√7.
     close(out[:-1], [-1 / 7**0.5] * 7, atol=1e-5)
 
 
@@ -329,7 +336,8 @@ def test_grpo_and_its_relatives_by_hand():
     close(adv.dr_grpo(rewards, ids), [0.75, -0.25, -0.25, -0.25])
     close(adv.rloo(rewards, ids), [1, -1 / 3, -1 / 3, -1 / 3])
     close(adv.maxrl(rewards, ids, eps=0.0), [3, -1, -1, -1])
-    # The winner's others are all 0: undivided. A loser's others {1, 0, 0}: mean 1/3, variance (4/9 + 2/9)/2 = 1/3.
+    # The winner's others are all 0: undivided. A loser's others {1, 0, 0}: mean 1/3,
+    # variance (4/9 + 2/9)/2 = 1/3.
     close(adv.grpo_loo(rewards, ids, eps=0.0), [1] + [-1 / 3 / (1 / 3) ** 0.5] * 3)
 
 
@@ -350,7 +358,8 @@ def test_remax_by_hand():
 
 
 def test_gpg_by_hand():
-    # Group 1 is {1, 0}, group 2 is {1, 1}. Informative: 2 of 4 sequences, α = 2. Rewards that are not 0: 3, α = 4/3.
+    # Group 1 is {1, 0}, group 2 is {1, 1}. Informative: 2 of 4 sequences, α = 2.
+    # Rewards that are not 0: 3, α = 4/3.
     rewards, ids = (
         torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         torch.tensor([1, 1, 2, 2]),
@@ -363,8 +372,8 @@ def test_gpg_by_hand():
 
 
 def test_reinforce_pp_by_hand():
-    # γ = 0.5, reward 2 on the last valid token: returns 1, ·, 2 and 4 (a row of one token): mean 7/3,
-    # squares (16 + 1 + 25)/9 = 42/9, variance 21/9 = 7/3.
+    # γ = 0.5, reward 2 on the last valid token: returns 1, ·, 2 and 4 (a row of one token): mean
+    # 7/3, squares (16 + 1 + 25)/9 = 42/9, variance 21/9 = 7/3.
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
     s = (7 / 3) ** 0.5
     expected = [[-4 / 3 / s, 0, -1 / 3 / s], [5 / 3 / s, 0, 0]]
@@ -391,8 +400,9 @@ def test_reinforce_pp_baseline_is_whitening_of_tokens():
 
 
 def test_gdpo_by_hand():
-    # First reward: {0, 1} → ∓1/√2 (times weight 2); second: {4, 2} → ±1/√2. Sum: −1/√2, 1/√2; second group: first reward constant,
-    # second {1, 3} → −1/√2, 1/√2. All: mean 0, variance 4·½/3 = 2/3, so ∓(1/√2)/√(2/3) = ∓√3/2.
+    # First reward: {0, 1} → ∓1/√2 (times weight 2); second: {4, 2} → ±1/√2. Sum: −1/√2, 1/√2;
+    # second group: first reward constant, second {1, 3} → −1/√2, 1/√2. All: mean 0, variance 4·½/3
+    # = 2/3, so ∓(1/√2)/√(2/3) = ∓√3/2.
     rewards = torch.tensor([[0.0, 4.0], [1.0, 2.0], [5.0, 1.0], [5.0, 3.0]], dtype=torch.float64)
     out = adv.gdpo(rewards, torch.tensor([3, 3, -3, -3]), weights=[2.0, 1.0], eps=0.0)
     h = 3**0.5 / 2
@@ -418,7 +428,8 @@ def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
 
 
 def test_passk_max_gap_by_hand():
-    # {1, 5, 2}: the best leads the second by 3; mean 8/3, squares (25 + 49 + 4)/9 = 78/9, variance 13/3. {4, 4, 0}: a tie.
+    # {1, 5, 2}: the best leads the second by 3; mean 8/3, squares (25 + 49 + 4)/9 = 78/9,
+    # variance 13/3. {4, 4, 0}: a tie.
     rewards = torch.tensor([1.0, 4.0, 5.0, 4.0, 2.0, 0.0, 8.0], dtype=torch.float64)
     ids = torch.tensor([2, 9, 2, 9, 2, 9, 5])
     close(adv.passk_max_gap(rewards, ids, scale=None), [0, 0, 3, 0, 0, 0, 0])
@@ -437,7 +448,9 @@ def test_passk_combinatorial_by_hand():
 
 
 def brute_force_passk(rewards, k):
-    """Every subset of k, rewarded by its best; a member's advantage is the mean over its subsets of the standardised reward."""
+    """Every subset of k, rewarded by its best; a member's advantage
+    is the mean over its subsets of the standardised reward.
+    """
     n = len(rewards)
     subsets = list(itertools.combinations(range(n), k))
     best = [max(rewards[i] for i in s) for s in subsets]
@@ -485,13 +498,17 @@ def test_passk_combinatorial_equals_the_formula_of_the_paper(n, wrong, k):
 
 def test_passk_combinatorial_without_scale_and_with_shift():
     rewards, ids = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64), torch.zeros(4).long()
-    # Undivided: right 1 − 1/2, wrong C-mean 1/3 − 1/2 (see above); a shift of all rewards changes nothing.
+    # Undivided: right 1 − 1/2, wrong C-mean 1/3 − 1/2 (see above);
+    # a shift of all rewards changes nothing.
     close(adv.passk_combinatorial(rewards, ids, 2, scale=None), [-1 / 6, 0.5, -1 / 6, -1 / 6])
     close(adv.passk_combinatorial(rewards + 100, ids, 2, scale=None), [-1 / 6, 0.5, -1 / 6, -1 / 6])
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(adv.ESTIMATORS) - {"gae", "optimal_token_baseline", "reinforce_pp"})
+    "name",
+    sorted(
+        set(adv.ESTIMATORS) - {"gae", "iw_opd", "opd", "optimal_token_baseline", "reinforce_pp"}
+    ),
 )
 def test_empty_input(name):
     extra = {
@@ -505,7 +522,8 @@ def test_empty_input(name):
 
 
 def test_the_result_is_what_policy_loss_takes():
-    # One token each, on policy: ratio 1, so the token-mean loss is −mean(A) = −(0.75 − 3·0.25)/4 = 0, its gradient −A/4.
+    # One token each, on policy: ratio 1, so the token-mean loss
+    # is −mean(A) = −(0.75 − 3·0.25)/4 = 0, its gradient −A/4.
     logp = torch.full((4, 1), -1.0, requires_grad=True)
     advantages = adv.dr_grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long())
     pl.policy_loss(

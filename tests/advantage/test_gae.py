@@ -1,4 +1,6 @@
-"""GAE and discounted returns: hand numbers, a plain loop over the valid tokens, layouts, masks; and no loop over time."""
+"""GAE and discounted returns: hand numbers, a plain loop over the valid tokens, layouts, masks;
+and no loop over time.
+"""
 
 import math
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ def tensor(*rows, dtype=torch.float64):
 
 
 def loop_gae(rewards, values, gamma, lam, last=0.0):
-    """The textbook recurrence over one sequence's valid tokens, as lists of numbers → (advantages, returns)."""
+    """The textbook recurrence over one sequence's valid tokens,
+    as lists of numbers → (advantages, returns).
+    """
     advantages, next_value, next_advantage = [], last, 0.0
     for r, v in zip(reversed(rewards), reversed(values), strict=True):
         next_advantage = r + gamma * next_value - v + gamma * lam * next_advantage
@@ -44,13 +48,15 @@ def reference(rewards, values, mask, gamma, lam, last_values=None):
 
 
 def batch(seed, rows=7, length=29):
-    """Ragged multi-turn rows: prefix lengths with holes, one row full, one row empty, one with a single token."""
+    """Ragged multi-turn rows: prefix lengths with holes, one row full, one row empty,
+    one with a single token.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, length, generator=g) < 0.6
     mask &= torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=g)
     mask[0], mask[1], mask[2] = True, False, False
     mask[2, 5] = True
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
     return SimpleNamespace(
         rewards=draw(rows, length),
         values=draw(rows, length),
@@ -160,7 +166,8 @@ def test_scan_of_nothing_is_nothing():
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
 def test_packed_equals_padded(gamma, lam):
     b = batch(11)
-    # The pack holds the row up to its last valid token or beyond; row 1 is an empty sequence, and the last too.
+    # The pack holds the row up to its last valid token or beyond;
+    # row 1 is an empty sequence, and the last too.
     lengths = [29, 0, 8, 29, 29, 29, 29]
     cu = torch.tensor([0, *lengths, 0]).cumsum(0)
     args = [pack(x, lengths) for x in (b.rewards, b.values, b.mask)]

@@ -1,6 +1,8 @@
-"""The GAE kernel against the eager `policyloss.gae` in float64: padded and packed, masked, ragged, empty, with NaN.
+"""The GAE kernel against the eager `policyloss.gae` in float64:
+padded and packed, masked, ragged, empty, with NaN.
 
-Without a GPU it runs in Triton's interpreter. Blocks are smaller than the sequences, so that the carry between them is met.
+Without a GPU it runs in Triton's interpreter. Blocks are smaller than the sequences, so that the
+carry between them is met.
 """
 
 from __future__ import annotations

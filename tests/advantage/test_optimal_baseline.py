@@ -1,4 +1,6 @@
-"""The optimal token baseline: hand numbers, a plain loop over groups and tokens, and what it is where the weights say nothing."""
+"""The optimal token baseline: hand numbers, a plain loop over groups and tokens, and what it is
+where the weights say nothing.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def close(actual, expected, atol=1e-13):
 
 
 def batch(seed, rows=9, length=11):
-    """Rows of several turns in groups of one, three and five; one row empty, for even seeds one full."""
+    """Rows of several turns in groups of one, three and five;
+    one row empty, for even seeds one full.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=g)
     mask &= torch.rand(rows, length, generator=g) < 0.7
@@ -78,7 +82,8 @@ def reference(rewards, ids, mask, pi, squared, weights, zero_tail, bridge, eps):
 
 def test_by_hand():
     # Returns: 4, 4, 4 and 2, 1. Paths: ½, 3/2, 2 and ½, 1.
-    # Baselines: (½·4 + ½·2)/1 = 3; (3/2·4 + 1·1)/(5/2) = 2.8; the third token is the first row's alone: 0, and without the tail 4.
+    # Baselines: (½·4 + ½·2)/1 = 3; (3/2·4 + 1·1)/(5/2) = 2.8; the third token is the first row's
+    # alone: 0, and without the tail 4.
     close(baseline(), [[1, 1.2, 4], [-1, -1.8, 0]])
     close(baseline(zero_tail=False), [[1, 1.2, 0], [-1, -1.8, 0]])
 
@@ -114,7 +119,8 @@ def test_bridged_rows_are_rows_without_their_holes():
     holes = baseline(**b)
     for i in range(9):
         close(holes[i][b["mask"][i]], packed[i][short[i]])
-    # With the tails at baseline 0, only an empty row could be counted differently, and it changes nothing.
+    # With the tails at baseline 0, only an empty row could be counted differently,
+    # and it changes nothing.
     close(baseline(**straight, ids=b["ids"], mask=short, bridge=False), packed)
 
 
@@ -170,9 +176,11 @@ def test_float32_stays_and_half_is_computed_in_float32():
     half = {name: x.bfloat16() if x.is_floating_point() else x for name, x in b.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in half.items()}
     arguments = ("rewards", "ids", "mask")
-    call = lambda x: optimal_token_baseline(
-        *(x[n] for n in arguments), half["pi"].log(), x["squared"], weights=x["weights"]
-    )
+
+    def call(x):
+        args = [x[n] for n in arguments]
+        return optimal_token_baseline(*args, half["pi"].log(), x["squared"], weights=x["weights"])
+
     assert torch.equal(call(half), call(exact))
 
 

@@ -1,4 +1,6 @@
-"""`partition_check` names the right cause for trainers that are broken as people have shipped them, and leaves right ones alone."""
+"""`partition_check` names the right cause for trainers that are broken as people have shipped them,
+and leaves right ones alone.
+"""
 
 from __future__ import annotations
 
@@ -37,50 +39,65 @@ STRAIGHT = "The direction is right"
 COMPANIONS = "is no weighted sum of those"
 KINDS = (BY_TOKENS, BY_SEQUENCES, ON_PACKS, NO_CAUSE, STRAIGHT, COMPANIONS)
 
-# loss_of(each token's loss, mask, k, valid tokens of the step, sequences of the step), and what the diagnosis must say.
+# loss_of(each token's loss, mask, k, valid tokens of the step, sequences of the step),
+# and what the diagnosis must say.
 BROKEN: dict[str, tuple[StepLoss, list[str]]] = {
     "token mean / k": (
         lambda x, mask, k, n, s: token_mean(x, mask) / k,
-        [BY_TOKENS + "1/k.", "mean over the tokens taken inside each micro-batch, averaged over", "count the valid tokens of"],
+        [BY_TOKENS + "1/k.", "mean over the tokens taken inside each micro-batch, averaged over",
+         "count the valid tokens of"],
     ),
     "token mean, summed": (
         lambda x, mask, k, n, s: token_mean(x, mask),
-        [BY_TOKENS + "in full.", "mean over the tokens taken inside each micro-batch, summed", "count the valid tokens of"],
+        [BY_TOKENS + "in full.", "mean over the tokens taken inside each micro-batch, summed",
+         "count the valid tokens of"],
     ),
-    "token mean / k²": (lambda x, mask, k, n, s: token_mean(x, mask) / k**2, [BY_TOKENS + "1/k, divided by k once more."]),
+    "token mean / k²": (lambda x, mask, k, n, s: token_mean(x, mask) / k**2,
+                        [BY_TOKENS + "1/k, divided by k once more."]),
     "sequence mean / k": (
         lambda x, mask, k, n, s: sequence_mean(x, mask) / k,
-        [BY_SEQUENCES + "1/k.", "mean over the sequences (or padded rows) taken inside each", "count the sequences of"],
+        [BY_SEQUENCES + "1/k.", "mean over the sequences (or padded rows) taken inside each",
+         "count the sequences of"],
     ),
-    "sequence mean, summed": (lambda x, mask, k, n, s: sequence_mean(x, mask), [BY_SEQUENCES + "in full."]),
+    "sequence mean, summed": (lambda x, mask, k, n, s: sequence_mean(x, mask),
+                              [BY_SEQUENCES + "in full."]),
     "token mean, by sequences": (
         lambda x, mask, k, n, s: token_mean(x, mask) * len(mask) / s,
         [BY_TOKENS + "by its share of the sequences."],
     ),
     "right / k": (
         lambda x, mask, k, n, s: token_sum(x, mask) / n / k,
-        [STRAIGHT, "the gradient is 1/k of what it should be", "divided by k once too often", "loss / accumulation_steps"],
+        [STRAIGHT, "the gradient is 1/k of what it should be", "divided by k once too often",
+         "loss / accumulation_steps"],
     ),
-    "right / k²": (lambda x, mask, k, n, s: token_sum(x, mask) / n / k**2, [STRAIGHT, "1/k² of what it", "twice too often"]),
-    "right · k": (lambda x, mask, k, n, s: token_sum(x, mask) / n * k, [STRAIGHT, "k times too large", "drop the factor k"]),
-    "a sum / k": (lambda x, mask, k, n, s: token_sum(x, mask) / 50 / k, [STRAIGHT, "1/k of what it should be"]),
+    "right / k²": (lambda x, mask, k, n, s: token_sum(x, mask) / n / k**2,
+                   [STRAIGHT, "1/k² of what it", "twice too often"]),
+    "right · k": (lambda x, mask, k, n, s: token_sum(x, mask) / n * k,
+                  [STRAIGHT, "k times too large", "drop the factor k"]),
+    "a sum / k": (lambda x, mask, k, n, s: token_sum(x, mask) / 50 / k,
+                  [STRAIGHT, "1/k of what it should be"]),
     "a sum, by tokens": (
         lambda x, mask, k, n, s: token_sum(x, mask) * mask.sum() / n,
-        ["a micro-batch counts in full; cut, each counts by its share of the valid tokens.", "sum them with no further weight"],
+        ["a micro-batch counts in full; cut, each counts by its share of the valid tokens.",
+         "sum them with no further weight"],
     ),
     "2.5 where there are several": (
         lambda x, mask, k, n, s: token_sum(x, mask) / n / (1 if k == 1 else 2.5),
         [STRAIGHT, "a factor that no count here explains: 0.4× at k = 2, 0.4× at k = 6."],
     ),
-    # 1/√n of each micro-batch: √(3/40) = 0.274 for the first of "one sequence each", and 1 in the loop.
+    # 1/√n of each micro-batch: √(3/40) = 0.274 for the first of "one sequence each",
+    # and 1 in the loop.
     "square root of the tokens": (
         lambda x, mask, k, n, s: token_sum(x, mask) / mask.sum() ** 0.5,
-        [NO_CAUSE, "'one sequence each': weights 0.274 0.474 0.354 0.548 0.316 0.418 in the whole batch, 1 1 1 1 1 1 cut",
+        [NO_CAUSE,
+         "'one sequence each': weights 0.274 0.474 0.354 0.548 0.316 0.418 in the whole batch, "
+         "1 1 1 1 1 1 cut",
          "for 3 9 5 12 4 7 valid tokens"],
     ),
     "centred among companions": (
         lambda x, mask, k, n, s: token_sum(x * (x.detach() - x.detach().mean()), mask) / n,
-        [COMPANIONS, "of its micro-batches", "advantages normalised or groups compared per micro-batch"],
+        [COMPANIONS, "of its micro-batches",
+         "advantages normalised or groups compared per micro-batch"],
     ),
 }  # fmt: skip
 
@@ -113,9 +130,11 @@ def one_hot_step(micro_batches: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def test_difference_and_factor_by_hand() -> None:
-    """Sequences of ids 0 and 1 2 3. Whole: g = (1 1 1 1)/4. Cut: (1/2 1/6 1/6 1/6), which is off by (1/4 −1/12 −1/12 −1/12).
+    """Sequences of ids 0 and 1 2 3. Whole: g = (1 1 1 1)/4. Cut: (1/2 1/6 1/6 1/6),
+    which is off by (1/4 −1/12 −1/12 −1/12).
 
-    ‖off‖² = 1/16 + 3/144 = 1/12 and ‖g‖² = 1/4, so the difference is √(1/3); ⟨cut, g⟩ = (1/2 + 3/6)/4 = ‖g‖², so the factor is 1.
+    ‖off‖² = 1/16 + 3/144 = 1/12 and ‖g‖² = 1/4, so the difference is √(1/3); ⟨cut, g⟩ = (1/2 +
+    3/6)/4 = ‖g‖², so the factor is 1.
     """
     batch = {
         "ids": torch.tensor([[0, 0, 0], [1, 2, 3]]),
@@ -147,7 +166,8 @@ def test_the_factors_of_a_division_too_many() -> None:
 
 
 def test_a_group_that_is_split() -> None:
-    """A mean over prompts, local: where a micro-batch holds one of a prompt's three answers, their tokens are not counted together.
+    """A mean over prompts, local: where a micro-batch holds one of a prompt's three answers, their
+    tokens are not counted together.
 
     One sequence each is still a weighted sum (n_i / (G·N_g) each); the halves are not.
     """
@@ -191,10 +211,10 @@ def experiment(alone: Tensor, whole: Tensor, cut: Tensor, tokens: list[float]) -
     )
 
 
-def test_the_law_that_fits_best_wins_under_a_wide_tolerance_and_the_plainest_where_rounding_decides() -> (
-    None
-):
-    """Shares 10/21 and 11/21 are within 9 % of 1/2, which fits exactly. And 1/10 · 10⁻¹ is not 10⁻² in float64, by one bit."""
+def test_the_best_law_wins_under_a_wide_tolerance_and_the_plainest_where_rounding_decides() -> None:
+    """Shares 10/21 and 11/21 are within 9 % of 1/2, which fits exactly.
+    And 1/10 · 10⁻¹ is not 10⁻² in float64, by one bit.
+    """
     half, eye = torch.full((2,), 0.5, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     one = experiment(eye, half, torch.tensor([10 / 21, 11 / 21], dtype=torch.float64), [10, 11])
     assert find_weighing([one], 0.09) == Weighing("sequences", "tokens", 0)
@@ -206,12 +226,10 @@ def test_the_law_that_fits_best_wins_under_a_wide_tolerance_and_the_plainest_whe
 
 
 def test_weights_are_fitted_where_they_are_unique() -> None:
-    alone = torch.tensor(
-        [[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64
-    )  # the third is the sum of the others
-    gradient = torch.tensor(
-        [4.0, 6, 0], dtype=torch.float64
-    )  # the first, and three times the second
+    # The third is the sum of the others.
+    alone = torch.tensor([[1.0, 0, 0], [1.0, 2, 0], [2.0, 2, 0]], dtype=torch.float64)
+    # The first, and three times the second.
+    gradient = torch.tensor([4.0, 6, 0], dtype=torch.float64)
     torch.testing.assert_close(
         fitted_weights(gradient, alone[:2], 1e-8), torch.tensor([1.0, 3], dtype=torch.float64)
     )
@@ -219,7 +237,7 @@ def test_weights_are_fitted_where_they_are_unique() -> None:
     assert fitted_weights(gradient + torch.eye(3, dtype=torch.float64)[2], alone[:2], 1e-8) is None
 
 
-# The mask ------------------------------------------------------------------------------------------------------------------------
+# The mask -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("right_loop", [True, False])
@@ -246,11 +264,13 @@ def test_a_step_that_masks_by_other_means_is_told_so_and_not_accused() -> None:
     assert "step_fn does not read batch['mask']" in report.notes[0]
 
 
-# Packs ---------------------------------------------------------------------------------------------------------------------------
+# Packs --------------------------------------------------------------------------------------------
 
 
 def test_a_pack_treated_as_one_sequence() -> None:
-    """A mean over "sequences" that sees one per micro-batch, the pack; divided by the packs, or by the true count of sequences."""
+    """A mean over "sequences" that sees one per micro-batch, the pack; divided by the packs, or by
+    the true count of sequences.
+    """
     by_packs = pl.partition_check(
         trainer(lambda x, mask, k, n, s: token_mean(x, mask) / k), packed(make_batch())
     )
@@ -264,7 +284,9 @@ def test_a_pack_treated_as_one_sequence() -> None:
 
 
 def test_packs_are_cut_between_sequences() -> None:
-    """Lengths 2, 0, 3: the third, then the first. Token- and sequence-shaped tensors follow, the rest is passed through."""
+    """Lengths 2, 0, 3: the third, then the first. Token- and sequence-shaped tensors follow,
+    the rest is passed through.
+    """
     batch = {
         "mask": torch.tensor([True, False, True, True, True]),
         "cu_seqlens": torch.tensor([0, 2, 2, 5], dtype=torch.int32),
@@ -287,13 +309,14 @@ def test_packs_are_cut_between_sequences() -> None:
     assert data.half_masked(2)["mask"].tolist() == [True, False, False]
     assert data.lengths.tolist() == [1, 0, 3]
     assert data.positions.tolist() == [2, 0, 3]
-    assert data.default_cuts() == {
-        "two halves": [[0], [2, 1]]
-    }  # the one without a valid token rides along
+    # The one without a valid token rides along.
+    assert data.default_cuts() == {"two halves": [[0], [2, 1]]}
 
 
 def test_the_default_cuts() -> None:
-    """Lengths 3 9 5 12 4 7: the short ones are 0, 2 and 4. Over ranks the shortest go out one by one."""
+    """Lengths 3 9 5 12 4 7: the short ones are 0, 2 and 4.
+    Over ranks the shortest go out one by one.
+    """
     data = CuttableBatch(make_batch())
     assert data.default_cuts() == {
         "two halves": [[0, 1, 2], [3, 4, 5]],
@@ -308,7 +331,7 @@ def test_the_default_cuts() -> None:
         data.over_ranks(7)
 
 
-# Right ones ----------------------------------------------------------------------------------------------------------------------
+# Right ones ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -364,7 +387,7 @@ def test_every_way_to_return_gradients_is_the_same() -> None:
     assert all(torch.equal(g, gradients[0]) for g in gradients)
 
 
-# The page ------------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_what_is_printed() -> None:

@@ -1,4 +1,6 @@
-"""What `partition_check` refuses, what it says it cannot see, and what it says of trainers on two ranks."""
+"""What `partition_check` refuses, what it says it cannot see,
+and what it says of trainers on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -84,21 +86,30 @@ def right_step(micro_batches: list[dict[str, Any]]) -> nn.Module:
     ("step", "change", "options", "message"),
     [
         (right_step, {"mask": None}, {}, "batch needs a tensor 'mask'.*it has .*'advantages'"),
-        (right_step, {"mask": torch.ones(6, WIDTH) * (torch.arange(6) == 2)[:, None]}, {}, "needs 2 sequences .* it has 1"),
+        (right_step, {"mask": torch.ones(6, WIDTH) * (torch.arange(6) == 2)[:, None]}, {},
+         "needs 2 sequences .* it has 1"),
         (right_step, {}, {"tolerance": 0.0}, "tolerance must be between 0 and 1, got 0.0"),
         (right_step, {}, {"cuts": {}}, "cuts must map a name to a list of micro-batches"),
-        (right_step, {}, {"cuts": {"mine": [[0, 1], [1, 2, 3, 4, 5]]}}, "cut 'mine' must hold each of the 6 sequences once"),
-        (right_step, {}, {"cuts": {"mine": [[], [0, 1, 2, 3, 4, 5]]}}, "cut 'mine' has a micro-batch without a valid token"),
+        (right_step, {}, {"cuts": {"mine": [[0, 1], [1, 2, 3, 4, 5]]}},
+         "cut 'mine' must hold each of the 6 sequences once"),
+        (right_step, {}, {"cuts": {"mine": [[], [0, 1, 2, 3, 4, 5]]}},
+         "cut 'mine' has a micro-batch without a valid token"),
         (right_step, {}, {"group": "dp"}, "group= needs torch.distributed"),
         (right_step, {}, {"reference": torch.ones(3)}, "reference has 3 numbers, step_fn gave 143"),
-        (right_step, {}, {"reference": torch.zeros(143)}, "reference must be a gradient that is finite and not 0"),
-        (right_step, {"advantages": torch.zeros(6)}, {}, "gradient of the whole batch is 0: are the advantages 0"),
-        (right_step, {"advantages": torch.full((6,), torch.nan)}, {}, "gradient of the whole batch is not finite"),
-        (lambda m: None, {}, {}, "step_fn must give the gradients: the model, its parameters or tensors; got NoneType"),
+        (right_step, {}, {"reference": torch.zeros(143)},
+         "reference must be a gradient that is finite and not 0"),
+        (right_step, {"advantages": torch.zeros(6)}, {},
+         "gradient of the whole batch is 0: are the advantages 0"),
+        (right_step, {"advantages": torch.full((6,), torch.nan)}, {},
+         "gradient of the whole batch is not finite"),
+        (lambda m: None, {}, {},
+         "step_fn must give the gradients: the model, its parameters or tensors; got NoneType"),
         (lambda m: [1.0], {}, {}, "there is a float among them"),
-        (lambda m: [torch.ones(2, dtype=torch.int64)], {}, {}, "there are integers among its tensors"),
+        (lambda m: [torch.ones(2, dtype=torch.int64)], {}, {},
+         "there are integers among its tensors"),
         (lambda m: make_model(), {}, {}, r"every .grad is None. Does it call backward\(\)"),
-        (lambda m: m[0]["mask"].sum().expand(len(m)) * 1.0, {}, {}, "1 numbers for the whole batch, 2 for a cut of it"),
+        (lambda m: m[0]["mask"].sum().expand(len(m)) * 1.0, {}, {},
+         "1 numbers for the whole batch, 2 for a cut of it"),
     ],
 )  # fmt: skip
 def test_bad_input(
@@ -116,7 +127,9 @@ def test_a_batch_that_is_no_mapping() -> None:
 
 
 def test_weights_that_cannot_be_told_apart_are_not_made_up() -> None:
-    """Every token has the same gradient here, so any weights that add up to the same explain the same."""
+    """Every token has the same gradient here, so any weights that add up
+    to the same explain the same.
+    """
     base = torch.ones(5, dtype=torch.float64)
 
     def step(micro_batches: list[dict[str, Any]]) -> Tensor:
@@ -127,7 +140,7 @@ def test_weights_that_cannot_be_told_apart_are_not_made_up() -> None:
     assert "Nor can weights be fitted" in report.diagnosis[0]
 
 
-# Against a reference, and over two ranks -----------------------------------------------------------------------------------------
+# Against a reference, and over two ranks ----------------------------------------------------------
 
 
 def test_a_reference_shows_what_every_cut_has() -> None:
@@ -150,7 +163,9 @@ def test_a_reference_shows_what_every_cut_has() -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
+    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    processes: the first starts it.
+    """
 
     def start(place: Path) -> None:
         model = make_model()
@@ -193,7 +208,10 @@ def test_dp_size_forgotten_or_used_where_ranks_are_summed(said: list[dict[str, A
         (
             "dp_size forgotten",
             0.5,
-            "is 0.5 times the reference. That is 1/dp: gradients are averaged over the 2 ranks and the loss is not",
+            (
+                "is 0.5 times the reference. That is 1/dp: gradients are averaged over the 2 ranks "
+                "and the loss is not"
+            ),
         ),
         (
             "dp_size where ranks are summed",

@@ -1,7 +1,8 @@
-"""Adapters speak a framework's language and compute no loss: every loss, ratio, KL and average comes from the public functions.
+"""Adapters speak a framework's language and compute no loss: every loss, ratio, KL and average
+comes from the public functions.
 
-What a framework keeps beside its loss — epsilons, counts, roundings, metrics — is in modules named for it, listed below. None of
-them needs more than torch to be imported.
+What a framework keeps beside its loss — epsilons, counts, roundings, metrics — is in modules named
+for it, listed below. None of them needs more than torch to be imported.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ BOOKKEEPING = {
 }
 ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in BOOKKEEPING]
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.Mod, ast.FloorDiv)
-# What torch offers that computes no number: kinds, dtypes, constants shaped like another tensor, masks put together.
+# What torch offers that computes no number: kinds, dtypes,
+# constants shaped like another tensor, masks put together.
 HARMLESS = {
     *(
         "Tensor",
@@ -134,7 +136,8 @@ def is_constant(node: ast.expr) -> bool:
 
 
 def arithmetic_in(source: str) -> list[str]:
-    """Every place where `source` computes with values: operators on anything but types, and torch's own functions.
+    """Every place where `source` computes with values:
+    operators on anything but types, and torch's own functions.
 
     To add an epsilon (`count + EPSILON`) or two of a framework's own inputs is bookkeeping.
     """
@@ -229,7 +232,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 def test_an_unknown_framework_is_named() -> None:
     with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, trl, verl"):
-        pl.compat.nemo
+        pl.compat.nemo  # noqa: B018
 
 
 # --- by what it calls ---
@@ -302,7 +305,9 @@ def value_and_gradient(call: Call) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever an adapter has bound a public function, its loss comes out eight times as large (which rounds nothing)."""
+    """Wherever an adapter has bound a public function,
+    its loss comes out eight times as large (which rounds nothing).
+    """
 
     def eightfold(function: Any) -> Any:
         def changed(*args: Any, **kwargs: Any) -> Any:
@@ -316,14 +321,15 @@ def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, eightfold(vars(module)[name]))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policyloss/ppo has its own"
-)  # the config sets what ppo does not read
+# The config sets what ppo does not read.
+@pytest.mark.filterwarnings("ignore:policyloss/ppo has its own")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_drop_in_is_the_public_function_and_nothing_more(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Value and gradient scale with what the public functions return: neither has a term of the adapter's own."""
+    """Value and gradient scale with what the public functions return:
+    neither has a term of the adapter's own.
+    """
     loss, gradient = value_and_gradient(LOSSES[name])
     assert torch.count_nonzero(gradient)
     request.getfixturevalue("every_loss_eightfold")
@@ -350,7 +356,9 @@ def test_a_kl_is_the_estimate_of_the_core(estimator: str, monkeypatch: pytest.Mo
 
 
 def test_every_drop_in_that_gives_a_loss_is_called_here() -> None:
-    """A module that binds a public function belongs to a framework whose losses are compared above."""
+    """A module that binds a public function belongs to a framework whose losses
+    are compared above.
+    """
     binding = {
         p.relative_to(COMPAT).parts[0]
         for p in ADAPTERS

@@ -1,4 +1,6 @@
-"""ColossalChat's drop-ins: 60 recorded cases, numbers done by hand, and `install()` on a package made for the test."""
+"""ColossalChat's drop-ins: 60 recorded cases, numbers done by hand,
+and `install()` on a package made for the test.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,10 @@ def test_the_recorded_cases_are_all_there():
     assert list(counts.values()) == [48, 6, 6]
 
 
-# --- coati.distributed.loss -----------------------------------------------------------------------------------------------------
+# --- coati.distributed.loss -----------------------------------------------------------------------
 
-# Three rows: two tokens, one, none. Ratios 1.5, 0.5 | 2 | –; with eps 0.2 and A = 1, −2 | −1: −1.2, 1.6 | 2.
+# Three rows: two tokens, one, none. Ratios 1.5, 0.5 | 2 | –;
+# with eps 0.2 and A = 1, −2 | −1: −1.2, 1.6 | 2.
 RATIO = rows([[1.5, 0.5], [2, 9], [9, 9]])
 ADVANTAGES = rows([[1, -2], [-1, 5], [5, 5]])
 MASK = rows([[1, 1], [1, 0], [0, 0]])
@@ -71,7 +74,8 @@ def run(loss: Any, mask: Any = MASK, **more: Any) -> Any:
 
 
 def test_sample_level_counts_every_row():
-    # beta·kl is added: −1.2 + 1, 1.6 + 2 | 2 + 3 with beta 0.1; lengths have 1e-8 added; three rows, one of them empty.
+    # beta·kl is added: −1.2 + 1, 1.6 + 2 | 2 + 3 with beta 0.1; lengths have 1e-8 added;
+    # three rows, one of them empty.
     loss, largest = run(colossalai.PolicyLoss(beta=0.1))
     assert loss.item() == pytest.approx(((-0.2 + 3.6) / (2 + E) + 5 / (1 + E)) / 3, rel=1e-14)
     assert largest.item() == pytest.approx(2, rel=1e-14)
@@ -170,11 +174,12 @@ def test_attributes_as_upstream():
     assert (loss.loss_variation, loss.adv) == ("token_level", "DAPO")
 
 
-# --- coati.models.loss ----------------------------------------------------------------------------------------------------------
+# --- coati.models.loss ----------------------------------------------------------------------------
 
 
 def test_the_older_loss_holds_the_ratio_at_ten_and_says_when_to_skip():
-    # Ratios 100, 1, 1, 1 in one row: mean 25.75 is above 20. A = −1: the ratio counts as 10, without a gradient: (10 + 3)/4.
+    # Ratios 100, 1, 1, 1 in one row: mean 25.75 is above 20. A = −1: the ratio counts as 10,
+    # without a gradient: (10 + 3)/4.
     logp = rows([log(100), 0, 0, 0]).requires_grad_()
     old, a = torch.zeros(1, 4, dtype=torch.float64), torch.full((1, 4), -1.0, dtype=torch.float64)
     loss, skip, largest = models.PolicyLoss()(logp, old, a)
@@ -190,7 +195,8 @@ def test_the_older_loss_holds_the_ratio_at_ten_and_says_when_to_skip():
 
 
 def test_the_older_value_loss():
-    # Returns = advantage + old: 1, −2 | 5. v − R: 1 − 1 = 0 but clipped at 0.2: 0.8² ; 0 + 2 → 4, clipped the same; 4 − 5.
+    # Returns = advantage + old: 1, −2 | 5. v − R: 1 − 1 = 0 but clipped at 0.2: 0.8² ;
+    # 0 + 2 → 4, clipped the same; 4 − 5.
     v, old, advantage = rows([[1, 0], [4, 9]]), rows([[0, 0], [4, 0]]), rows([[1, -2], [1, 0]])
     got = models.ValueLoss()(v, old, advantage, rows([[1, 1], [1, 0]]))
     assert got.item() == pytest.approx((0.64 + 4 + 1) / 2 / 3, rel=1e-14)
@@ -201,7 +207,7 @@ def test_the_older_value_loss():
     assert models.ValueLoss()(v, old, advantage, torch.zeros(2, 2)).item() == 0
 
 
-# --- install() ------------------------------------------------------------------------------------------------------------------
+# --- install() ------------------------------------------------------------------------------------
 
 
 def _source(cls: Any, name: str = "") -> str:
@@ -214,7 +220,11 @@ def _source(cls: Any, name: str = "") -> str:
             if kind.kind is not kind.KEYWORD_ONLY
         )
 
-    return f"class {cls.__name__}:\n    def __init__({places(cls.__init__)}): ...\n    def forward({places(cls.forward)}{name}): ...\n"
+    return (
+        f"class {cls.__name__}:\n"
+        f"    def __init__({places(cls.__init__)}): ...\n"
+        f"    def forward({places(cls.forward)}{name}): ...\n"
+    )
 
 
 @pytest.fixture

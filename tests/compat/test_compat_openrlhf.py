@@ -1,4 +1,6 @@
-"""OpenRLHF's drop-ins on numbers done by hand, in both families of arguments; and `install()` on a package made for the test."""
+"""OpenRLHF's drop-ins on numbers done by hand, in both families of arguments; and `install()` on a
+package made for the test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from torch import Tensor
 import policyloss as pl
 from policyloss.compat import openrlhf
 
-# Two rows, the last token of the second masked. Ratios to old: 1.5, 0.5 | 1. Weights exp(old − rollout): 2, ½ | 4.
+# Two rows, the last token of the second masked. Ratios to old: 1.5, 0.5 | 1.
+# Weights exp(old − rollout): 2, ½ | 4.
 RATIO = rows([[1.5, 0.5], [1, 7]])
 WEIGHT = rows([[2, 0.5], [4, 9]])
 ADVANTAGES = rows([[1, -2], [3, 100]])
@@ -50,9 +53,10 @@ def close(got: Any, want: Any) -> None:
         assert a is None or a == pytest.approx(b, rel=1e-12, abs=1e-15)
 
 
-# --- PPO without a correction ---------------------------------------------------------------------------------------------------
+# --- PPO without a correction ---------------------------------------------------------------------
 
-# clip_ratio: two of three tokens are held. ppo_kl: the mean of −log ratio, −(ln 1.5 + ln ½ + 0)/3 = −ln 0.75 / 3.
+# clip_ratio: two of three tokens are held. ppo_kl: the mean of −log ratio,
+# −(ln 1.5 + ln ½ + 0)/3 = −ln 0.75 / 3.
 PLAIN = (2 / 3, -log(0.75) / 3)
 
 
@@ -68,18 +72,20 @@ def test_sample_level_adds_1e_8_to_a_length():
     want = ((-1.2 + 1.6) / (2 + e) + -3 / (1 + e)) / 2
     assert values[0] == pytest.approx(want, rel=1e-14)
     assert abs(values[0] - (0.2 - 3) / 2) > 1e-9  # which is not the mean itself
+    # In which OpenRLHF's 1e-8 is rounded away.
     for mask in (
         MASK.bool(),
         MASK.long(),
         MASK.float(),
-    ):  # in which OpenRLHF's 1e-8 is rounded away
+    ):
         assert call(openrlhf.PolicyLoss(token_level_loss=False), mask)[0][0] == pytest.approx(
             (0.2 - 3) / 2, rel=1e-14
         )
 
 
 def test_dual_clip_holds_negative_advantages():
-    # Token 2 at ratio 0.5 is not concerned; at ratio 5 with A = −2 the loss is 10, held at 2·3 = 6; and not counted as clipped.
+    # Token 2 at ratio 0.5 is not concerned; at ratio 5 with A = −2 the loss is 10, held at 2·3 = 6;
+    # and not counted as clipped.
     leaf = rows(log(5.0)).requires_grad_()
     zero, a = rows(0.0), rows(-2.0)
     loss, clip_ratio, *_ = openrlhf.PolicyLoss(dual_clip=3.0)(leaf, zero, a, torch.ones(1, 1))
@@ -93,7 +99,9 @@ def test_dual_clip_holds_negative_advantages():
 
 
 def test_counts_of_the_step():
-    """The count that matters is divided by, and multiplied by dp_size; without it dp_size is not used."""
+    """The count that matters is divided by, and multiplied by dp_size;
+    without it dp_size is not used.
+    """
     by_token = {"batch_num_tokens": 12.0, "global_batch_size": 1000, "dp_size": 4}
     assert call(openrlhf.PolicyLoss(), **by_token)[0][0] == pytest.approx(
         sum(SURROGATE) / 12 * 4, rel=1e-14
@@ -114,13 +122,14 @@ def test_the_log_ratio_is_clamped_from_0_10_3():
         exp(30), rel=1e-14
     )
     for release in ("0.10.2", "0.11.2"):
-        assert (
-            openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
-        )  # ppo_kl is never clamped
+        # ppo_kl is never clamped.
+        assert openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
 
 
 def test_precision_of_the_values():
-    """Shares come in float32 unless the mask is wider, as OpenRLHF makes them; the loss in the log-probabilities' precision."""
+    """Shares come in float32 unless the mask is wider, as OpenRLHF makes them; the loss in the
+    log-probabilities' precision.
+    """
     kinds = {"is_correction_level": "seq", "is_correction_threshold": (0.5, 3.0)}
     for mask, share in ((MASK.long(), torch.float32), (MASK, torch.float64)):
         values = openrlhf.PolicyLoss(**kinds)(OLD, OLD, ADVANTAGES, mask, ROLLOUT)
@@ -133,10 +142,12 @@ def test_precision_of_the_values():
         ]
 
 
-# --- Corrections ----------------------------------------------------------------------------------------------------------------
+# --- Corrections ----------------------------------------------------------------------------------
 
-# vllm_kl: the mean of rollout − old, −(ln 2 + ln ½ + ln 4)/3. Row 0 has the geometric mean 1, row 1 has 4.
-# p = exp(rollout) = 0.2, 0.6 | 0.05; q = exp(old) = 0.4, 0.3 | 0.2: |p − q| = 0.2, 0.3 | 0.15, row 0's mean 0.25.
+# vllm_kl: the mean of rollout − old, −(ln 2 + ln ½ + ln 4)/3.
+# Row 0 has the geometric mean 1, row 1 has 4.
+# p = exp(rollout) = 0.2, 0.6 | 0.05; q = exp(old) = 0.4, 0.3 | 0.2:
+# |p − q| = 0.2, 0.3 | 0.15, row 0's mean 0.25.
 KL = [
     p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
     for p, q in ((0.2, 0.4), (0.6, 0.3), (0.05, 0.2))
@@ -167,9 +178,8 @@ def test_corrections(words, older, weights, filtered):
     close(values[:4], (want, *PLAIN, vllm_kl))
     assert words[0] == "seq" or values[4] == pytest.approx(filtered, rel=1e-14)
     torch.testing.assert_close(grad, rows([[0, 0], [-3 * weights[2] / 3, 0]]), rtol=1e-12, atol=0)
-    if (
-        older is not None
-    ):  # the same in the words of earlier releases, by name and by place: four values
+    # The same in the words of earlier releases, by name and by place: four values.
+    if older is not None:
         named = {
             "enable_vllm_is_correction": True,
             "vllm_is_truncated_threshold": list(words[3]),
@@ -208,7 +218,9 @@ def test_the_older_releases_report_another_ppo_kl():
 
 
 def test_agreement_below_zero():
-    """OpenRLHF's lower bound of 0 drops what rounding puts below it; here that is said, and -1 avoids it."""
+    """OpenRLHF's lower bound of 0 drops what rounding puts below it;
+    here that is said, and -1 avoids it.
+    """
     p = torch.linspace(0.05, 0.95, 200, dtype=torch.float32).reshape(1, -1)
     old, rollout = (p * (1 + 1e-6)).log(), p.log()
     flat = torch.ones_like(p)
@@ -224,24 +236,27 @@ def test_agreement_below_zero():
     assert shares[1] == 0
 
 
-# --- GSPO -----------------------------------------------------------------------------------------------------------------------
+# --- GSPO -----------------------------------------------------------------------------------------
 
 
 def test_gspo_is_a_mean_over_samples_of_sequence_ratios():
-    # Row 0: geometric mean of 1.5 and 0.5 is √0.75 = 0.866, inside the band: −s·(1 − 2) = s; row 1: −3·1. e is the 1e-8.
+    # Row 0: geometric mean of 1.5 and 0.5 is √0.75 = 0.866, inside the band: −s·(1 − 2) = s;
+    # row 1: −3·1. e is the 1e-8.
     s, e = 0.75**0.5, 1e-8
     for token_level in (True, False):
         loss = openrlhf.PolicyLoss(token_level_loss=token_level, policy_loss_type="gspo")
         assert not loss.token_level_loss
         values, grad = call(loss)
         close(values, ((s / (2 + e) - 3 / (1 + e)) / 2, 0, PLAIN[1], None, None))
-    # d/dlogp_t of s/(2+e)/2 is half of it, as s = exp(mean): through the sequence, so both tokens get the same.
+    # d/dlogp_t of s/(2+e)/2 is half of it, as s = exp(mean):
+    # through the sequence, so both tokens get the same.
     want = rows([[s / (2 + e) / 4, s / (2 + e) / 4], [-3 / (1 + e) / 2, 0]])
     torch.testing.assert_close(grad, want, rtol=1e-12, atol=0)
 
 
 def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
-    # Ratios to rollout: ratio · weight = 3, ¼ | 4. Row 0: √0.75 again, as 3·¼ = 0.75; row 1: 4, A = 3, held at 1.2.
+    # Ratios to rollout: ratio · weight = 3, ¼ | 4.
+    # Row 0: √0.75 again, as 3·¼ = 0.75; row 1: 4, A = 3, held at 1.2.
     s = 0.75**0.5
     for words in ({"is_correction_level": "token"}, {"enable_vllm_is_correction": True}):
         values, _ = call(openrlhf.PolicyLoss(policy_loss_type="gspo", **words), MASK.bool())
@@ -250,12 +265,11 @@ def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
     older = openrlhf.PolicyLoss(
         policy_loss_type="gspo", enable_vllm_is_correction=True, release="0.10.2"
     )
-    assert call(older, MASK.bool())[0][2] == pytest.approx(
-        -log(3) / 3, rel=1e-14
-    )  # −(ln 3 + ln ¼ + ln 4)/3: from the rollout
+    # −(ln 3 + ln ¼ + ln 4)/3: from the rollout.
+    assert call(older, MASK.bool())[0][2] == pytest.approx(-log(3) / 3, rel=1e-14)
 
 
-# --- Nothing valid, no mask, wrong arguments ------------------------------------------------------------------------------------
+# --- Nothing valid, no mask, wrong arguments ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,11 +406,12 @@ def test_attributes_and_signatures_as_upstream():
     ]
 
 
-# --- Values, means, KL ----------------------------------------------------------------------------------------------------------
+# --- Values, means, KL ----------------------------------------------------------------------------
 
 
 def test_value_loss():
-    # Token 0: v 1, old 0, R 2: (1 − 2)² = 1, clipped at 0.5: 2.25. Token 1: v = old = 1, R 0: 1. Token 2: 4. Half of each.
+    # Token 0: v 1, old 0, R 2: (1 − 2)² = 1, clipped at 0.5: 2.25. Token 1: v = old = 1, R 0: 1.
+    # Token 2: 4. Half of each.
     v, old, returns = rows([[1, 1], [2, 9]]), rows([[0, 1], [2, 0]]), rows([[2, 0], [0, 0]])
     args = (old, returns, MASK)
     assert openrlhf.ValueLoss(0.5)(v, *args).item() == pytest.approx(
@@ -433,17 +448,19 @@ def test_aggregate_loss():
 
 
 def test_compute_approx_kl():
-    # log_probs − base = 0.5, −2, 12, −12: k1 as it is within ±10; k2 half its square; k3 = e^−x − 1 + x.
+    # log_probs − base = 0.5, −2, 12, −12: k1 as it is within ±10; k2 half its square;
+    # k3 = e^−x − 1 + x.
     x = torch.tensor([0.5, -2.0, 12.0, -12.0])
     for name, want, slope in (
         ("k1", [0.5, -2, 10, -10], [1, 1, 0, 0]),
         ("k2", [0.125, 2, 10, 10], [0.5, -2, 0, 0]),
         ("k3", [exp(-0.5) - 0.5, exp(2) - 3, 10, 10], [1 - exp(-0.5), 1 - exp(2), 0, 0]),
     ):
+        # Up to 0.11.0 the third argument.
         for arguments in (
             {"kl_estimator": name},
             {"log_probs_old": name},
-        ):  # up to 0.11.0 the third argument
+        ):
             leaf = x.double().requires_grad_()
             kl = openrlhf.compute_approx_kl(leaf, torch.zeros(4), **arguments)
             assert kl.dtype == torch.float32
@@ -454,9 +471,8 @@ def test_compute_approx_kl():
             )
     with pytest.raises(pl.SpecError, match="kl_estimator"):
         openrlhf.compute_approx_kl(x, x, kl_estimator="k4")
-    far = torch.tensor(
-        [-200.0], requires_grad=True
-    )  # e^200 is infinite in float32; its gradient is not 0·inf
+    # E^200 is infinite in float32; its gradient is not 0·inf.
+    far = torch.tensor([-200.0], requires_grad=True)
     kl = openrlhf.compute_approx_kl(far, torch.zeros(1), kl_estimator="k3")
     kl.backward()
     assert (kl.item(), far.grad.item()) == (10, 0)
@@ -473,7 +489,7 @@ def test_unbiased_gradient_keeps_the_value():
         torch.testing.assert_close(leaf.grad, torch.tensor(w) * x, rtol=1e-6, atol=0)
 
 
-# --- install() ------------------------------------------------------------------------------------------------------------------
+# --- install() ------------------------------------------------------------------------------------
 
 LOSS = "class PolicyLoss: ...\nclass ValueLoss: ...\ndef aggregate_loss(): ...\n"
 UTILS = "def compute_approx_kl(): ...\n"
@@ -483,7 +499,10 @@ FILES = {
     "models/loss": LOSS,
     "models/utils": UTILS,
     "trainer/__init__": "",
-    "trainer/actor": "from openrlhf.models import PolicyLoss\nfrom openrlhf.models.utils import compute_approx_kl as kl\n",
+    "trainer/actor": (
+        "from openrlhf.models import PolicyLoss\n"
+        "from openrlhf.models.utils import compute_approx_kl as kl\n"
+    ),
     "trainer/critic": "from openrlhf.models import ValueLoss\n",
 }
 

@@ -1,4 +1,6 @@
-"""TRL's GRPOConfig as a spec, its denominators as totals, a micro-batch as a call. TRL itself is compared in `conformance`."""
+"""TRL's GRPOConfig as a spec, its denominators as totals, a micro-batch as a call. TRL itself is
+compared in `conformance`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def close(a: torch.Tensor, b: Any) -> None:
     )
 
 
-# --- what each option becomes ---------------------------------------------------------------------------------------------------
+# --- what each option becomes ---------------------------------------------------------------------
 
 TOKEN, CLIP = pl.TokenRatio(log_clamp=None), pl.Clip(0.2, 0.2)
 MEANS: dict[str, pl.LossSpec] = {
@@ -181,7 +183,7 @@ def test_a_config_of_an_older_release_lacks_what_that_release_lacks() -> None:
     assert spec_from_config(older) == MEANS["dapo"].replace(kl=WrittenKL("k3", 0.1, clamp=None))
 
 
-# --- what cannot be said ---------------------------------------------------------------------------------------------------------
+# --- what cannot be said --------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, "loss_type 'ppo'"),
@@ -247,7 +249,7 @@ def test_luspo_of_earlier_releases_is_refused_where_it_averaged_over_padding() -
             spec_from_config(config(**options), release="1.9.2")
 
 
-# --- denominators ----------------------------------------------------------------------------------------------------------------
+# --- denominators ---------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])  # 5 tokens, one row of three empty
 
@@ -263,7 +265,8 @@ def test_bnpo_divides_by_the_micro_batch_and_dapo_by_the_generation_batch() -> N
     items = torch.tensor(18)
     step = {"gradient_accumulation_steps": 2, "num_processes": 2}
     options = {"steps_per_generation": 4}
-    # 5 tokens here, as many in 2 micro-batches on 2 ranks; 18 tokens in 4 micro-batches, so 9 in the 2 of one step.
+    # 5 tokens here, as many in 2 micro-batches on 2 ranks;
+    # 18 tokens in 4 micro-batches, so 9 in the 2 of one step.
     assert float(totals_for(config(loss_type="bnpo", **options), MASK, items, **step).tokens) == 20
     assert float(totals_for(config(loss_type="dapo", **options), MASK, items, **step).tokens) == 9
     assert (
@@ -285,7 +288,8 @@ def test_bnpo_divides_by_the_micro_batch_and_dapo_by_the_generation_batch() -> N
 
 
 def test_a_rank_s_share_of_the_tokens_is_a_float32() -> None:
-    # TRL's count is an integer tensor, so its quotient is float32: 17 · 1 / 3 is 5.6666665077…, not 5.666666666….
+    # TRL's count is an integer tensor, so its quotient is float32:
+    # 17 · 1 / 3 is 5.6666665077…, not 5.666666666….
     tokens = tokens_of_window(torch.tensor(17), ranks=1, calls=1, generated=3)
     assert tokens.item() == torch.tensor(17 / 3, dtype=torch.float32).item() != 17 / 3
 
@@ -295,11 +299,13 @@ def test_an_empty_window_divides_by_one() -> None:
     assert float(totals_for(config(loss_type="bnpo"), torch.zeros_like(MASK)).tokens) == 1
 
 
-# --- one micro-batch -------------------------------------------------------------------------------------------------------------
+# --- one micro-batch ------------------------------------------------------------------------------
 
 
 def batch(**changes: Any) -> dict[str, Any]:
-    """Two rows, four positions, the last of row 1 padding; advantages 1 and −2 per sequence, as TRL gives them."""
+    """Two rows, four positions, the last of row 1 padding;
+    advantages 1 and −2 per sequence, as TRL gives them.
+    """
     made = {
         "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
         "advantages": torch.tensor([1.0, -2.0], dtype=torch.float64),
@@ -328,7 +334,8 @@ def run(
 
 def test_without_old_log_probabilities_the_batch_is_on_policy() -> None:
     out, gradient = run({}, batch())
-    # Ratio 1 everywhere: −(4·1 + 3·(−2)) / 7 = 2/7; the slope of a token is −A / 7, and 0 at the padding.
+    # Ratio 1 everywhere: −(4·1 + 3·(−2)) / 7 = 2/7;
+    # the slope of a token is −A / 7, and 0 at the padding.
     close(out.loss, 2 / 7)
     close(gradient, [[-1 / 7] * 4, [2 / 7] * 3 + [0.0]])
 
@@ -356,7 +363,8 @@ def test_cispo_caps_the_weight_at_epsilon_high_itself() -> None:
 
 def test_vllm_weights_multiply_and_mask_whole_sequences() -> None:
     x = logp().detach()
-    # log-weights old − sampling: row 0 sums to log 2, row 1 to log 4 > log 3, so row 1 is dropped and row 0 weighs 2.
+    # log-weights old − sampling: row 0 sums to log 2, row 1 to log 4 > log 3,
+    # so row 1 is dropped and row 0 weighs 2.
     away = torch.tensor([[math.log(2.0), 0, 0, 0], [math.log(4.0), 0, 0, 7.0]], dtype=torch.float64)
     out, gradient = run(VLLM, batch(old_per_token_logps=x, sampling_per_token_logps=x - away))
     close(out.loss, -2 * 4 / 7)
@@ -374,8 +382,9 @@ def test_a_token_that_vllm_could_not_score_weighs_one() -> None:
 
 def test_an_unscored_token_shows_no_drift_although_it_drifted_from_old() -> None:
     x = logp().detach()
-    # Row 1 (A < 0) drifted by (0.9 + 0 + 0)/3 = 0.3 from what vLLM reports; its second token is unscored and old is 3 away there,
-    # which would be a drift of 1.3 if old stood in for it. Row 0 has A > 0 and is kept whatever its drift.
+    # Row 1 (A < 0) drifted by (0.9 + 0 + 0)/3 = 0.3 from what vLLM reports; its second token is
+    # unscored and old is 3 away there, which would be a drift of 1.3 if old stood in for it. Row 0
+    # has A > 0 and is kept whatever its drift.
     sampling, old = (
         x + torch.tensor([[9.0] * 4, [0.9, 0.0, 0.0, 0.0]], dtype=torch.float64),
         x.clone(),
@@ -404,13 +413,14 @@ def test_vespo_by_hand() -> None:
     x = logp().detach()
     old = x - torch.tensor([[0.2, 0, 0, 0], [0, -0.1, 0, 5.0]], dtype=torch.float64)
     out, gradient = run({"loss_type": "vespo"}, batch(old_per_token_logps=old))
-    # W is e^0.2 in row 0 (k 2, λ 3) and e^−0.1 in row 1 (k 3, λ 2); φ = exp(λ + k·log W − λ·W), the loss −φ·A·logp.
+    # W is e^0.2 in row 0 (k 2, λ 3) and e^−0.1 in row 1 (k 3, λ 2);
+    # φ = exp(λ + k·log W − λ·W), the loss −φ·A·logp.
     phi = [math.exp(3 + 2 * 0.2 - 3 * math.exp(0.2)), math.exp(2 - 3 * 0.1 - 2 * math.exp(-0.1))]
     close(out.loss, (phi[0] * 3.6 - phi[1] * 2 * 2.5) / 7)
     close(gradient, [[-phi[0] / 7] * 4, [phi[1] * 2 / 7] * 3 + [0.0]])
 
 
-# --- the parts that VESPO needs of the core --------------------------------------------------------------------------------------
+# --- the parts that VESPO needs of the core -------------------------------------------------------
 
 
 def ratio_of(
@@ -436,9 +446,8 @@ def test_a_product_may_clamp_each_token_first() -> None:
 
 def test_a_product_may_reach_to_the_engine_through_bounded_weights() -> None:
     x = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
-    rollout = x - torch.tensor(
-        [[math.log(5.0), math.log(1.5)]], dtype=torch.float64
-    )  # weights 5 and 1.5
+    # Weights 5 and 1.5.
+    rollout = x - torch.tensor([[math.log(5.0), math.log(1.5)]], dtype=torch.float64)
     truncated = RolloutProduct(outside="truncate", high=3.0)
     masked = RolloutProduct(outside="mask", high=3.0)
     assert ratio_of(truncated, x, x, rollout) == pytest.approx(3.0 * 1.5, rel=1e-14)
@@ -457,8 +466,9 @@ def test_parts_of_trl_refuse_what_they_cannot_mean() -> None:
 
 
 def test_the_policy_gradient_survives_a_weighted_kl_far_from_the_old_policy() -> None:
-    # One token, log-ratio 80, reference = policy: the KL is 0 and pulls nowhere, so d loss / d logp = −min(r, 5)·A = −5. TRL adds
-    # that to one of two KL terms of 0.04·e^80 that cancel, and gets 0.
+    # One token, log-ratio 80, reference = policy: the KL is 0 and pulls nowhere, so d loss / d logp
+    # = −min(r, 5)·A = −5. TRL adds that to one of two KL terms of 0.04·e^80 that cancel,
+    # and gets 0.
     spec = spec_from_config(config(loss_type="cispo", epsilon_high=5.0, beta=0.04))
     for dtype in (torch.float64, torch.float32):
         logp = torch.full((1, 1), -0.5, dtype=dtype, requires_grad=True)
@@ -505,7 +515,7 @@ def test_terms() -> None:
     assert scored.tolist() == [1.0, 8.0]
 
 
-# --- a loss of one's own ---------------------------------------------------------------------------------------------------------
+# --- a loss of one's own --------------------------------------------------------------------------
 
 
 def test_a_given_loss_is_a_spec_a_name_or_none() -> None:
@@ -561,12 +571,11 @@ def test_options_that_still_act_are_no_error() -> None:
     args = grpo_config(loss_type="sapo", beta=0.1, **VLLM)
     spec = spec_from_config(args).replace(rejected="keep", ratio=pl.SequenceRatio())
     assert checked_loss(spec, args) == spec
-    assert (
-        checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None
-    )  # a step is one call
+    # A step is one call.
+    assert checked_loss(pl.LossSpec(trust=pl.CovClip()), grpo_config()) is not None
 
 
-# --- the page --------------------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_the_page_on_a_config_says_what_decides_what_not_and_what_surprises() -> None:

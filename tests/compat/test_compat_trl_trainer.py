@@ -1,4 +1,6 @@
-"""Our GRPOTrainer on a stand-in for TRL's: whose gradient it takes, what it leaves alone, and what it logs. No TRL needed."""
+"""Our GRPOTrainer on a stand-in for TRL's: whose gradient it takes, what it leaves alone,
+and what it logs. No TRL needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ COEF = 0.1
 
 
 class Parent:
-    """As much of TRL's trainer as ours touches. Its policy loss is the token mean of −A·r, and of that it logs a clip ratio."""
+    """As much of TRL's trainer as ours touches. Its policy loss is the token mean of −A·r, and of
+    that it logs a clip ratio.
+    """
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None) -> None:
         self.args, self.model = args, SimpleNamespace(training=True)
@@ -76,7 +80,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forward() -> tuple[Tensor, Tensor, None]:
-    """What the model answers: log-probabilities and entropies of two rows of two tokens, with their gradients."""
+    """What the model answers: log-probabilities and entropies of two rows of two tokens,
+    with their gradients.
+    """
     logp = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([[0.2, 0.9], [0.7, 0.4]], dtype=torch.float64, requires_grad=True)
     return logp, entropy, None
@@ -117,12 +123,13 @@ def test_the_config_s_loss_with_our_gradient() -> None:
     assert model[1].grad is None
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policy_loss, the preset 'gpg'"
-)  # whose advantages TRL does not make
+# Whose advantages TRL does not make.
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")
 @pytest.mark.parametrize("given", [False, True])
 def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
-    """Whether the loss is the config's or given, the total is the policy loss minus the bonus, each with its own gradient."""
+    """Whether the loss is the config's or given, the total is the policy loss minus the bonus,
+    each with its own gradient.
+    """
     policy_loss = pl.LossSpec(trust=pl.Unbounded("logp")) if given else None
     model = forward()
     loss = made(policy_loss, entropy_coef=COEF)._compute_loss(model, inputs())
@@ -141,9 +148,8 @@ def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
 
 def test_trl_s_token_filter_acts_on_our_loss() -> None:
     model = forward()
-    made(top_entropy_quantile=0.5)._compute_loss(
-        model, inputs()
-    ).backward()  # keeps entropies above 0.5
+    # Keeps entropies above 0.5.
+    made(top_entropy_quantile=0.5)._compute_loss(model, inputs()).backward()
     assert model[0].grad is not None
     assert model[0].grad.tolist() == [[0.0, -1 / 3], [2 / 3, 0.0]]
 
@@ -151,7 +157,8 @@ def test_trl_s_token_filter_acts_on_our_loss() -> None:
 def test_metrics_of_a_step_are_those_of_all_its_tokens() -> None:
     ours = made(gradient_accumulation_steps=2, steps_per_generation=2)
     ours.accelerator.sync_gradients = False
-    # Two micro-batches of 3 tokens and of 1: the mean advantage is (1 + 1 − 2 + 1)/4, not the mean of 0 and 1.
+    # Two micro-batches of 3 tokens and of 1: the mean advantage is (1 + 1 − 2 + 1)/4,
+    # not the mean of 0 and 1.
     ours._compute_loss(forward(), inputs())
     assert not any(name.startswith("policyloss/") for name in ours._metrics["train"])
     ours.accelerator.sync_gradients = True
@@ -183,11 +190,12 @@ def test_metrics_of_a_loss_that_does_not_run_are_dropped() -> None:
     assert ours._metrics["train"]["entropy"] == [pytest.approx(0.55)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policy_loss, the preset 'gpg'"
-)  # whose advantages TRL does not make
+# Whose advantages TRL does not make.
+@pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")
 def test_a_given_loss_is_averaged_over_the_whole_step() -> None:
-    """Sequence mean over 2 rows × 2 micro-batches; token mean over 12 generated tokens · 2 of 3 micro-batches = 8."""
+    """Sequence mean over 2 rows × 2 micro-batches; token mean over 12 generated tokens · 2
+    of 3 micro-batches = 8.
+    """
     for aggregate, slope in ((pl.SeqMeanTokenSum(), -1 / 4), (pl.TokenMean(), -1 / 8)):
         model = forward()
         spec = pl.LossSpec(trust=pl.Unbounded("logp"), aggregate=aggregate)
@@ -198,7 +206,9 @@ def test_a_given_loss_is_averaged_over_the_whole_step() -> None:
 
 
 def test_a_drift_is_measured_from_the_engine_where_its_numbers_are_there() -> None:
-    """A rollout function reports log-probabilities without vLLM; TRL then measures the drift from those."""
+    """A rollout function reports log-probabilities without vLLM;
+    TRL then measures the drift from those.
+    """
     model = forward()
     sampling = model[0].detach() + torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     ours = made(off_policy_mask_threshold=0.5)

@@ -1,4 +1,6 @@
-"""verl's advantage estimators: hand numbers (its small constants and roundings included), releases, signatures, errors."""
+"""verl's advantage estimators: hand numbers (its small constants and roundings included),
+releases, signatures, errors.
+"""
 
 import inspect
 import math
@@ -10,8 +12,9 @@ import torch
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS, group_numbers
 from policyloss.errors import InputError, SpecError
 
-# Six rows. Their scores are 1, 5, 3, 1, 2, 6, in groups {1, 3} (mean 2, deviation √2), {5} alone, {1, 2, 6} (mean 3, deviation √7).
-# What lies at masked tokens counts in a score: 0.25 + 0.75 = 1 in the first row.
+# Six rows. Their scores are 1, 5, 3, 1, 2, 6, in groups {1, 3} (mean 2, deviation √2), {5} alone,
+# {1, 2, 6} (mean 3, deviation √7). What lies at masked tokens counts in a score: 0.25 + 0.75 = 1 in
+# the first row.
 INDEX = ["a", "b", "a", "c", "c", "c"]
 MASK = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 1], [1, 1], [1, 0]])
 REWARDS = torch.tensor(
@@ -81,7 +84,8 @@ def test_grpo():
 
 def test_grpo_vectorized_has_float32_statistics():
     rewards, mask = torch.tensor([[0.1], [0.2], [7.0]], dtype=torch.float64), torch.ones(3, 1)
-    # In float32, 0.1 + 0.2 is 0.3 and its half 0.15, each rounded; they are subtracted from the float64 scores.
+    # In float32, 0.1 + 0.2 is 0.3 and its half 0.15, each rounded;
+    # they are subtracted from the float64 scores.
     mean = float32(float32(float32(0.1) + float32(0.2)) / 2)
     assert mean != 0.15
     pair = call(
@@ -104,8 +108,9 @@ def test_grpo_vectorized_before_0_8_0_has_a_least_variance():
 
 
 def test_grpo_vectorized_before_0_8_0_takes_its_variance_from_moments():
-    # In float32, 4097² = 16785409 is 16785408, and with 4095² = 16769025 it makes 33554432: just 8192²/2, so no variance is seen,
-    # and the least one is taken, √0.01 = 0.1. Around the mean it is 2.
+    # In float32, 4097² = 16785409 is 16785408, and with 4095² = 16769025 it makes 33554432: just
+    # 8192²/2, so no variance is seen, and the least one is taken, √0.01 = 0.1.
+    # Around the mean it is 2.
     rewards, mask = torch.tensor([[4097.0], [4095.0]]), torch.ones(2, 1)
     old, new = (
         call("grpo_vectorized", rewards, mask, index="aa", epsilon=0.01, release=r)[0]
@@ -151,7 +156,8 @@ def test_grpo_passk():
 
 
 def test_rloo_and_its_vectorized_form():
-    # 1 − 3 and 3 − 1; 1 − 4, 2 − 3.5, 6 − 1.5. A row alone keeps its score, and in the vectorized form gets 0.
+    # 1 − 3 and 3 − 1; 1 − 4, 2 − 3.5, 6 − 1.5. A row alone keeps its score,
+    # and in the vectorized form gets 0.
     outcome(call("rloo", index=INDEX), [-2, 5, 2, -3, -1.5, 4.5])
     outcome(call("rloo_vectorized", index=INDEX), [-2, 0, 2, -3, -1.5, 4.5])
 
@@ -188,7 +194,8 @@ CENTERED = [-1, 5, 1, -2, -1, 3]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
 def test_reinforce_plus_plus_baseline_is_whitened_over_nine_tokens(dtype):
     pair = call("reinforce_plus_plus_baseline", mask=MASK.to(dtype), index=INDEX)
-    # A float64 mask has n + 1e-8 in its means; an integer one is counted in float32, where that is n and 9/8 is exact.
+    # A float64 mask has n + 1e-8 in its means; an integer one is counted in float32,
+    # where that is n and 9/8 is exact.
     outcome(pair, whitened(CENTERED, count_eps=1e-8 if dtype == torch.float64 else 0.0), atol=1e-14)
 
 
@@ -216,7 +223,8 @@ def test_gdpo_of_one_reward():
         3 / (ROOT7 + 0.5),
     ]
     outcome(call("gdpo", index=INDEX, epsilon=0.5), whitened(grpo))
-    # Several rewards need all three of config, non_tensor_batch and batch; without one of them the tokens' is the only one.
+    # Several rewards need all three of config, non_tensor_batch and batch;
+    # without one of them the tokens' is the only one.
     config = SimpleNamespace(gdpo_reward_keys=["x"])
     outcome(
         call("gdpo", index=INDEX, epsilon=0.5, config=config, non_tensor_batch={"x": [9.0] * 6}),
@@ -235,7 +243,8 @@ def test_gdpo_of_two_rewards():
         "batch": {},
         "norm_adv_by_std_in_grpo": False,
     }
-    # Centered: fit as above; form −1, 1, 1, 1, 1, −2. Together −1 − 2, 5 + 2, 1 + 2, −2 + 2, −1 + 2, 3 − 4.
+    # Centered: fit as above; form −1, 1, 1, 1, 1, −2.
+    # Together −1 − 2, 5 + 2, 1 + 2, −2 + 2, −1 + 2, 3 − 4.
     summed = [-3, 7, 3, 0, 1, -1]
     outcome(call("gdpo", **given), whitened(summed), atol=1e-6)
     outcome(call("gdpo", **given, mask=MASK.double()), whitened(summed, count_eps=1e-8))
@@ -256,7 +265,8 @@ STEPS = torch.tensor([[1.0, 5.0, 2.0]], dtype=torch.float64)
 
 
 def test_reinforce_plus_plus_carries_returns_over_holes():
-    # γ = ½: 2, then 1 + ½·2 = 2 over the hole: constant, so whitened to 0 (n is exact in float32 with this mask).
+    # γ = ½: 2, then 1 + ½·2 = 2 over the hole: constant,
+    # so whitened to 0 (n is exact in float32 with this mask).
     advantages, returns = call(
         "reinforce_plus_plus", STEPS, TURNS, config=SimpleNamespace(gamma=0.5)
     )
@@ -270,7 +280,8 @@ def test_reinforce_plus_plus_carries_returns_over_holes():
 
 
 def test_reinforce_plus_plus_before_0_9_0_cuts_at_holes():
-    # 2; at the hole 5 + ½·2 = 6, which is kept there but passed on to no one; 1. Whitened {1, 2}: ∓½/√½.
+    # 2; at the hole 5 + ½·2 = 6, which is kept there but passed on to no one; 1.
+    # Whitened {1, 2}: ∓½/√½.
     advantages, returns = call(
         "reinforce_plus_plus", STEPS, TURNS, config=SimpleNamespace(gamma=0.5), release="0.8.0"
     )
@@ -295,7 +306,8 @@ def test_gae():
     # {2.075, 0.5}: mean 1.2875, variance 2·0.7875². The hole holds ½ too.
     s = 0.7875 / math.sqrt(2 * 0.7875**2 + 1e-8)
     close(advantages, [[s, -s, -s]])
-    # Before 0.5.0 the hole is a token like any: A₂ = 5 + 1.35 − 1 + 0.225 = 5.575, A₁ = 1 + 0.9 − 0.5 + 0.45·5.575 = 3.90875.
+    # Before 0.5.0 the hole is a token like any: A₂ = 5 + 1.35 − 1 + 0.225 = 5.575, A₁ = 1 + 0.9 −
+    # 0.5 + 0.45·5.575 = 3.90875.
     advantages, returns = call(
         "gae", STEPS, TURNS, values=values, gamma=0.9, lam=0.5, release="0.4.1"
     )
@@ -318,7 +330,8 @@ def test_whitening_refuses_fewer_than_two_tokens(name, count):
         call(name, mask=torch.arange(12).view(6, 2) < count, **extra)
 
 
-# The optimal token baseline. π = ½ and Σπ² = ½ give each token the weight ½, so a row's path is ½, 1, 3/2.
+# The optimal token baseline. π = ½ and Σπ² = ½ give each token the weight ½,
+# so a row's path is ½, 1, 3/2.
 
 
 def otb(name, rewards, mask, **given):
@@ -335,9 +348,10 @@ def otb(name, rewards, mask, **given):
 
 
 def test_optimal_token_baseline_compares_columns():
-    # Returns 4, 4, 4 and (a hole in the second row, where its return is carried) 3, 2, 2; paths ½, 1, 3/2 and ½, ·, 1.
-    # Baselines: 7/2; the first row's own 4; (3/2·4 + 1·2)/(5/2) = 3.2. The second-largest count of tokens is 2, so the first row's
-    # tail begins at the third column.
+    # Returns 4, 4, 4 and (a hole in the second row, where its return is carried) 3, 2, 2;
+    # paths ½, 1, 3/2 and ½, ·, 1.
+    # Baselines: 7/2; the first row's own 4; (3/2·4 + 1·2)/(5/2) = 3.2. The second-largest count of
+    # tokens is 2, so the first row's tail begins at the third column.
     rewards, mask = [[0, 0, 4], [1, 9, 2]], torch.tensor([[1, 1, 1], [1, 0, 1]])
     advantages, returns = otb("optimal_token_baseline", rewards, mask)
     close(returns, [[4, 4, 4], [3, 2, 2]])
@@ -370,7 +384,7 @@ def test_rollout_weights_enter_squared_and_epsilon_is_added(name):
 
 # Calling conventions
 
-R, M, I, C = "token_level_rewards", "response_mask", "index", "config=None"
+R, M, I, C = "token_level_rewards", "response_mask", "index", "config=None"  # noqa: E741
 GROUPED = [R, M, I, "epsilon=1e-06"]
 NORM = "norm_adv_by_std_in_grpo=True"
 WEIGHTS = ["old_log_probs", "sum_pi_squared", "rollout_is_weights=None"]

@@ -1,4 +1,6 @@
-"""verl's losses under verl's names: numbers by hand, meanings by release, and the hook into its registry."""
+"""verl's losses under verl's names: numbers by hand, meanings by release,
+and the hook into its registry.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def config(**changes: Any) -> Config:
 
 
 def test_ppo_by_hand() -> None:
-    # −A·r against −A·clip(r, 0.8, 1.28): max(−2, −1.28) = −1.28, clipped; max(0.5, 0.8) = 0.8, clipped; max(2.2, 2.2) = 2.2.
+    # −A·r against −A·clip(r, 0.8, 1.28): max(−2, −1.28) = −1.28, clipped; max(0.5, 0.8) = 0.8,
+    # clipped; max(2.2, 2.2) = 2.2.
     loss, clipped, kl, lower = verl.compute_policy_loss(
         OLD, NEW, A, MASK, cliprange=0.2, cliprange_high=0.28
     )
@@ -68,10 +71,11 @@ def test_ppo_by_hand() -> None:
 
 
 def test_the_clamp_of_the_page_is_an_argument() -> None:
+    # Log-ratio 14.
     old, new = (
         torch.full((1, 1), -15.0, dtype=F64),
         torch.full((1, 1), -1.0, dtype=F64),
-    )  # log-ratio 14
+    )
     args = (old, new, torch.full_like(old, -1.0), torch.ones_like(old))
     for clamp, kept in ((20.0, 14.0), (10.0, 10.0), (None, 14.0)):
         loss, _, kl, _ = verl.compute_policy_loss(
@@ -95,7 +99,8 @@ def test_agg_loss_by_hand(mode: str, expected: float) -> None:
     x = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=F64)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
     assert float(verl.agg_loss(x, mask, mode)) == pytest.approx(expected, rel=1e-14)
-    # A step of 10 tokens and 5 sequences on 2 ranks, scaled by 7: the same sums over those counts, times 2.
+    # A step of 10 tokens and 5 sequences on 2 ranks, scaled by 7:
+    # the same sums over those counts, times 2.
     counts = {"dp_size": 2, "batch_num_tokens": 10, "global_batch_size": 5, "loss_scale_factor": 7}
     step = {
         "token-mean": 7 / 10,
@@ -124,13 +129,11 @@ def test_meanings_that_changed_between_releases() -> None:
     def agg(mode: str, release: str) -> float:
         return float(verl.agg_loss(x, mask, mode, release=release))
 
-    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(
-        7 / 2, rel=1e-14
-    )  # no mean over rows
+    # No mean over rows.
+    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(7 / 2, rel=1e-14)
     assert agg("seq-mean-token-sum-norm", "0.7.1") == pytest.approx(7 / 2 / 2, rel=1e-14)
-    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(
-        7 / 3, rel=1e-14
-    )  # the empty row counts
+    # The empty row counts.
+    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(7 / 3, rel=1e-14)
     assert agg("seq-mean-token-sum", "0.6.1") == 7 / 2
     assert agg("token-mean", "0.6.1") == pytest.approx(7 / (3 + 1e-8), rel=1e-15)
     with pytest.raises(pl.SpecError, match=r"0\.4\.0.*0\.4\.1"):
@@ -145,8 +148,8 @@ def test_meanings_that_changed_between_releases() -> None:
 
 
 def test_value_loss_by_hand() -> None:
-    # v 1, 3; v₀ 0, 0; R 0, 0; clip 0.5: max(1, 0.25), max(9, 0.25), half the mean; nothing clipped upward. With R = 2 for the
-    # first: max(1, 2.25) is the clipped one.
+    # v 1, 3; v₀ 0, 0; R 0, 0; clip 0.5: max(1, 0.25), max(9, 0.25), half the mean; nothing clipped
+    # upward. With R = 2 for the first: max(1, 2.25) is the clipped one.
     v, r = torch.tensor([[1.0, 3.0]], dtype=F64), torch.tensor([[2.0, 0.0]], dtype=F64)
     loss, clipped = verl.compute_value_loss(v, r, torch.zeros_like(v), torch.ones_like(v), 0.5)
     assert float(loss) == pytest.approx((2.25 + 9) / 4, rel=1e-14)
@@ -256,7 +259,8 @@ def test_register_puts_every_preset_into_the_registry(fake_verl: dict[str, Any])
     )
     info = {"dp_size": 2, "batch_num_tokens": 12, "global_batch_size": 4, "loss_scale_factor": None}
     loss, metrics = fake_verl["policyloss/mine"](
-        old_log_prob=OLD, log_prob=NEW, advantages=A, response_mask=MASK, loss_agg_mode="token-mean",
+        old_log_prob=OLD, log_prob=NEW, advantages=A, response_mask=MASK,
+        loss_agg_mode="token-mean",
         config=unset(global_batch_info=info), rollout_is_weights=None,
     )  # fmt: skip
     expected = pl.policy_loss(mine, NEW, OLD, A, MASK, totals=pl.Totals(12, 4, dp_size=2))
@@ -366,7 +370,8 @@ def test_only_means_are_reported_as_verl_averages_them(fake_verl: dict[str, Any]
 
 
 def test_the_gradient_at_the_ends_of_a_clipped_value_is_verls() -> None:
-    # v = v₀ + clip exactly, R = 0: both errors are equal, so each gets half; verl's max(min(…)) passes half of the clipped one's.
+    # v = v₀ + clip exactly, R = 0: both errors are equal, so each gets half; verl's max(min(…))
+    # passes half of the clipped one's.
     v = torch.tensor([[1.5]], dtype=F64, requires_grad=True)
     loss, _ = verl.compute_value_loss(
         v, torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=F64), torch.ones(1, 1), 0.5

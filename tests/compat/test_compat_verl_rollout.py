@@ -1,4 +1,5 @@
-"""verl's rollout correction under its own names: numbers by hand with verl's 1e-8, releases, refusals and return types.
+"""verl's rollout correction under its own names: numbers by hand with verl's 1e-8, releases,
+refusals and return types.
 
 The comparison with verl itself is `make conformance`.
 """
@@ -31,7 +32,7 @@ def check(found, expected):
         assert found[name] == pytest.approx(value, rel=1e-14, abs=1e-14), name
 
 
-# --- Weights -------------------------------------------------------------------------------------------------------------------
+# --- Weights --------------------------------------------------------------------------------------
 
 # rollout_is, threshold, the weights
 WEIGHTS = [
@@ -199,10 +200,12 @@ def test_batch_normalisation_is_exact_with_a_process_group(tmp_path):
     assert first["rollout_is_batch_norm_factor"] == pytest.approx(2.625 / (3 + E), rel=1e-15)
 
 
-# --- Rejection -----------------------------------------------------------------------------------------------------------------
+# --- Rejection ------------------------------------------------------------------------------------
 
-# d in units of ln 2: 2, −1 | −3. k1 = −d; k2 = ½d²: 0.961, 0.240 | 2.162; k3 = eᵈ − 1 − d: 1.614, 0.193 | 1.204.
-# Sums: k1 −0.693 | 2.079, k2 1.201 | 2.162, k3 1.807 | 1.204; means of the first row are half of that.
+# d in units of ln 2: 2, −1 | −3. k1 = −d; k2 = ½d²: 0.961, 0.240 | 2.162;
+# k3 = eᵈ − 1 − d: 1.614, 0.193 | 1.204.
+# Sums: k1 −0.693 | 2.079, k2 1.201 | 2.162, k3 1.807 | 1.204;
+# means of the first row are half of that.
 REJECTIONS = [
     (
         "token_k1",
@@ -239,9 +242,8 @@ def test_rejection(rollout_rs, threshold, expected, mask_dtype):
     assert kept.dtype == mask_dtype
     assert torch.equal(kept.long(), expected)
     lost = 3 - expected.sum().item()
-    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(
-        lost / 3, abs=4e-9
-    )  # 1e-8 in some denominators
+    # 1e-8 in some denominators.
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(lost / 3, abs=4e-9)
     lost_rows = ((MASK - expected) > 0).any(-1)
     assert metrics["rollout_rs_seq_masked_fraction"] == single(lost_rows.sum().item() / 3)
     for option in {part.strip() for part in rollout_rs.split(",")}:
@@ -250,7 +252,8 @@ def test_rejection(rollout_rs, threshold, expected, mask_dtype):
 
 
 def test_rejection_metrics_of_a_token_option():
-    # k1 in units of ln 2: −2, 1 | 3 against [−1, 2]: one below, one above; clamped −1, 1, 2. Row means −½ and 3.
+    # k1 in units of ln 2: −2, 1 | 3 against [−1, 2]: one below, one above; clamped −1, 1, 2.
+    # Row means −½ and 3.
     _, metrics = verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token_k1", "0.5_4")
     mean, square, rows = 2 / (3 + E), 6 / (3 + E), [-1 / (2 + E), 3 / (1 + E)]
     expected = {
@@ -282,7 +285,8 @@ def test_rejection_metrics_of_a_token_option():
 
 
 def test_rejection_metrics_of_a_sequence_option():
-    # Largest k2: 2 ln²2 | 4.5 ln²2 against 3 ln²2; per token 2, 2, 3 (clamped), the fractions over the two rows.
+    # Largest k2: 2 ln²2 | 4.5 ln²2 against 3 ln²2;
+    # per token 2, 2, 3 (clamped), the fractions over the two rows.
     unit = LN2**2
     _, metrics = verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "seq_max_k2", 3 * unit)
     mean, square = 7 / (3 + E), 17 / (3 + E)
@@ -330,7 +334,8 @@ def test_no_rows_are_given_back_as_they_are():
     assert metrics == {}
 
 
-# The weights that releases before 0.7.1 rejected by: 4, ½ | ⅛; products 2 | ⅛; geometric means √2 | ⅛.
+# The weights that releases before 0.7.1 rejected by: 4, ½ | ⅛; products 2 | ⅛;
+# geometric means √2 | ⅛.
 BY_WEIGHT = [
     ("token", 4.5, None, [[1, 1], [0, 0]], 1 / 3),
     ("token", 3.0, 0.1, [[0, 1], [1, 0]], 1 / 3),
@@ -363,12 +368,11 @@ def test_a_geometric_mean_before_071_has_epsilon_in_its_exponent():
     check(metrics, {"rollout_rs_max": 2 ** (1 / (2 + E)), "rollout_rs_min": 2 ** (-3 / (1 + E))})
 
 
-# --- Together ------------------------------------------------------------------------------------------------------------------
+# --- Together -------------------------------------------------------------------------------------
 
 
-ROLLOUT = torch.zeros_like(
-    LOG_RATIO
-)  # so that the trainer's log-probability is the log-ratio, to the bit
+# So that the trainer's log-probability is the log-ratio, to the bit.
+ROLLOUT = torch.zeros_like(LOG_RATIO)
 
 
 def both(**words):
@@ -486,7 +490,7 @@ def test_bypass_mode():
         verl.apply_bypass_mode(SimpleNamespace(batch={}), None, {})
 
 
-# --- Refusals ------------------------------------------------------------------------------------------------------------------
+# --- Refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -499,9 +503,8 @@ def test_malformed_weight_thresholds(threshold):
     assert isinstance(caught.value, TypeError) == (
         not isinstance(threshold, (str, float)) and threshold != 0
     )
-    assert ("not a boolean" in str(caught.value)) == (
-        threshold is True
-    )  # what verl's own test looks for
+    # What verl's own test looks for.
+    assert ("not a boolean" in str(caught.value)) == (threshold is True)
 
 
 @pytest.mark.parametrize(
@@ -603,18 +606,28 @@ def test_weights_of_one_row_of_tokens_have_no_sequence_metrics():
 
 # name → its parameters with defaults; keyword-only ones of ours after the star.
 SIGNATURES = {
-    "compute_rollout_correction_weights": "log_ratio, response_mask, rollout_is='token', rollout_is_threshold=2.0, "
-    "rollout_is_batch_normalize=False, *, release=None",
-    "compute_rollout_rejection_mask": "log_ratio, response_mask, rollout_rs='token_k1', rollout_rs_threshold=None, *, "
-    "rollout_rs_threshold_lower=None, release=None",
-    "compute_rollout_correction_and_rejection_mask": "old_log_prob, rollout_log_prob, response_mask, rollout_is=None, "
-    "rollout_is_threshold=2.0, rollout_is_batch_normalize=False, rollout_rs=None, rollout_rs_threshold=None, *, "
-    "rollout_rs_threshold_lower=None, rollout_token_veto_threshold=None, release=None",
+    "compute_rollout_correction_weights": (
+        "log_ratio, response_mask, rollout_is='token', rollout_is_threshold=2.0, "
+        "rollout_is_batch_normalize=False, *, release=None"
+    ),
+    "compute_rollout_rejection_mask": (
+        "log_ratio, response_mask, rollout_rs='token_k1', rollout_rs_threshold=None, *, "
+        "rollout_rs_threshold_lower=None, release=None"
+    ),
+    "compute_rollout_correction_and_rejection_mask": (
+        "old_log_prob, rollout_log_prob, response_mask, rollout_is=None, rollout_is_threshold=2.0, "
+        "rollout_is_batch_normalize=False, rollout_rs=None, rollout_rs_threshold=None, *, "
+        "rollout_rs_threshold_lower=None, rollout_token_veto_threshold=None, release=None"
+    ),
     "compute_offpolicy_metrics": "old_log_prob, rollout_log_prob, response_mask",
-    "compute_is_metrics": "rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask, rollout_is, "
-    "rollout_is_threshold, rollout_is_threshold_lower=None, *, release=None",
-    "compute_rs_metrics": "option_name, rs_statistic, response_mask, seq_valid_mask, *, level, per_sequence_values, "
-    "rollout_rs_threshold, rollout_rs_threshold_lower, apply_lower_threshold",
+    "compute_is_metrics": (
+        "rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, response_mask, "
+        "rollout_is, rollout_is_threshold, rollout_is_threshold_lower=None, *, release=None"
+    ),
+    "compute_rs_metrics": (
+        "option_name, rs_statistic, response_mask, seq_valid_mask, *, level, per_sequence_values, "
+        "rollout_rs_threshold, rollout_rs_threshold_lower, apply_lower_threshold"
+    ),
     "compute_rollout_corr_metrics_from_logprobs": "log_prob, rollout_log_prob, response_mask",
     "compute_rollout_correction_and_add_to_batch": "batch, rollout_corr_config, *, release=None",
     "apply_bypass_mode": "batch, rollout_corr_config=None, policy_loss_config=None",

@@ -1,4 +1,6 @@
-"""The differential suite's own machinery: it must see every kind of difference, and a defect must be one."""
+"""The differential suite's own machinery: it must see every kind of difference,
+and a defect must be one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ TOY = Function(
 
 
 def twin(**changes):
-    """The toy function whose other side is changed: each change maps an output to what the framework gives instead."""
+    """The toy function whose other side is changed:
+    each change maps an output to what the framework gives instead.
+    """
 
     def theirs(inputs, options):
         outputs = mean_square(inputs, options)
@@ -172,7 +176,8 @@ def test_a_loss_without_gradient_fails_even_where_the_gradient_is_zero():
 
 
 def test_the_gradient_of_a_loss_per_token_is_taken_with_random_weights():
-    # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient; random weights tell y = x from y = flip(x).
+    # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient;
+    # random weights tell y = x from y = flip(x).
     function = Function(
         "rows",
         [{}],
@@ -264,9 +269,8 @@ def test_a_defect_that_never_shows_is_stale():
     score = run_function(replace(TOY, defect=declared(Defect("wrong on an empty mask", "right"))))
     assert [failure["what"][:12] for failure in score.failures] == ["stale defect"]
     function = replace(TOY, defect=declared(Defect("wrong on an empty mask", "right")))
-    assert (
-        run_function(function, shift=1).failures == []
-    )  # 4 declared cases: by chance, with another seed
+    # 4 declared cases: by chance, with another seed.
+    assert run_function(function, shift=1).failures == []
     assert whats(run_function(replace(function, seeds=3), shift=1)) == whats(score)
 
 
@@ -283,7 +287,7 @@ def test_ours_must_be_finite_and_run_where_a_defect_is_declared():
 
 
 def test_a_defect_may_be_that_the_framework_raises():
-    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)
+    theirs = lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o)  # noqa: E731
     score = run_function(
         replace(TOY, theirs=theirs, defect=declared(Defect("raises on an empty mask", "loss 0")))
     )
@@ -308,9 +312,8 @@ def test_a_case_can_be_run_again_from_what_a_failure_says():
 def test_other_seeds_draw_other_batches_and_both_dtypes_the_same_numbers():
     first, shifted = (list(cases.cases(TOY, shift)) for shift in (0, 1))
     assert {case.seed for case in first}.isdisjoint(case.seed for case in shifted)
-    assert [case.seed for case in first[::2]] == [
-        case.seed for case in first[1::2]
-    ]  # float64, float32, float64, …
+    # float64, float32, float64, …
+    assert [case.seed for case in first[::2]] == [case.seed for case in first[1::2]]
     assert len({case.seed for case in first}) == len(first) / 2
     assert torch.equal(draw(5, "extreme", F64).logp.float(), draw(5, "extreme", torch.float32).logp)
 
@@ -322,9 +325,8 @@ def test_one_case_in_three_still_shows_every_option_and_kind():
     assert {case.kind for case in some} == set(KINDS)
     assert {case.options["scale"] for case in some} == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
     assert {case.seed for case in some} <= {case.seed for case in cases.cases(many)}
-    assert list(cases.cases(TOY, every=3)) == list(
-        cases.cases(TOY)
-    )  # a function with few cases is run whole
+    # A function with few cases is run whole.
+    assert list(cases.cases(TOY, every=3)) == list(cases.cases(TOY))
     assert cases.count(TOY, 3) == 40
 
 

@@ -1,7 +1,8 @@
-"""The core belongs to everyone: no function, class or constant of it is there for one framework's drop-ins alone.
+"""The core belongs to everyone: no function, class or constant of it is there
+for one framework's drop-ins alone.
 
-A framework's own arithmetic (its epsilons, counts and roundings) lives in `policyloss.compat.<framework>`,
-and what several drop-ins share in `policyloss.compat`.
+A framework's own arithmetic (its epsilons, counts and roundings) lives in
+`policyloss.compat.<framework>`, and what several drop-ins share in `policyloss.compat`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import policyloss as pl
 
 SOURCES = Path(pl.__file__).parent
 CORE = ("functional", "advantages", "slots", "tokens", "totals", "metrics", "spec", "loss", "value")
-Name = tuple[
-    str, str
-]  # a module and a name at its top level; the name is "" for code outside of any definition
+# A module and a name at its top level; the name is "" for code outside of any definition.
+Name = tuple[str, str]
 
 
 def modules_of(folder: Path) -> dict[str, str]:
@@ -85,7 +85,9 @@ def imported(source: str, modules: dict[str, str]) -> tuple[dict[str, str], dict
 
 
 def users(modules: dict[str, str]) -> dict[Name, set[Name]]:
-    """Which definitions use each name of the package. A package's `__init__` passes a name on, and uses nothing."""
+    """Which definitions use each name of the package.
+    A package's `__init__` passes a name on, and uses nothing.
+    """
     tops = {module: definitions(source) for module, source in modules.items()}
     passed_on = {
         (m, n): origin
@@ -121,7 +123,9 @@ def users(modules: dict[str, str]) -> dict[Name, set[Name]]:
 
 
 def framework_of(module: str) -> str | None:
-    """The framework whose drop-ins a module belongs to; "compat" for what several of them share; None for the rest."""
+    """The framework whose drop-ins a module belongs to;
+    "compat" for what several of them share; None for the rest.
+    """
     parts = module.split(".")
     if parts[0] != "compat":
         return None
@@ -129,7 +133,9 @@ def framework_of(module: str) -> str | None:
 
 
 def names_of_one_framework(modules: dict[str, str], public: set[str]) -> dict[str, str]:
-    """The names of the core that only one framework's drop-ins use, directly or through other such names."""
+    """The names of the core that only one framework's drop-ins use,
+    directly or through other such names.
+    """
     uses = users(modules)
     core = {
         (m, n)
@@ -182,9 +188,13 @@ def test_the_scan_sees_helpers_constants_and_names_passed_on() -> None:
     modules = {
         "functional": "from policyloss.functional.counts import guarded, shared",
         "functional.counts": CORE_MODULE,
-        "loss": "from policyloss.functional import counts\ndef policy_loss(x): return counts.shared(x)",
+        "loss": (
+            "from policyloss.functional import counts\ndef policy_loss(x): return counts.shared(x)"
+        ),
         "head.loss": "from policyloss.loss import policy_loss\ndef head(x): return policy_loss(x)",
-        "compat.verl.losses": "from policyloss.functional import guarded\ndef drop_in(x): return guarded(x)",
+        "compat.verl.losses": (
+            "from policyloss.functional import guarded\ndef drop_in(x): return guarded(x)"
+        ),
     }
     only_verl = dict.fromkeys(
         ("functional.counts.LIMIT", "functional.counts.guarded", "functional.counts.helper"), "verl"

@@ -1,4 +1,6 @@
-"""What a preset brings along, the advantages it is defined with, and what it overrides, options of a framework."""
+"""What a preset brings along, the advantages it is defined with, and what it overrides,
+options of a framework.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +66,9 @@ DEFINED_WITH = {
     "dro": "dr_grpo",
     "gpg": "gpg",
     "rloo_loss": "rloo",
+    "opd": "opd",
+    "iw_opd": "iw_opd",
+    "kdrl": "grpo",
 }
 
 
@@ -85,7 +90,9 @@ def test_the_trainer_follows_them(name: str) -> None:
 
 
 def test_the_evidence_was_made_with_them() -> None:
-    """Every run of the evidence page says its advantages itself, so that the figures do not move with the defaults."""
+    """Every run of the evidence page says its advantages itself,
+    so that the figures do not move with the defaults.
+    """
     from benchmarks.evidence_plan import PLANS
 
     for name, plan in PLANS.items():
@@ -132,9 +139,8 @@ def test_the_explanation_shows_them() -> None:
 def test_a_spec_is_known_by_what_it_is() -> None:
     assert defined_with(pl.preset("gspo")) == "grpo"
     assert defined_with(pl.preset("dr_grpo").with_horizon(99)) == "dr_grpo"
-    assert (
-        defined_with(pl.preset("bnpo")) is None
-    )  # the same spec as ppo's, which has others: nobody can tell
+    # The same spec as ppo's, which has others: nobody can tell.
+    assert defined_with(pl.preset("bnpo")) is None
     assert defined_with(pl.LossSpec(trust=pl.Clip(0.1, 0.1))) is None
 
 
@@ -306,13 +312,14 @@ def test_every_number_of_verl_s_losses_is_looked_at() -> None:
         "policy_loss",
         "loss_mode",
     }
+    # Verl's own terms and counts.
     known |= {
         "entropy_coeff",
         "use_kl_loss",
         "kl_loss_type",
         "kl_loss_coef",
         "global_batch_info",
-    }  # verl's own terms and counts
+    }
     fields = [f.name for cls in (ActorConfig, PolicyLossConfig) for f in dataclasses.fields(cls)]
     assert set(fields) == known
 
@@ -323,7 +330,8 @@ def test_verl_gives_its_scale_factor_as_the_horizon() -> None:
         match=r"policyloss/dr_grpo.*actor\.loss_scale_factor.*data\.max_response_length",
     ):
         called("dr_grpo", ActorConfig())
-    # Sums of the surrogate, ratios and clips by hand are in test_hand_computed; here only the constant changes.
+    # Sums of the surrogate, ratios and clips by hand are in test_hand_computed;
+    # here only the constant changes.
     sums = called("dr_grpo", ActorConfig(loss_scale_factor=1.0))
     assert called("dr_grpo", ActorConfig(loss_scale_factor=8.0)) == pytest.approx(
         sums / 8, rel=1e-15

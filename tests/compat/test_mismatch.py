@@ -34,7 +34,8 @@ def check(found, expected):
 
 
 def test_policy_gap_by_hand():
-    # In units of ln 2: logp −1 −2 | −3 |, rollout −2 −3 | 0 |, so d = 1 1 | −3 |, and the sums of d are 2, −3, 0.
+    # In units of ln 2: logp −1 −2 | −3 |, rollout −2 −3 | 0 |, so d = 1 1 | −3 |,
+    # and the sums of d are 2, −3, 0.
     logp, rollout = (
         LN2 * tensor([-1, -2], [-3, nan], [inf, 5]),
         LN2 * tensor([-2, -3], [0, 7], [nan, -inf]),
@@ -94,7 +95,8 @@ def test_epsilon_is_added_to_every_count():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.float64])
 def test_counts_are_taken_in_the_masks_own_dtype(dtype):
-    # 10 / (3 + 1e-8) in float64; an integer count plus 1e-8 is float32, where 1e-8 vanishes beside 3.
+    # 10 / (3 + 1e-8) in float64; an integer count plus 1e-8 is float32,
+    # where 1e-8 vanishes beside 3.
     m = means(epsilon=1e-8, mask=MASK.to(dtype))
     expected = 10 / (3 + 1e-8) if dtype == torch.float64 else 10 / 3
     assert m.of_tokens(tensor([1, 2], [7, nan], [nan, nan])).item() == pytest.approx(
@@ -187,7 +189,8 @@ def test_sequence_weight_limits_count_every_sequence_in_float32():
 
 
 def test_sequence_bounds_are_logarithms_in_float32():
-    # ln 0.7 in float32 lies 2.5e-8 below the true one; what lies between them is not below the bound.
+    # ln 0.7 in float32 lies 2.5e-8 below the true one;
+    # what lies between them is not below the bound.
     true, rounded = log(0.7), torch.tensor(0.7).log().item()
     assert true > rounded
     between, beyond = tensor([(true + rounded) / 2]), tensor([rounded - 1e-9])
@@ -196,7 +199,8 @@ def test_sequence_bounds_are_logarithms_in_float32():
 
 
 def test_weight_spread_by_hand():
-    # Clamped to [1, 4]: 1, 4, 4. Mean 3, mean square 11: std √2, ESS 9/11. The mean is of the weights as they are.
+    # Clamped to [1, 4]: 1, 4, 4. Mean 3, mean square 11: std √2, ESS 9/11.
+    # The mean is of the weights as they are.
     found = mismatch.weight_spread(tensor([0.5, 4], [10, nan], [nan, nan]), means(), 1.0, 4.0)
     check(found, {"mean": 14.5 / 3, "std": sqrt(2), "eff_sample_size": 9 / 11})
 
@@ -243,7 +247,8 @@ def rejection(low, high, by_sequence, of_sequence=None):
 
 
 def test_rejection_statistics_over_tokens():
-    # Tokens 1, −5, 4 against [−3, 3]; clamped 1, −3, 3: mean 1/3, mean square 19/3. Sequences −2 and 4, deviation from 0.
+    # Tokens 1, −5, 4 against [−3, 3]; clamped 1, −3, 3: mean 1/3, mean square 19/3.
+    # Sequences −2 and 4, deviation from 0.
     expected = {
         "mean": 0,
         "max": 4,
@@ -303,7 +308,8 @@ def test_rejection_statistics_of_no_sequence():
 
 
 def test_rejected_shares():
-    # Valid tokens kept, dropped | kept |: one of three tokens, one of two sequences with tokens, one of three in all.
+    # Valid tokens kept, dropped | kept |: one of three tokens,
+    # one of two sequences with tokens, one of three in all.
     keep = torch.tensor([[True, False], [True, False], [False, False]])
     assert mismatch.rejected_tokens(keep, means(), torch.float64).item() == THIRD
     assert (
@@ -360,7 +366,8 @@ def test_only_a_mean_needs_the_lengths():
 
 
 def test_k3_as_written_keeps_the_rounding_of_the_exponential():
-    # At d = 1e-9, eᵈ − 1 − d is 5e-19; term by term it is what rounding 1 + 1e-9 leaves, near 8e-17.
+    # At d = 1e-9, eᵈ − 1 − d is 5e-19; term by term it is what rounding 1 + 1e-9 leaves,
+    # near 8e-17.
     d = tensor(1e-9)
     assert estimate(d, "k3").item() < 1e-17
     assert estimate(d, "k3", as_written="exp(d) - 1 - d").item() == d.exp().item() - 1 - 1e-9 != 0

@@ -1,4 +1,6 @@
-"""Plain arithmetic: each group rounded as torch rounds it alone, hand numbers for the small constants, and the exact functions."""
+"""Plain arithmetic: each group rounded as torch rounds it alone, hand numbers for the small
+constants, and the exact functions.
+"""
 
 import math
 
@@ -89,7 +91,8 @@ def test_in_float64_plain_and_exact_agree():
 
 
 def test_rounding_shows_where_plain_differs_from_exact():
-    # Three float32 times 0.9 add up to 2.69999981, a third of which is 2⁻²⁴ below 0.9: a deviation of √(3/2)·2⁻²⁴.
+    # Three float32 times 0.9 add up to 2.69999981, a third of which is 2⁻²⁴ below 0.9:
+    # a deviation of √(3/2)·2⁻²⁴.
     rewards, ids, residue = torch.full((3,), 0.9), torch.zeros(3).long(), 2**-24
     g = PlainGroups.stacked(rewards, ids)
     assert (g.centered == residue).all()
@@ -103,7 +106,8 @@ def test_the_two_variances_and_the_floor():
     for variance in ("centered", "moments"):
         close(PlainGroups.indexed(rewards, ids, variance=variance).std, [math.sqrt(2)] * 2)
         close(PlainGroups.indexed(rewards, ids, variance=variance, floor=4.0).std, [2, 2])
-    # In float32 the moments of 10000 ± 0.1 cancel: Σr² − (Σr)²/2 is a multiple of 16 (the spacing of numbers near 2e8), not 0.02.
+    # In float32 the moments of 10000 ± 0.1 cancel: Σr² − (Σr)²/2 is a multiple of 16 (the spacing
+    # of numbers near 2e8), not 0.02.
     near = torch.tensor([9999.9, 10000.1])
     moments, centered = (
         PlainGroups.indexed(near, ids, variance=v).std[0].item() for v in ("moments", "centered")
@@ -152,8 +156,9 @@ def test_scores_and_tokens():
 
 def test_whiten_with_its_small_constants():
     x, mask = float64([[1.0, 2.0, 100.0], [6.0, 7.0, 3.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]])
-    # {1, 2, 6, 3} with count_eps = 1: the mean is 12/5 = 2.4 and the squares 1.96 + 0.16 + 12.96 + 0.36 = 15.44, so the variance is
-    # 15.44/5·4/3, to which eps is added. Masked tokens are measured from 2.4 too.
+    # {1, 2, 6, 3} with count_eps = 1: the mean is 12/5 = 2.4 and the squares 1.96 + 0.16 + 12.96 +
+    # 0.36 = 15.44, so the variance is 15.44/5·4/3, to which eps is added. Masked tokens are
+    # measured from 2.4 too.
     scale = (15.44 / 5 * 4 / 3 + 0.2) ** -0.5
     out = plain_whiten(x, mask.double(), eps=0.2, count_eps=1.0)
     close(
@@ -185,12 +190,13 @@ def test_gae_by_hand_at_masked_tokens_too():
         torch.tensor([[1, 0, 1, 0]]),
     )
     out = plain_gae(rewards, values, mask, 0.9, 0.5)
-    # δ₃ = 3 − 1.5 = 1.5; the second token is skipped: δ₁ = 1 + 0.9·1.5 − 0.5 = 1.85, A₁ = 1.85 + 0.45·1.5 = 2.525.
+    # δ₃ = 3 − 1.5 = 1.5; the second token is skipped:
+    # δ₁ = 1 + 0.9·1.5 − 0.5 = 1.85, A₁ = 1.85 + 0.45·1.5 = 2.525.
     # A masked token carries the next valid one's, and adds its own value for its return.
     close(out.advantages, [[2.525, 1.5, 1.5, 0]])
     close(out.returns, [[3.025, 2.5, 3.0, 7.0]])
-    # Unbridged, the masked tokens are tokens: A₄ = 9 − 7 = 2, A₃ = 3 + 6.3 − 1.5 + 0.9 = 8.7, A₂ = 2 + 1.35 − 1 + 3.915 = 6.265,
-    # A₁ = 1 + 0.9 − 0.5 + 2.81925 = 4.21925.
+    # Unbridged, the masked tokens are tokens: A₄ = 9 − 7 = 2, A₃ = 3 + 6.3 − 1.5 + 0.9 = 8.7, A₂ =
+    # 2 + 1.35 − 1 + 3.915 = 6.265, A₁ = 1 + 0.9 − 0.5 + 2.81925 = 4.21925.
     close(
         plain_gae(rewards, values, mask, 0.9, 0.5, bridge=False).advantages,
         [[4.21925, 6.265, 8.7, 2]],
@@ -214,7 +220,8 @@ def test_gae_and_returns_are_the_exact_ones_at_valid_tokens(gamma, lam):
 
 def test_returns_cut_at_holes_by_hand():
     rewards, mask = float64([[1.0, 5.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 0, 1, 1, 0]])
-    # From the end, γ = 0.5: 8 (masked, passes nothing on), 4, 2 + 0.5·4 = 4, 5 + 0.5·4 = 7 (masked, passes nothing on), 1.
+    # From the end, γ = 0.5: 8 (masked, passes nothing on), 4, 2 + 0.5·4 = 4,
+    # 5 + 0.5·4 = 7 (masked, passes nothing on), 1.
     close(plain_returns(rewards, mask, 0.5, holes="cut"), [[1, 7, 4, 4, 8]])
     # Bridged: 4, 4, then 1 + 0.5·4 = 3.
     close(plain_returns(rewards, mask, 0.5), [[3, 0, 4, 4, 0]])

@@ -1,4 +1,6 @@
-"""The drop-ins against the frameworks' own numbers, recorded with their inputs: the proof where no framework is installed."""
+"""The drop-ins against the frameworks' own numbers, recorded with their inputs:
+the proof where no framework is installed.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from conformance.runner import run_function
 from recorded_cases import NAMES, entries, entry, recorded
 
 TOLERANCE = 1e-12
-# verl takes the statistics of this estimator in float32 whatever it is given, and their last digit is that
-# of the processor on which the numbers were recorded (seen: one rounding, 5.7e-8, on another one).
+# verl takes the statistics of this estimator in float32 whatever it is given, and their last digit
+# is that of the processor on which the numbers were recorded (seen: one rounding, 5.7e-8, on
+# another one).
 IN_FLOAT32 = {("verl", "advantage grpo_vectorized"): 2.0**-23}
 
 
@@ -95,14 +98,17 @@ def test_every_pinned_callable_of_verl_is_recorded_with_what_it_returns():
     assert found["verl.trainer.ppo.core_algos:compute_value_loss"]["returns"] == ["2 values"]
     assert sum("POLICY_LOSS_REGISTRY" in name for name in found) == 12
     assert sum("ADV_ESTIMATOR_REGISTRY" in name for name in found) == 14
-    # apply_bypass_mode changes its argument and returns nothing; every other callable was seen to return something.
+    # apply_bypass_mode changes its argument and returns nothing;
+    # every other callable was seen to return something.
     assert {name.rpartition(":")[2] for name, one in found.items() if not one["returns"]} == {
         "apply_bypass_mode"
     }
 
 
 def changed(peer, path, change):
-    """The recorded signatures of a framework, one callable's parameters changed as a new release might."""
+    """The recorded signatures of a framework, one callable's parameters changed
+    as a new release might.
+    """
     described = copy.deepcopy(recorded_signatures(PEERS[peer]))
     change(described["callables"][path])
     return described
@@ -192,7 +198,9 @@ def test_a_new_argument_of_openrlhf_fails():
 
 @pytest.mark.parametrize("function", entries("colossalai"), ids=lambda function: function.name)
 def test_colossalchat_is_compared_whole(function):
-    """Its package is on no index, so all there is of it is recorded, and all of it is compared here."""
+    """Its package is on no index, so all there is of it is recorded,
+    and all of it is compared here.
+    """
     release.set_current(PEERS["colossalai"].release)
     score = run_function(function)
     assert score.failures == []
@@ -200,7 +208,9 @@ def test_colossalchat_is_compared_whole(function):
 
 
 def perturbed(case, factor):
-    """The case with one recorded number moved: the loss, or the first number of the first tensor."""
+    """The case with one recorded number moved: the loss,
+    or the first number of the first tensor.
+    """
     moved = copy.deepcopy(case)
     outputs = moved["outputs"]
     name = (

@@ -1,4 +1,6 @@
-"""The run of the frameworks' own tests: calls are noted, results are spoiled, and tests that notice are counted."""
+"""The run of the frameworks' own tests: calls are noted, results are spoiled,
+and tests that notice are counted.
+"""
 
 from __future__ import annotations
 

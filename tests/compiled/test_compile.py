@@ -1,7 +1,9 @@
-"""`torch.compile(fullgraph=True)` traces every loss into one graph, and the compiled loss is the eager one.
+"""`torch.compile(fullgraph=True)` traces every loss into one graph,
+and the compiled loss is the eager one.
 
-Dynamo alone (backend "eager") proves that nothing breaks the graph, for all presets; Inductor checks that what comes out of the
-whole compiler still has the same loss, gradient and metrics, for a token-level and a sequence-level loss.
+Dynamo alone (backend "eager") proves that nothing breaks the graph, for all presets; Inductor
+checks that what comes out of the whole compiler still has the same loss, gradient and metrics, for
+a token-level and a sequence-level loss.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 BATCH = make_batch(seed=9)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
-# Presets that differ in numbers only (ppo, dapo, bnpo) are one graph with other constants; the first of each kind is traced.
+# Presets that differ in numbers only (ppo, dapo, bnpo) are one graph with other constants; the
+# first of each kind is traced.
 KINDS = {
     re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name
     for name, spec in reversed(PRESETS.items())
@@ -35,7 +38,9 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    """One cache per test: dynamo gives up on a function it had to recompile eight times, and every spec is a recompile."""
+    """One cache per test: dynamo gives up on a function it had to recompile eight times,
+    and every spec is a recompile.
+    """
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -105,7 +110,9 @@ def test_every_preset_is_one_graph(name: str) -> None:
     ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots", "parts of frameworks"],
 )
 def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
-    """One loss of each kind, because padded rows take longer to trace: the gradient is part of the graph."""
+    """One loss of each kind, because padded rows take longer to trace:
+    the gradient is part of the graph.
+    """
     assert_same_result(compiled_run(spec, LAYOUTS["padded"], "eager"), run(spec, LAYOUTS["padded"]))
 
 
@@ -120,7 +127,9 @@ def test_inductor_gives_the_same_numbers(name: str, layout: str) -> None:
 
 
 def test_a_step_of_another_size_does_not_recompile() -> None:
-    """Totals given as tensors are data, not constants: their values change every step and the graph stays."""
+    """Totals given as tensors are data, not constants:
+    their values change every step and the graph stays.
+    """
     graphs = 0
 
     def counting(graph: torch.fx.GraphModule, _: Any) -> Any:

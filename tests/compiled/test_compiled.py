@@ -1,6 +1,8 @@
-"""`compiled_loss` is `policy_loss`: the same loss, gradients and metrics, from one graph that is traced from the eager source.
+"""`compiled_loss` is `policy_loss`: the same loss, gradients and metrics, from one graph that is
+traced from the eager source.
 
-That the graph says the same is tested for every kind of loss by running it as it was traced; what Inductor makes of it, for a few.
+That the graph says the same is tested for every kind of loss by running it as it was traced; what
+Inductor makes of it, for a few.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from policyloss.errors import InputError
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 BATCH = make_batch(seed=9)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
-# Presets that differ in numbers only are one graph with other constants; the first of each kind is traced.
+# Presets that differ in numbers only are one graph with other constants;
+# the first of each kind is traced.
 KINDS = {
     re.sub(r"\binf\b|-?\d[\d.e-]*", "#", repr(spec)): name
     for name, spec in reversed(PRESETS.items())
@@ -75,7 +78,9 @@ def compiled_run(loss: CompiledLoss, batch: Batch, totals: Any = None) -> Result
 
 
 def check_bare(loss: CompiledLoss, batch: Batch) -> None:
-    """A loss that reads four tensors is given those and no more, because every tensor adds to the time of a trace."""
+    """A loss that reads four tensors is given those and no more,
+    because every tensor adds to the time of a trace.
+    """
     names = ("old_logp", "advantages", "mask")
     (logp, wanted) = (batch.logp.detach().requires_grad_() for _ in range(2))
     out = loss(logp, *(getattr(batch, n) for n in names))
@@ -87,7 +92,7 @@ def check_bare(loss: CompiledLoss, batch: Batch) -> None:
     assert_same(out.metrics.compute(), expected.metrics.compute(), what="metric")
 
 
-# --- The graph is the loss -----------------------------------------------------------------------------------------------------
+# --- The graph is the loss ------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_traced")
@@ -114,7 +119,9 @@ def test_inductor_gives_the_same_numbers(spec: pl.LossSpec, layout: str) -> None
 
 @needs_compiler
 def test_inductor_in_single_and_half_precision_for_any_shape() -> None:
-    """One graph of any shape per dtype. A sum of 13·300 terms in another order differs by roundings of float32, 6e-8 each."""
+    """One graph of any shape per dtype. A sum of 13·300 terms in another order differs
+    by roundings of float32, 6e-8 each.
+    """
     spec = PRESETS["ppo_dual_clip"]
     loss = compiled_loss(spec, dynamic=True)
     for dtype, tol in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
@@ -128,7 +135,7 @@ def test_inductor_in_single_and_half_precision_for_any_shape() -> None:
     assert loss.graphs == 2
 
 
-# --- When it compiles ----------------------------------------------------------------------------------------------------------
+# --- When it compiles -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_traced")
@@ -145,7 +152,9 @@ def test_the_second_shape_compiles_for_every_shape(layout: str) -> None:
 
 @pytest.mark.usefixtures("as_traced")
 def test_one_row_after_many_is_not_taken_for_any_number_of_rows() -> None:
-    """A size of 1 broadcasts, so a graph made for it must not serve others, nor the other way round."""
+    """A size of 1 broadcasts, so a graph made for it must not serve others,
+    nor the other way round.
+    """
     loss = compiled_loss(PRESETS["ppo"], dynamic=True)
     for rows, width in ((1, 9), (4, 9), (1, 4), (3, 2)):
         check_bare(loss, make_batch(rows, rows, width))
@@ -154,7 +163,9 @@ def test_one_row_after_many_is_not_taken_for_any_number_of_rows() -> None:
 
 @pytest.mark.usefixtures("as_traced")
 def test_totals_are_data_whatever_they_are_made_of() -> None:
-    """Numbers, tensors on the device and the averages of ranks: their values change from step to step, the graph stays."""
+    """Numbers, tensors on the device and the averages of ranks:
+    their values change from step to step, the graph stays.
+    """
     loss = compiled_loss(PRESETS["grpo"])
     for totals in (pl.Totals(100, 7), pl.Totals(250, 12), pl.Totals(31.0, 5)):
         assert_same_result(compiled_run(loss, BATCH, totals), run(PRESETS["grpo"], BATCH, totals))
@@ -173,7 +184,7 @@ def test_the_table_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert loss.graphs == 1
 
 
-# --- Gradients -----------------------------------------------------------------------------------------------------------------
+# --- Gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_traced")
@@ -273,7 +284,7 @@ def test_a_leaf_that_the_loss_does_not_read_has_gradient_zero() -> None:
     assert torch.autograd.grad(out.loss, entropy)[0].count_nonzero() == 0
 
 
-# --- Sums in two stages --------------------------------------------------------------------------------------------------------
+# --- Sums in two stages ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,7 +328,9 @@ def test_sums_in_two_stages_are_the_same_sums(
 
 @pytest.mark.usefixtures("as_traced")
 def test_sums_in_two_stages_keep_nan_and_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NaN makes maximum, minimum and sum NaN, also when it sits in the partial result that all second stages read."""
+    """A NaN makes maximum, minimum and sum NaN, also when it sits in the partial result
+    that all second stages read.
+    """
     monkeypatch.setattr(two_stages, "FEWEST", 2)
     for value in (float("nan"), float("inf")):
         batch = BATCH.map(lambda x: x.clone(), "logp")
@@ -331,7 +344,9 @@ def test_sums_in_two_stages_keep_nan_and_infinity(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_nan_in_one_sum_does_not_reach_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stages share a read of the first sum's partial results; y: 1 + 2 + 3 − 4 = 2, between −4 and 3."""
+    """The second stages share a read of the first sum's partial results;
+    y: 1 + 2 + 3 − 4 = 2, between −4 and 3.
+    """
     monkeypatch.setattr(two_stages, "FEWEST", 2)
     x, y = torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[1.0, 2.0], [3.0, -4.0]])
     graph = make_fx(
@@ -370,7 +385,7 @@ def test_two_stages_for_any_shape(layout: str) -> None:
     assert loss.graphs == 1
 
 
-# --- Where there is no graph ---------------------------------------------------------------------------------------------------
+# --- Where there is no graph ----------------------------------------------------------------------
 
 
 def test_a_callable_in_a_slot_runs_eagerly() -> None:
@@ -417,7 +432,7 @@ def test_it_may_stand_inside_a_compiled_function() -> None:
     assert_same(step(BATCH.logp), 2 * run(PRESETS["ppo"], BATCH).loss, what="loss")
 
 
-# --- Errors are those of the eager loss ----------------------------------------------------------------------------------------
+# --- Errors are those of the eager loss -----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_traced")

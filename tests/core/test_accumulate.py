@@ -1,6 +1,8 @@
-"""`accumulate`: whatever way a step is cut into micro-batches and shared out to ranks, it is the whole batch in one call.
+"""`accumulate`: whatever way a step is cut into micro-batches and shared out to ranks,
+it is the whole batch in one call.
 
-Loss, gradients and metrics agree to 1e-12 in float64, for every preset and for the losses that have to be measured first.
+Loss, gradients and metrics agree to 1e-12 in float64,
+for every preset and for the losses that have to be measured first.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ REINFORCE = pl.LossSpec(trust=pl.Unbounded("ratio"))
 
 
 def check(said: list[dict[str, Any]], spec: pl.LossSpec, ranks: int = 1) -> None:
-    """The mean over `ranks` of loss and gradients, and each rank's reduced metrics, are those of the whole batch in one call."""
+    """The mean over `ranks` of loss and gradients, and each rank's reduced metrics, are those of
+    the whole batch in one call.
+    """
     expected = run(spec, BATCH)
     assert_same(
         torch.tensor(sum(s["loss"] for s in said) / ranks, dtype=torch.float64),
@@ -74,7 +78,9 @@ def test_what_is_measured_first_is_the_whole_batch_too(name: str) -> None:
 
 
 def hand_made() -> list[dict[str, Any]]:
-    """One sequence of one token with advantage 5, and two of one and two tokens with advantage −1; ratios are 1."""
+    """One sequence of one token with advantage 5, and two of one and two tokens
+    with advantage −1; ratios are 1.
+    """
     masks = torch.tensor([[True]]), torch.tensor([[True, False], [True, True]])
     advantages = torch.tensor([5.0]), torch.tensor([-1.0, -1.0])
     return [
@@ -86,7 +92,8 @@ def hand_made() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("aggregate", "losses", "gradients"),
     [
-        # Four tokens: (−5 + 1 + 1 + 1) / 4. Each micro-batch by its own mean, averaged, would be (−5 + 1) / 2.
+        # Four tokens: (−5 + 1 + 1 + 1) / 4. Each micro-batch by its own mean, averaged,
+        # would be (−5 + 1) / 2.
         (pl.TokenMean(), [-1.25, 0.75], [[[-1.25]], [[0.25, 0.0], [0.25, 0.25]]]),
         # Three sequences: (−5 + 1 + 1) / 3; the two tokens of the last share its third.
         (pl.SeqMeanTokenMean(), [-5 / 3, 2 / 3], [[[-5 / 3]], [[1 / 3, 0.0], [1 / 6, 1 / 6]]]),
@@ -109,14 +116,17 @@ def test_by_hand(aggregate: Any, losses: list[float], gradients: list[Any]) -> N
 
 
 def test_survivors_by_hand() -> None:
-    """One of two tokens is rejected here and none of two there, so three survive: −(2 + 3 + 4) / 3 = −3, not −(2 + 7/2) / 2."""
+    """One of two tokens is rejected here and none of two there, so three survive: −(2 + 3 + 4) / 3
+    = −3, not −(2 + 7/2) / 2.
+    """
     spec = REINFORCE.replace(
         correction=pl.Band(0.5, 2.0), rejected="renormalise", aggregate=pl.TokenMean()
     )
+    # Old/rollout = exp(5) is outside the band.
     rollout = (
         torch.tensor([[0.0, -5.0]]),
         torch.zeros(1, 2),
-    )  # old/rollout = exp(5) is outside the band
+    )
     advantages = torch.tensor([[2.0, 9.0]]), torch.tensor([[3.0, 4.0]])
     shared = {"mask": torch.ones(1, 2), "old_logp": torch.zeros(1, 2)}
     micros = [
@@ -155,7 +165,9 @@ def test_arguments_are_what_the_loss_functions_take() -> None:
 
 
 def test_the_head_in_one_pass() -> None:
-    """`linear_policy_loss(…, **micro.arguments())` on micro-batches, against one call on the whole batch."""
+    """`linear_policy_loss(…, **micro.arguments())` on micro-batches,
+    against one call on the whole batch.
+    """
     torch.manual_seed(0)
     spec, hidden = PRESETS["dapo"], torch.randn(7, BATCH.width, 5, dtype=torch.float64)
     weight, ids = torch.randn(11, 5, dtype=torch.float64), torch.randint(11, BATCH.mask.shape)
@@ -173,7 +185,7 @@ def test_the_head_in_one_pass() -> None:
     for micro in step:
         rows = micro["where"][:, 0] // BATCH.width
         arguments = micro.arguments(ref_logp=None, rollout_logp=None)
-        arguments.pop("entropy")
+        del arguments["entropy"], arguments["divergence"]
         out = pl.linear_policy_loss(spec, hidden[rows], head, ids[rows], **arguments)
         total += gradient(out.loss, head)
         step.add(out.metrics)
@@ -182,7 +194,9 @@ def test_the_head_in_one_pass() -> None:
 
 
 def test_what_is_known_only_after_the_forward() -> None:
-    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 are −0.2 beside (−5 + 1 + 1 + 1) / 4."""
+    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 are −0.2
+    beside (−5 + 1 + 1 + 1) / 4.
+    """
     step = pl.accumulate(REINFORCE.replace(entropy_coef=0.1, aggregate=pl.TokenMean()), hand_made())
     losses = [
         float(m.loss(torch.zeros(m["mask"].shape), entropy=torch.full(m["mask"].shape, 2.0)))
@@ -241,7 +255,10 @@ ONE = {"mask": MASK, "old_logp": torch.zeros(1, 2), "advantages": torch.ones(1)}
 WRONG: dict[str, tuple[Any, str]] = {
     "one mapping": (
         ONE,
-        r"micro_batches must be a list of mappings, got dict; .* put a single micro-batch in a list",
+        (
+            r"micro_batches must be a list of mappings, got dict; .* put a single micro-batch in a "
+            r"list"
+        ),
     ),
     "an iterator": (iter([ONE]), r"got list_iterator; .* by list\("),
     "a tensor": (MASK, "got Tensor"),
@@ -311,7 +328,10 @@ def test_a_loss_that_must_be_measured_needs_log_probabilities(logp: Any) -> None
 def test_log_probabilities_of_another_shape_are_refused(returned: Any, seen: str) -> None:
     with pytest.raises(
         pl.InputError,
-        match=rf"logp of micro_batches\[0\] must be a tensor of its mask's shape \(1, 2\), got {seen}",
+        match=(
+            r"logp of micro_batches\[0\] must be a tensor of its mask's shape \(1, 2\), got "
+            rf"{seen}"
+        ),
     ):
         pl.accumulate(PRESETS["clip_cov"], [ONE], logp=lambda _: returned)
 
@@ -340,7 +360,9 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
+    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    processes: the first starts it.
+    """
     folder = started_once(
         tmp_path_factory,
         "accumulate_ranks",
@@ -355,7 +377,9 @@ def both(said: Said, case: str) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "case"), DP_CASES)
 def test_data_parallel_ranks_average(name: str, case: str, said: Said) -> None:
-    """Also where a group's sequences lie on both ranks (PromptMean), and where the step is measured over both."""
+    """Also where a group's sequences lie on both ranks (PromptMean),
+    and where the step is measured over both.
+    """
     check(both(said, f"dp: {name}, {case}"), SPECS[name], ranks=2)
 
 
@@ -364,7 +388,9 @@ def test_ranks_whose_gradients_are_summed(said: Said) -> None:
 
 
 def test_a_step_is_of_the_group_named(said: Said) -> None:
-    """A group of one rank: its own micro-batches are the whole step, also where they are measured."""
+    """A group of one rank: its own micro-batches are the whole step,
+    also where they are measured.
+    """
     for one, share in zip(both(said, "dp alone"), SHARES["different numbers"], strict=True):
         rows = [row for part, _ in share for row in part]
         expected = run(PRESETS["clip_cov"], BATCH.rows(rows), "local")
@@ -377,14 +403,18 @@ def test_a_step_is_of_the_group_named(said: Said) -> None:
 def test_a_rank_with_fewer_micro_batches_repeats_one_that_adds_nothing(
     name: str, said: Said
 ) -> None:
-    """Three on rank 0 and one on rank 1, which makes two empty ones: loss and gradient are exactly 0 there."""
+    """Three on rank 0 and one on rank 1, which makes two empty ones:
+    loss and gradient are exactly 0 there.
+    """
     first, second = both(said, f"dp: {name}, different numbers")
     assert len(first["parts"]) == len(second["parts"]) == 3
     assert second["parts"][1:] == [(0.0, 0.0), (0.0, 0.0)]
 
 
 def test_every_rank_runs_its_forward_equally_often(said: Said) -> None:
-    """Before the step, to measure it, and in the step: three times on both ranks, on an all-False mask where there is no more."""
+    """Before the step, to measure it, and in the step: three times on both ranks, on an all-False
+    mask where there is no more.
+    """
     tokens = [
         [int(BATCH.mask[rows].sum()) for rows, _ in share] for share in SHARES["different numbers"]
     ]
@@ -406,7 +436,9 @@ def test_context_parallel_ranks_add_up(name: str, said: Said) -> None:
 
 
 def test_context_parallel_beside_a_data_parallel_group(said: Said) -> None:
-    """By default all ranks of both groups count as averaged: one sequence shard each on two ranks makes two."""
+    """By default all ranks of both groups count as averaged:
+    one sequence shard each on two ranks makes two.
+    """
     check(both(said, "cp and group"), PRESETS["gspo"], ranks=2)
 
 

@@ -76,7 +76,9 @@ def test_up_grpo_by_hand(
 
 
 def test_up_grpo_is_a_sequence_mean() -> None:
-    """A = 1 with 1 token and A = −1 with 3, at ratio 1: (−1 + 1) / 2 = 0; gradients −1/2 and 1/6."""
+    """A = 1 with 1 token and A = −1 with 3, at ratio 1: (−1 + 1) / 2 = 0;
+    gradients −1/2 and 1/6.
+    """
     logp = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     out = pl.policy_loss(
@@ -173,7 +175,9 @@ def test_what_a_pair_reads_and_reaches() -> None:
 
 @pytest.mark.parametrize("trust", PAIRS[4:6], ids=label)
 def test_any_cut_gives_the_same_gradient(trust: Any) -> None:
-    """A side that chooses tokens of the whole step is measured, and refuses totals that were only counted."""
+    """A side that chooses tokens of the whole step is measured,
+    and refuses totals that were only counted.
+    """
     batch = make_batch(seed=6, rows=8)
     spec = pl.LossSpec(trust=trust)
     totals = step_totals(spec, batch)
@@ -260,7 +264,10 @@ def test_a_pair_explains_itself(trust: Any) -> None:
 
 def test_up_grpo_reads_as_the_paper_writes_it() -> None:
     e = pl.explain("up_grpo")
-    clipped = "min(max(-advantages * ratio, -advantages * clip(ratio, 1 - 0.2, 1 + 0.2)), 3 * abs(advantages))"
+    clipped = (
+        "min(max(-advantages * ratio, -advantages * clip(ratio, 1 - 0.2, 1 + 0.2)), 3 * "
+        "abs(advantages))"
+    )
     assert str(e.formula).split("\n")[2:] == [
         f"surrogate = where(advantages > 0, -advantages * exp(logp - sg(logp)), {clipped})",
         "loss = sum(surrogate / L) / B",

@@ -80,7 +80,9 @@ def test_the_share_of_a_rank() -> None:
 
 
 class NoNarrowCounts(TorchDispatchMode):
-    """Refuses to make float32 (or less) of flags: summed up, they would be counts that stop at 2²⁴."""
+    """Refuses to make float32 (or less) of flags: summed up,
+    they would be counts that stop at 2²⁴.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -114,7 +116,9 @@ def estimators_of(batch: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_no_flag_becomes_a_float32_number(layout: str) -> None:
-    """Every spec's loss, gradient, metrics and totals; values and advantages; and the step's count."""
+    """Every spec's loss, gradient, metrics and totals; values and advantages;
+    and the step's count.
+    """
     batch = make_batch(seed=4, dtype=torch.float32)
     batch = batch if layout == "padded" else batch.packed()
     with NoNarrowCounts():
@@ -143,7 +147,9 @@ def test_the_number_of_groups_is_a_whole_number() -> None:
 
 
 def test_sums_over_packs_are_rounded_once() -> None:
-    """2²⁴ and a thousand ones: added one by one in float32 the ones are lost, and padded rows know better."""
+    """2²⁴ and a thousand ones: added one by one in float32 the ones are lost,
+    and padded rows know better.
+    """
     x = torch.ones(1001)
     x[0] = 2**24
     sequences = pl.functional.Sequences.of(x, torch.tensor([0, 1001]))

@@ -1,4 +1,6 @@
-"""Clip-Cov and KL-Cov where covariances are equal up to rounding: the draw decides, and no layout or cut changes it."""
+"""Clip-Cov and KL-Cov where covariances are equal up to rounding:
+the draw decides, and no layout or cut changes it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def equal_logp(batch: Batch, seed: int) -> Batch:
 
 
 def signs(batch: Batch, seed: int) -> Batch:
-    """Advantages a, −a and 0 that add up to 0, but for rounding: tokens without advantage have covariance 0."""
+    """Advantages a, −a and 0 that add up to 0, but for rounding:
+    tokens without advantage have covariance 0.
+    """
     valid = batch.mask.flatten().nonzero().flatten()
     a = torch.zeros(batch.mask.numel(), dtype=batch.advantages.dtype)
     third = len(valid) // 3
@@ -50,7 +54,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
-    """The batch cut in three, rows out of order and one part packed, with the totals of the whole step."""
+    """The batch cut in three, rows out of order and one part packed,
+    with the totals of the whole step.
+    """
     totals = step_totals(spec, batch)
     loss, records, dlogp = (
         torch.zeros((), dtype=batch.logp.dtype),
@@ -80,7 +86,9 @@ def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_equal_advantages_have_no_covariance(layout: str) -> None:
-    """Their mean is 0.1 but for rounding, so every covariance is 0: none lies above 0, and KL-Cov goes by lot alone."""
+    """Their mean is 0.1 but for rounding, so every covariance is 0:
+    none lies above 0, and KL-Cov goes by lot alone.
+    """
     batch = equal(make_batch(3), 0)
     batch = batch if layout == "padded" else batch.packed()
     dropped = run(pl.LossSpec(trust=PARTS["CovClip"]), batch).metrics
@@ -101,9 +109,11 @@ def hand_batch(logp: list[float]) -> dict[str, Tensor]:
 
 
 def test_the_threshold_lies_between_the_chosen_and_the_next() -> None:
-    """Covariances 1·(logp + 2): 1.0, 0.2, and −1·(logp + 2): 0.4, 0.8. Two of four are chosen: from (0.8 + 0.4)/2 = 0.6 on.
+    """Covariances 1·(logp + 2): 1.0, 0.2, and −1·(logp + 2): 0.4, 0.8.
+    Two of four are chosen: from (0.8 + 0.4)/2 = 0.6 on.
 
-    So a forward whose logp differ in the last digits from those that were measured chooses the same tokens.
+    So a forward whose logp differ in the last digits from those
+    that were measured chooses the same tokens.
     """
     spec = pl.LossSpec(trust=pl.CovKL(fraction=0.5, coef=1.0))
     batch = hand_batch([-1.0, -1.8, -2.4, -2.8])

@@ -1,4 +1,6 @@
-"""On a GPU: the CPU's numbers, no host sync, and the same bits every time. Skipped where there is none."""
+"""On a GPU: the CPU's numbers, no host sync, and the same bits every time.
+Skipped where there is none.
+"""
 
 from dataclasses import replace
 
@@ -82,12 +84,15 @@ def test_compiled_on_the_gpu(name):
     torch.testing.assert_close(logp.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-# verl and OpenRLHF compute these in float32 whatever they are given; elsewhere that leaves another rounding.
+# verl and OpenRLHF compute these in float32 whatever they are given;
+# elsewhere that leaves another rounding.
 IN_FLOAT32 = ("advantage grpo_vectorized", "advantage gdpo", "compute_approx_kl")
 
 
 def tolerance(name, output):
-    """1e-12, but for what is float32 inside, and for a deviation √(E[x²] − E[x]²), which makes 1e-8 of a rounding of 1e-16."""
+    """1e-12, but for what is float32 inside, and for a deviation √(E[x²] − E[x]²),
+    which makes 1e-8 of a rounding of 1e-16.
+    """
     return 1e-6 if name.startswith(IN_FLOAT32) or output.endswith("_std") else 1e-12
 
 
@@ -118,7 +123,9 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
 def test_a_recorded_loss_is_the_compiled_loss(name, packed):
-    """The same bits; and what a call returned is not changed by the next, though both write to the same memory of the graph."""
+    """The same bits; and what a call returned is not changed by the next, though both write to the
+    same memory of the graph.
+    """
     plain, recorded_once = (
         pl.compiled_loss(PRESETS[name], cuda_graph=graph) for graph in (False, True)
     )

@@ -1,4 +1,6 @@
-"""What a user types first: a preset by name, one number changed, a symmetric clip; and what a type checker says of it."""
+"""What a user types first: a preset by name, one number changed, a symmetric clip;
+and what a type checker says of it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BATCH = make_batch()
 HIDDEN, WEIGHT = torch.randn(*BATCH.mask.shape, 5), torch.randn(11, 5)
 IDS = torch.randint(0, 11, BATCH.mask.shape, generator=torch.Generator().manual_seed(0))
 ARGUMENTS = {name: x for name, x in BATCH.kwargs.items() if name != "logp"}
-OF_THE_HEAD = {name: x for name, x in ARGUMENTS.items() if name != "entropy"}
+OF_THE_HEAD = {name: x for name, x in ARGUMENTS.items() if name not in ("entropy", "divergence")}
 
 # Every public function that takes a spec, as one number that depends on which spec it was.
 TAKES_A_SPEC: dict[str, Callable[[Any], Any]] = {
@@ -86,7 +88,9 @@ def test_a_changed_number_is_checked() -> None:
 def test_an_ambiguous_number_is_refused_with_its_places() -> None:
     with pytest.raises(
         pl.SpecError,
-        match=r"log_clamp is ambiguous: this loss has ratio\.log_clamp and correction\.0\.log_clamp",
+        match=(
+            r"log_clamp is ambiguous: this loss has ratio\.log_clamp and correction\.0\.log_clamp"
+        ),
     ):
         pl.preset("tis", log_clamp=10.0)
 
@@ -100,7 +104,9 @@ def test_an_unknown_number_is_refused_with_a_suggestion() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_can_be_set_to_itself(name: str) -> None:
-    """Each field of each part, by its name alone: the same loss, or an error because two parts have it."""
+    """Each field of each part, by its name alone: the same loss,
+    or an error because two parts have it.
+    """
     spec = pl.preset(name)
     parts = [spec.ratio, spec.trust, *spec.correction, spec.kl, spec.aggregate]
     fields = [

@@ -78,7 +78,9 @@ def test_rewards_that_may_be_of_tokens_or_of_sequences_are_an_error(scan):
 
 
 def test_a_graph_does_not_outlive_the_lengths_it_was_made_for():
-    """A compiled loss serves every pack of one shape; the shape must mean the same in all of them."""
+    """A compiled loss serves every pack of one shape;
+    the shape must mean the same in all of them.
+    """
     fused = pl.compiled_loss(SUM)
     a = torch.tensor([5.0, -7.0])
     mask = torch.ones(2, dtype=torch.bool)

@@ -1,4 +1,6 @@
-"""Tensors that do not fit: each error is an InputError that names the argument and says what would fit."""
+"""Tensors that do not fit: each error is an InputError that names the argument
+and says what would fit.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,8 @@ def cu(*offsets, dtype=torch.int64):
     return torch.tensor(offsets, dtype=dtype)
 
 
-SQUARE = make_batch(
-    seed=1, rows=8
-)  # as many rows as columns: numbers per row look like numbers per column
+# As many rows as columns: numbers per row look like numbers per column.
+SQUARE = make_batch(seed=1, rows=8)
 
 
 def per_row(t):
@@ -172,7 +173,7 @@ def test_a_missing_tensor_is_named(name):
 def test_what_is_not_read_may_be_missing(name):
     """`reads` is complete: with only those tensors the loss is the same as with all of them."""
     spec = SPECS[name]
-    optional = ("old_logp", "rollout_logp", "ref_logp", "entropy", "group_ids")
+    optional = ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy", "group_ids")
     with_all = call(spec=spec).loss
     with_least = call(spec=spec, **{n: None for n in optional if n not in spec.reads}).loss
     assert torch.equal(with_all, with_least)
@@ -185,7 +186,9 @@ def test_unused_tensors_are_still_checked():
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_batch_wide_losses_refuse_plain_counts(name):
-    """A loss that needs batch-wide numbers says how to measure them, and takes "local" for an answer."""
+    """A loss that needs batch-wide numbers says how to measure them,
+    and takes "local" for an answer.
+    """
     spec = pl.preset(name)
     counted = pl.Totals.count(BATCH.mask)
     with pytest.raises(pl.InputError, match=r"measure\(spec"):

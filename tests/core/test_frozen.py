@@ -1,4 +1,6 @@
-"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them is NaN at a dtype's edge."""
+"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them
+is NaN at a dtype's edge.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from head_cases import make_head_batch
 from torch import Tensor
 
 import policyloss as pl
-from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch
+from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch, with_divergence
 
-FROZEN = ("old_logp", "rollout_logp", "ref_logp", "advantages")
+FROZEN = ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
 _WEIGHTED = pl.LossSpec(
     correction=(pl.Truncate(1.1), pl.OPSM(0.01)),
     kl=pl.KL("k3", 0.1, weight="ratio"),
@@ -29,7 +31,9 @@ LOSSES = {
 
 
 def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
-    """The frozen tensors, each with a gradient to ask for; advantages one per token or one per sequence."""
+    """The frozen tensors, each with a gradient to ask for;
+    advantages one per token or one per sequence.
+    """
     actual = {name: getattr(batch, name).clone() for name in FROZEN}
     if per_sequence:
         actual["advantages"] = torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -45,7 +49,8 @@ def test_only_logp_and_entropy_get_a_gradient(layout: str, per_sequence: bool) -
         frozen = leaves_of(batch, per_sequence)
         logp = batch.logp.clone().requires_grad_()
         entropy = batch.entropy.clone().requires_grad_()
-        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, "logp": logp, "entropy": entropy})
+        carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
+        out = pl.policy_loss(spec, **{**batch.kwargs, **frozen, **carried})
         moved, *others = torch.autograd.grad(out.loss, [logp, *frozen.values()], allow_unused=True)
         assert moved is not None, name
         assert {n for n, g in zip(frozen, others, strict=True) if g is not None} == set(), name
@@ -76,12 +81,14 @@ def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
         **{**batch.kwargs, **frozen},
     )
     moved = torch.autograd.grad(out.loss, [hidden, weight, *frozen.values()], allow_unused=True)
-    assert [g is not None for g in moved] == [True, True, False, False, False, False]
+    assert [g is not None for g in moved] == [True, True, *[False] * len(FROZEN)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
-    """At a log-ratio held at ln(max), or next to it, exp may be infinite: a clipped token still has gradient 0, not 0·inf."""
+    """At a log-ratio held at ln(max), or next to it, exp may be infinite:
+    a clipped token still has gradient 0, not 0·inf.
+    """
     edge = math.log(torch.finfo(dtype).max)
     limits: list[Any] = [
         math.nextafter(edge, 0),
@@ -91,7 +98,8 @@ def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
         edge + 1,
     ]
     for limit in [*limits, *((None, x) for x in limits)]:
-        # Ratios e^2·max held at about max, and e: with A = 1 both are clipped at 1.2, the loss is −1.2 and its slope 0.
+        # Ratios e^2·max held at about max, and e: with A = 1 both are clipped at 1.2,
+        # the loss is −1.2 and its slope 0.
         logp = torch.tensor([[0.0, 0.0]], dtype=dtype, requires_grad=True)
         old = torch.tensor([[-edge - 2, -1.0]], dtype=dtype)
         spec = pl.LossSpec(ratio=pl.TokenRatio(log_clamp=limit))

@@ -1,4 +1,6 @@
-"""Parts for adapters: given weights and penalties, statistics of one call, guarded denominators. All by hand or by identity."""
+"""Parts for adapters: given weights and penalties, statistics of one call, guarded denominators.
+All by hand or by identity.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(
     part: pl.CovKL | pl.CovClip,
 ) -> None:
     same(pl.LossSpec(trust=OfThisCall(part)), pl.LossSpec(trust=part))
-    # With totals of a larger step the wrapped part still runs, where the part itself asks to be measured.
+    # With totals of a larger step the wrapped part still runs,
+    # where the part itself asks to be measured.
     totals = pl.Totals(1000, 100)
     args = (BATCH.logp, BATCH.old_logp, BATCH.advantages, BATCH.mask)
     with pytest.raises(pl.InputError, match="measure"):
@@ -199,7 +202,8 @@ def test_counts_of_a_call() -> None:
 
 
 def test_epsilon_in_the_geometric_clip() -> None:
-    # One sequence, log-ratios 0.1 and 0.9 (clipped to 0.3 as A > 0): exp(0.4 / 2.5), times −A = −4 / 2.5.
+    # One sequence, log-ratios 0.1 and 0.9 (clipped to 0.3 as A > 0):
+    # exp(0.4 / 2.5), times −A = −4 / 2.5.
     logp = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
     old = torch.tensor([[-1.1, -1.9]], dtype=torch.float64)
     trust = MeanAdvantageGeometricClip(pl.GeometricClip(0.2, 0.3), epsilon=0.5)
@@ -308,7 +312,9 @@ ALL_THREE = pl.LossSpec(
 
 
 def test_framework_parts_run_in_the_head() -> None:
-    """The gradient of a token depends on its sequence, and no more: the head takes it in windows of whole sequences."""
+    """The gradient of a token depends on its sequence, and no more:
+    the head takes it in windows of whole sequences.
+    """
     assert ALL_THREE.reach == "sequence"
     assert ALL_THREE.reads == ("old_logp", "rollout_logp", "ref_logp")
     assert FRAMEWORK_PARTS[0].reach == "token"

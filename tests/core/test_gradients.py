@@ -1,7 +1,9 @@
-"""The gradient autograd gives is the derivative of the loss, with what the loss stops the gradient of held constant.
+"""The gradient autograd gives is the derivative of the loss,
+with what the loss stops the gradient of held constant.
 
-float64, finite differences. Presets are checked entry by entry; every loss one slot away from a preset along a random direction,
-which sees any wrong entry with probability one. Points are away from clip bounds; a kink would fail loudly, not pass.
+float64, finite differences. Presets are checked entry by entry; every loss one slot away from a
+preset along a random direction, which sees any wrong entry with probability one. Points are away
+from clip bounds; a kink would fail loudly, not pass.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 
 def loss_of(spec: pl.LossSpec, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(logp: Tensor, entropy: Tensor) -> Tensor:
-        return pl.policy_loss(spec, **{**batch.kwargs, "logp": logp, "entropy": entropy}).loss
+        carried = {"logp": logp, "entropy": entropy}
+        if spec.divergence is not None:  # moves with the entropy, so that both are checked
+            carried["divergence"] = 0.2 + 0.3 * entropy
+        return pl.policy_loss(spec, **{**batch.kwargs, **carried}).loss
 
     return loss
 
 
 def check_every_entry(f: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Raise unless autograd's gradient of `f` is its numerical derivative, entry by entry, with stop-gradients held."""
+    """Raise unless autograd's gradient of `f` is its numerical derivative, entry by entry,
+    with stop-gradients held.
+    """
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     gradcheck(FrozenStopGradients().function(f, *leaves), leaves, eps=1e-6, atol=1e-7, rtol=1e-6)
 
 
 def check_direction(f: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """The same along one random direction u: `grad·u = (f(x + hu) − f(x − hu)) / 2h`. Three evaluations instead of forty."""
+    """The same along one random direction u: `grad·u = (f(x + hu) − f(x − hu)) / 2h`. Three
+    evaluations instead of forty.
+    """
     leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
     mode, h, g = FrozenStopGradients(), 1e-6, torch.Generator().manual_seed(0)
     frozen = mode.function(f, *leaves)
@@ -48,7 +57,8 @@ def check_direction(f: Callable[..., Tensor], *inputs: Tensor) -> None:
     numerical = (up - down) / (2 * h)
     if not torch.isclose(numerical, torch.as_tensor(analytic), rtol=1e-6, atol=1e-8):
         raise RuntimeError(
-            f"Jacobian mismatch: autograd says {float(analytic)}, finite differences {float(numerical)}"
+            f"Jacobian mismatch: autograd says {float(analytic)}, finite differences "
+            f"{float(numerical)}"
         )
 
 
@@ -57,7 +67,7 @@ CHECKS = {"every_entry": check_every_entry, "direction": check_direction}
 
 def check_spec(spec: pl.LossSpec, batch: Batch, check: Callable[..., None]) -> None:
     loss = loss_of(spec, batch)
-    if spec.entropy_coef:
+    if spec.entropy_coef or spec.divergence is not None:
         check(loss, batch.logp, batch.entropy)
     else:
         check(lambda logp: loss(logp, batch.entropy), batch.logp)
@@ -110,7 +120,8 @@ def value_loss_of(batch: Batch, **kwargs: Any) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("kind", ["mse", "huber"])
 def test_value_loss_gradient(kind: Any, clip: float | None, layout: str) -> None:
     batch = LAYOUTS[layout]
-    # A Huber bend at 0.7 puts errors on both sides of it; returns are the batch's advantages, old values its old_logp.
+    # A Huber bend at 0.7 puts errors on both sides of it;
+    # returns are the batch's advantages, old values its old_logp.
     loss = value_loss_of(batch, clip=clip, kind=kind, huber_delta=0.7)
     check_every_entry(loss, batch.logp)
 
@@ -157,7 +168,9 @@ def test_one_wrong_entry_is_seen_along_a_random_direction() -> None:
 
 @pytest.mark.parametrize("name", ["cispo", "gspo_token", "topr", "vespo"])
 def test_stop_gradients_have_to_be_held(name: str) -> None:
-    """Without freezing, these losses fail the check: what the freezing holds is exactly their stop-gradient."""
+    """Without freezing, these losses fail the check:
+    what the freezing holds is exactly their stop-gradient.
+    """
     loss = loss_of(PRESETS[name], BATCH)
     logp = BATCH.logp.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):

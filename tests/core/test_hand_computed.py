@@ -1,6 +1,8 @@
-"""Ratios, trust regions, aggregations and the entropy bonus on numbers small enough to do by hand; the arithmetic is beside each.
+"""Ratios, trust regions, aggregations and the entropy bonus on numbers small enough to do by hand;
+the arithmetic is beside each.
 
-Conventions: logp = −1 unless said, one token, TokenMean, so that the loss is the token's own. Gradients are with respect to logp.
+Conventions: logp = −1 unless said, one token, TokenMean, so that the loss is the token's own.
+Gradients are with respect to logp.
 """
 
 from math import e, exp, inf, log
@@ -19,13 +21,14 @@ def token(trust, **slots):
     return pl.LossSpec(trust=trust, **slots)
 
 
-# --- The worked example: A = −10, r = 100, ε = 0.2 ------------------------------------------------------------------------------
+# --- The worked example: A = −10, r = 100, ε = 0.2 ------------------------------------------------
 
 
 def test_worked_example_dual_clip():
     # Unclipped objective r·A = 100·(−10) = −1000, so the loss is 1000 and its slope −A·r = 1000.
     assert_loss(at_ratio(token(RATIO), 100, -10), 1000, 1000)
-    # PPO's clip: max(10·100, 10·clip(100, 0.8, 1.2)) = max(1000, 12) = 1000: it does not help where A < 0 and r is large.
+    # PPO's clip: max(10·100, 10·clip(100, 0.8, 1.2)) = max(1000, 12) = 1000:
+    # it does not help where A < 0 and r is large.
     assert_loss(at_ratio(token(pl.Clip(0.2, 0.2)), 100, -10), 1000, 1000)
     # Dual clip, c = 3: min(1000, −A·c) = min(1000, 30) = 30, a constant, so the gradient is 0.
     result = at_ratio(token(pl.Clip(0.2, 0.2, dual=3.0)), 100, -10)
@@ -33,7 +36,7 @@ def test_worked_example_dual_clip():
     assert result.metrics["clip_fraction_dual"] == 1
 
 
-# --- Trust regions --------------------------------------------------------------------------------------------------------------
+# --- Trust regions --------------------------------------------------------------------------------
 
 CLIP, DUAL, HIGHER, LOWER = (
     pl.Clip(0.2, 0.2),
@@ -58,7 +61,8 @@ TRUST = [
     (CLIP, 0.5, -1.0, 0.8, 0),  # max(0.5, 0.8)
     (CLIP, 1.1, 3.0, -3.3, -3.3),  # inside the band: −3·1.1
     (CLIP, 2.0, 0.0, 0.0, 0),
-    # Unequal sides: 1.25 lies inside [0.8, 1.28]; 4/3 does not. 0.75 lies inside [0.7, 1.1], 0.5 and 1.25 do not.
+    # Unequal sides: 1.25 lies inside [0.8, 1.28]; 4/3 does not.
+    # 0.75 lies inside [0.7, 1.1], 0.5 and 1.25 do not.
     (HIGHER, 1.25, 1.0, -1.25, -1.25),
     (HIGHER, 4 / 3, 1.0, -1.28, 0),
     (LOWER, 0.75, -2.0, 1.5, 1.5),
@@ -79,7 +83,8 @@ TRUST = [
     (TWO_SIDED, 2.0, -1.0, 2.0, 2.0),  # −min(−2, −1.2)
     (TWO_SIDED, 0.5, -1.0, 0.8, 0),  # −min(−0.5, −0.8)
     (TWO_SIDED, 0.5, 1.0, -0.5, -0.5),
-    # delta below 1 + eps_high: it bounds A > 0 at 1.1, and where A < 0 the clip's 1.2 is the last bound.
+    # delta below 1 + eps_high: it bounds A > 0 at 1.1,
+    # and where A < 0 the clip's 1.2 is the last bound.
     (TIGHT, 2.0, 1.0, -1.1, 0),  # −min(1.1, 1.2)
     (TIGHT, 1.15, -1.0, 1.15, 1.15),  # −min(−1.1, −1.15)
     (TIGHT, 2.0, -1.0, 1.2, 0),  # −min(−1.1, −1.2)
@@ -101,7 +106,8 @@ TRUST = [
     (GATE, 1.0, -1.0, 1.0, 1.0),  # (4/2)·½; 4·¼
     (GATE, 1 + LOG3, 1.0, -3.0, -0.75 * (1 + LOG3)),
     (GATE, 1 + LOG3 / 2, -1.0, 1.5, 0.75 * (1 + LOG3 / 2)),
-    # φ(r) = e^λ·r^k·e^(−λr): A > 0 has k = 2, λ = 3, A < 0 has k = 3, λ = 2. Loss −φ·A·logp = φ·A, slope −φ·A.
+    # φ(r) = e^λ·r^k·e^(−λr): A > 0 has k = 2, λ = 3, A < 0 has k = 3, λ = 2.
+    # Loss −φ·A·logp = φ·A, slope −φ·A.
     (GAMMA, 1.0, 1.0, 1.0, -1.0),
     (GAMMA, 2.0, 1.0, 4 * exp(-3), -4 * exp(-3)),  # e³·4·e⁻⁶
     (GAMMA, 2.0, -1.0, -8 * exp(-2), 8 * exp(-2)),  # e²·8·e⁻⁴
@@ -123,7 +129,8 @@ def test_trust(trust, ratio, advantage, loss, grad):
 
 
 TV, KL_BAND = pl.ProbabilityBand("tv", 0.2, 0.2), pl.ProbabilityBand("kl", 0.1, 0.1)
-# trust, p, p₀, advantage, loss, gradient. A kept token: −sg[min(p/p₀, cap)]·A·ln p, slope −min(p/p₀, cap)·A.
+# trust, p, p₀, advantage, loss, gradient. A kept token:
+# −sg[min(p/p₀, cap)]·A·ln p, slope −min(p/p₀, cap)·A.
 BANDS = [
     (TV, 0.5, 0.25, 1.0, 0.0, 0),  # rose by 0.25 > 0.2, and A > 0 pushes it up: dropped
     (TV, 0.5, 0.25, -1.0, 2 * log(0.5), 2.0),  # rose, but A < 0 pushes it back: kept, weight 2
@@ -183,7 +190,8 @@ def test_a_cap_on_the_unclipped_term():
 
 def test_geometric_clip():
     spec = pl.LossSpec(trust=pl.GeometricClip(0.4, 0.4), aggregate=pl.SeqMeanTokenMean())
-    # Log-ratios (1, 0). A = 1: c = (min(1, 0.4), 0), mean 0.2, loss −e^0.2; the clipped token has no gradient, the other −e^0.2/2.
+    # Log-ratios (1, 0). A = 1: c = (min(1, 0.4), 0), mean 0.2, loss −e^0.2; the clipped token has
+    # no gradient, the other −e^0.2/2.
     assert_loss(at_ratio(spec, [e, 1], [1, 1]), -exp(0.2), [0, -exp(0.2) / 2])
     # A = −1 does not push it up: c = (1, 0), mean ½, loss e^½; each token's gradient is e^½/2.
     assert_loss(at_ratio(spec, [e, 1], [-1, -1]), exp(0.5), [exp(0.5) / 2] * 2)
@@ -199,22 +207,27 @@ def test_geometric_clip():
     )
 
 
-# A = (3, −1, −1, −1) has mean 0, logp = (−1, −3, −3.5, −4.5) has mean −3: covariances (6, 0, ½, 3/2).
+# A = (3, −1, −1, −1) has mean 0, logp = (−1, −3, −3.5, −4.5) has mean −3:
+# covariances (6, 0, ½, 3/2).
 COV_A, COV_LOGP = [3.0, -1.0, -1.0, -1.0], [-1.0, -3.0, -3.5, -4.5]
 
 
 def test_cov_clip():
-    # Only the last token lies in (1, 5). 2e-4·4 tokens rounds to none, but at least one is dropped: losses (−3, 1, 1, 0)/4.
+    # Only the last token lies in (1, 5). 2e-4·4 tokens rounds to none,
+    # but at least one is dropped: losses (−3, 1, 1, 0)/4.
     spec = token(pl.CovClip())
     assert_loss(at_ratio(spec, [1.0] * 4, COV_A, COV_LOGP), -1 / 4, [-3 / 4, 1 / 4, 1 / 4, 0])
-    # The window (0.4, 7) holds tokens 0, 2 and 3; a fraction of 0.75 is three tokens: only token 1 is left.
+    # The window (0.4, 7) holds tokens 0, 2 and 3; a fraction of 0.75 is three tokens:
+    # only token 1 is left.
     wide = token(pl.CovClip(fraction=0.75, cov_low=0.4, cov_high=7.0))
     assert_loss(at_ratio(wide, [1.0] * 4, COV_A, COV_LOGP), 1 / 4, [0, 1 / 4, 0, 0])
-    # Asked for more than there are: a fraction of 1 is four tokens, the window holds three, and all three are dropped.
+    # Asked for more than there are: a fraction of 1 is four tokens, the window holds three,
+    # and all three are dropped.
     for seed in range(8):
         every = token(pl.CovClip(fraction=1.0, cov_low=0.4, cov_high=7.0, seed=seed))
         assert_loss(at_ratio(every, [1.0] * 4, COV_A, COV_LOGP), 1 / 4, [0, 1 / 4, 0, 0])
-    # A token that PPO clips already is no candidate: r = ½ and A = −1 holds token 3 at 0.8, and nothing else is in the window.
+    # A token that PPO clips already is no candidate: r = ½ and A = −1 holds token 3 at 0.8, and
+    # nothing else is in the window.
     assert_loss(
         at_ratio(spec, [1, 1, 1, 0.5], COV_A, COV_LOGP),
         (-3 + 1 + 1 + 0.8) / 4,
@@ -223,18 +236,20 @@ def test_cov_clip():
 
 
 def test_cov_kl():
-    # A quarter of four tokens: the one with covariance 6. d = (ln 2, 0, 0, 0): −3·2 + ½·ln 2; slope −3·2 + ½·sign(d).
+    # A quarter of four tokens: the one with covariance 6.
+    # d = (ln 2, 0, 0, 0): −3·2 + ½·ln 2; slope −3·2 + ½·sign(d).
     spec = token(pl.CovKL(fraction=0.25, coef=0.5))
     assert_loss(
         at_ratio(spec, [2, 1, 1, 1], COV_A, COV_LOGP),
         (-6 + LOG2 / 2 + 3) / 4,
         [-5.5 / 4, 1 / 4, 1 / 4, 1 / 4],
     )
-    # On the highest covariance only: a log-ratio elsewhere costs nothing. −3 + 2 + 1 + 1; slopes (−3, 2, 1, 1).
+    # On the highest covariance only: a log-ratio elsewhere costs nothing.
+    # −3 + 2 + 1 + 1; slopes (−3, 2, 1, 1).
     assert_loss(at_ratio(spec, [1, 2, 1, 1], COV_A, COV_LOGP), 1 / 4, [-3 / 4, 2 / 4, 1 / 4, 1 / 4])
 
 
-# --- Ratios ---------------------------------------------------------------------------------------------------------------------
+# --- Ratios ---------------------------------------------------------------------------------------
 
 
 def ratio_spec(ratio, aggregate=None):
@@ -246,31 +261,36 @@ def test_sequence_ratio():
     whole, own = ratio_spec(pl.SequenceRatio()), ratio_spec(pl.SequenceRatio(grad="token"))
     for spec in (whole, own):
         assert_loss(at_ratio(spec, [4, 1], [1, 1]), -2, [-1, -1])  # −s·A; slope −s·A/2 each
-    # A = (1, 3): −(2·1 + 2·3)/2 = −4. Through the mean: each token gets half of −4. Token form: −s·A_t/2.
+    # A = (1, 3): −(2·1 + 2·3)/2 = −4. Through the mean: each token gets half of −4.
+    # Token form: −s·A_t/2.
     assert_loss(at_ratio(whole, [4, 1], [1, 3]), -4, [-2, -2])
     assert_loss(at_ratio(own, [4, 1], [1, 3]), -4, [-1, -3])
 
 
 def test_sequence_product():
-    # s = 2·2 = 4; d s/d logp_t = s for each token, and both tokens' surrogates hold it: −(4 + 4)/2, slope −4.
+    # s = 2·2 = 4; d s/d logp_t = s for each token, and both tokens' surrogates hold it:
+    # −(4 + 4)/2, slope −4.
     assert_loss(at_ratio(ratio_spec(pl.SequenceProduct()), [2, 2], [1, 1]), -4, [-4, -4])
 
 
 def test_segment_ratio():
-    # Runs {0, 1} and {3}: ratios 2, 2 and 3. −(2 + 2 + 3)/3; slopes −(2 + 2)/2/3 in the first run, −3/3 in the second.
+    # Runs {0, 1} and {3}: ratios 2, 2 and 3. −(2 + 2 + 3)/3;
+    # slopes −(2 + 2)/2/3 in the first run, −3/3 in the second.
     spec = ratio_spec(pl.SegmentRatio())
     assert_loss(
         at_ratio(spec, [4, 1, 99, 3], [1, 1, 1, 1], mask=[1, 1, 0, 1]),
         -7 / 3,
         [-2 / 3, -2 / 3, 0, -1],
     )
-    # A run ends with its row: (4, 1) and (3, 1) are two runs although no masked token lies between them.
+    # A run ends with its row: (4, 1) and (3, 1) are two runs although no masked token lies between
+    # them.
     two = at_ratio(spec, [[4, 1], [9, 1]], [[1, 1], [1, 1]])
     assert_loss(two, -(2 + 3) / 2, [[-0.5, -0.5], [-0.75, -0.75]])
 
 
 def test_anchors():
-    # rollout_logp = logp − ln 3 and old_logp = logp − ln 2: the anchor says which ratio. "current" is exactly 1.
+    # rollout_logp = logp − ln 3 and old_logp = logp − ln 2: the anchor says which ratio.
+    # "current" is exactly 1.
     for anchor, ratio in (("old", 2.0), ("rollout", 3.0), ("current", 1.0)):
         for kind in (pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio):
             result = evaluate(
@@ -280,7 +300,8 @@ def test_anchors():
 
 
 def test_log_clamp():
-    # A log-ratio of 3 held at 1 is e, a constant; (−1, None) holds only the low side; None holds nothing.
+    # A log-ratio of 3 held at 1 is e, a constant; (−1, None) holds only the low side;
+    # None holds nothing.
     for limit, log_ratio, loss, grad in (
         (1.0, 3, -e, 0),
         (1.0, -3, -1 / e, 0),
@@ -293,17 +314,20 @@ def test_log_clamp():
         assert_loss(
             at_ratio(ratio_spec(pl.TokenRatio(log_clamp=limit)), exp(log_ratio), 1.0), loss, grad
         )
-    # The clamp is on the sequence's log-ratio, not on the tokens': (3, −1) has mean 1 < 2 although a token lies beyond.
+    # The clamp is on the sequence's log-ratio, not on the tokens': (3, −1)
+    # has mean 1 < 2 although a token lies beyond.
     mean = at_ratio(ratio_spec(pl.SequenceRatio(log_clamp=2.0)), [e**3, 1 / e], [1, 1])
     assert_loss(mean, -e, [-e / 2, -e / 2])
 
 
-# --- Aggregation ----------------------------------------------------------------------------------------------------------------
+# --- Aggregation ----------------------------------------------------------------------------------
 
-# At ratio 1 a token's loss is −A: rows (1, 2, 3) and (10, –, –), and a third row with no valid token.
+# At ratio 1 a token's loss is −A: rows (1, 2, 3) and (10, –, –),
+# and a third row with no valid token.
 LOSSES = [[1.0, 2.0, 3.0], [10.0, 5.0, 5.0], [7.0, 7.0, 7.0]]
 VALID = [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
-# aggregation, loss, weight of a token of row 0, of row 1. N = 4 tokens, B = 2 sequences, lengths 3 and 1.
+# aggregation, loss, weight of a token of row 0, of row 1.
+# N = 4 tokens, B = 2 sequences, lengths 3 and 1.
 AGGREGATES = [
     (pl.TokenMean(), 16 / 4, 1 / 4, 1 / 4),
     (pl.SeqMeanTokenMean(), (6 / 3 + 10) / 2, 1 / 6, 1 / 2),
@@ -332,14 +356,16 @@ def test_aggregate(aggregate, loss, first, second):
 
 
 def test_prompt_mean():
-    # Rows 0 and 1 are one prompt: its four tokens' mean, 16/4. Apart: (6/3 + 10/1)/2. The empty row 2 is no prompt of its own.
+    # Rows 0 and 1 are one prompt: its four tokens' mean, 16/4. Apart: (6/3 + 10/1)/2. The empty row
+    # 2 is no prompt of its own.
     assert_loss(aggregate_case(pl.PromptMean(), group_ids=torch.tensor([7, 7, 3])), 4)
     result = aggregate_case(pl.PromptMean(), group_ids=torch.tensor([7, 3, 9]))
     assert_loss(result, 6, [[1 / 6, 2 / 6, 3 / 6], [10 / 2, 0, 0], [0, 0, 0]])
 
 
 def test_totals_are_the_denominator():
-    # A step of 8 tokens and 5 sequences on 2 ranks whose gradients are averaged: ×2, ÷ the step's counts.
+    # A step of 8 tokens and 5 sequences on 2 ranks whose gradients are averaged:
+    # ×2, ÷ the step's counts.
     totals = pl.Totals(tokens=8, sequences=5, groups=4, dp_size=2)
     for aggregate, loss in (
         (pl.TokenMean(), 2 * 16 / 8),
@@ -362,11 +388,12 @@ def test_totals_are_the_denominator():
     )
 
 
-# --- Entropy bonus --------------------------------------------------------------------------------------------------------------
+# --- Entropy bonus --------------------------------------------------------------------------------
 
 
 def test_entropy_bonus():
-    # Two valid tokens, A = 0: −0.1·(1 + 3)/2; each entropy's gradient is −0.1/2, the masked one's 0.
+    # Two valid tokens, A = 0: −0.1·(1 + 3)/2; each entropy's gradient is −0.1/2,
+    # the masked one's 0.
     spec = pl.LossSpec(trust=RATIO, entropy_coef=0.1)
     result = evaluate(spec, [-1, -1, -1], [-1, -1, -1], [0, 0, 0], [1, 1, 0], entropy=[1, 3, 100])
     assert_loss(result, -0.2, [0, 0, 0])
@@ -376,18 +403,20 @@ def test_entropy_bonus():
         rtol=1e-14,
         atol=0,
     )
-    # It is not multiplied by the correction's weight: w = 4 doubles nothing but the policy term, 4·1 − 0.1·3.
+    # It is not multiplied by the correction's weight:
+    # w = 4 doubles nothing but the policy term, 4·1 − 0.1·3.
     both = weighted(
         pl.LossSpec(trust=RATIO, correction=pl.Truncate(inf), entropy_coef=0.1), 4.0, entropy=3.0
     )
     assert_loss(both, 4 - 0.3, 4)
 
 
-# --- Numerics ------------------------------------------------------------------------------------------------------------------
+# --- Numerics -------------------------------------------------------------------------------------
 
 
 def test_half_precision_is_upcast_before_the_subtraction():
-    # −2⁻⁷ + 3 + 2⁻⁶ = 3 + 2⁻⁷, which bfloat16 (spacing 2⁻⁶ there) cannot hold: subtracting first would round it to 3.
+    # −2⁻⁷ + 3 + 2⁻⁶ = 3 + 2⁻⁷, which bfloat16 (spacing 2⁻⁶ there) cannot hold:
+    # subtracting first would round it to 3.
     near, far = (torch.tensor([[x]], dtype=torch.bfloat16) for x in (-(2.0**-7), -(3 + 2.0**-6)))
     expected = pytest.approx(-exp(3 + 2.0**-7), rel=1e-6)
     one = torch.ones(1, 1)
@@ -402,7 +431,8 @@ def test_half_precision_is_upcast_before_the_subtraction():
 
 @pytest.mark.parametrize("garbage", [float("nan"), inf, -inf, 1e30])
 def test_masked_garbage_is_replaced(garbage):
-    # The second token is masked; whatever stands there, the first token's −2·1 and slope −2 are all there is, in the metrics too.
+    # The second token is masked; whatever stands there, the first token's −2·1 and slope −2 are all
+    # there is, in the metrics too.
     spec = pl.LossSpec(
         trust=RATIO, correction=pl.Truncate(inf), kl=pl.KL("k3", 1.0), entropy_coef=1.0
     )

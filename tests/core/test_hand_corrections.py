@@ -1,6 +1,8 @@
-"""Rollout corrections, what rejection does to the denominator, and KL penalties on numbers done by hand.
+"""Rollout corrections, what rejection does to the denominator,
+and KL penalties on numbers done by hand.
 
-At ratio 1 and A = −1 a token's surrogate is 1 and so is its gradient, so the loss shows the weights themselves.
+At ratio 1 and A = −1 a token's surrogate is 1 and so is its gradient,
+so the loss shows the weights themselves.
 """
 
 from math import e, exp, inf, isnan, log
@@ -25,9 +27,10 @@ def corrected(*parts, rejected="keep", aggregate=None):
     )
 
 
-# --- Weights -------------------------------------------------------------------------------------------------------------------
+# --- Weights --------------------------------------------------------------------------------------
 
-# correction, the weights of tokens with exp(old_logp − rollout_logp) = (4, ½, 1): sum of logs ln 2, mean ln 2 / 3.
+# correction, the weights of tokens with exp(old_logp − rollout_logp) = (4, ½, 1):
+# sum of logs ln 2, mean ln 2 / 3.
 WEIGHTS = [
     (pl.Truncate(inf), [4, 0.5, 1]),
     (pl.Truncate(2.0), [2, 0.5, 1]),
@@ -100,7 +103,8 @@ def test_sequences_are_judged_apart():
 
 
 def test_levels_of_a_weight():
-    # Weights (4, ½, –) of a sequence of two valid tokens: logs ln 4 and −ln 2, sum ln 2, mean ln 2 / 2.
+    # Weights (4, ½, –) of a sequence of two valid tokens:
+    # logs ln 4 and −ln 2, sum ln 2, mean ln 2 / 2.
     log_w, mask = rows([4, 0.5, 1]).log(), rows([1, 1, 0]) != 0
     sequences = Sequences.of(mask)
     for reduce, expected in (("token", [4, 0.5, 1]), ("mean", [2**0.5] * 3), ("sum", [2] * 3)):
@@ -109,7 +113,8 @@ def test_levels_of_a_weight():
 
 
 def test_a_statistic_that_is_nan_decides_nothing():
-    # A token without a rollout logp has no estimate: it is neither kept nor dropped, and shows in the loss.
+    # A token without a rollout logp has no estimate:
+    # it is neither kept nor dropped, and shows in the loss.
     for part in (pl.Reject("k2", high=0.5), pl.Veto(), pl.SequenceMask(0.5, 1.5, weight=None)):
         result = evaluate(
             corrected(part), [-1, -1], [-1, -1], [0, 0], rollout_logp=[float("nan"), -1]
@@ -119,9 +124,10 @@ def test_a_statistic_that_is_nan_decides_nothing():
     assert nan_where_undecided(rows([5, -inf])).tolist() == [[1, 1]]
 
 
-# --- Rejection by an estimate of KL(rollout‖old) ------------------------------------------------------------------------------
+# --- Rejection by an estimate of KL(rollout‖old) --------------------------------------------------
 
-# d = (ln 2, −ln 2, 0): k1 = −d; k2 = ½·ln²2 twice; k3 = eᵈ − 1 − d = 1 − ln 2, ln 2 − ½, 0, which add up to ½.
+# d = (ln 2, −ln 2, 0): k1 = −d; k2 = ½·ln²2 twice;
+# k3 = eᵈ − 1 − d = 1 − ln 2, ln 2 − ½, 0, which add up to ½.
 K2, K3_UP, K3_DOWN = LOG2**2 / 2, 1 - LOG2, LOG2 - 0.5
 ESTIMATES = [
     ("k1", "token", [-LOG2, LOG2, 0]),
@@ -141,7 +147,9 @@ ESTIMATES = [
 
 @pytest.mark.parametrize(("estimator", "reduce", "values"), ESTIMATES)
 def test_reject(estimator, reduce, values):
-    """A bound a hair above a token's estimate keeps it, a hair below rejects it; likewise from below."""
+    """A bound a hair above a token's estimate keeps it, a hair below rejects it;
+    likewise from below.
+    """
     for value in set(values):
         for bound in (value - 1e-6, value + 1e-6):
             above = [float(v <= bound) for v in values]
@@ -163,7 +171,9 @@ DIVERGENCES = [
 
 @pytest.mark.parametrize(("divergence", "level", "values"), DIVERGENCES)
 def test_divergence_mask(divergence, level, values):
-    """A bound a hair above a divergence keeps it, a hair below rejects it; what is kept has its weight, or 1."""
+    """A bound a hair above a divergence keeps it, a hair below rejects it;
+    what is kept has its weight, or 1.
+    """
     mask, weights = rows([[1, 1], [1, 0]]), rows([[0.5, 1], [1 / 3, 0]])
     old, rollout = rows([[0.25, 0.25], [0.25, 0.9]]).log(), rows([[0.5, 0.25], [0.75, 0.1]]).log()
     for value in {v for row in values for v in row}:
@@ -190,7 +200,8 @@ def test_divergence_mask(divergence, level, values):
 
 
 def test_total_variation_has_no_sign():
-    # rollout p = ¼, old q = ½: |p − q| = ¼ although p − q = −¼. A bound of 0.2 rejects, one of 0.3 keeps.
+    # rollout p = ¼, old q = ½: |p − q| = ¼ although p − q = −¼.
+    # A bound of 0.2 rejects, one of 0.3 keeps.
     for high, kept in ((0.2, 0), (0.3, 1)):
         part = pl.DivergenceMask("tv", high, weight=None)
         assert_loss(
@@ -199,14 +210,16 @@ def test_total_variation_has_no_sign():
 
 
 def test_the_maximum_is_over_valid_tokens():
-    # k1 = −d = (−ln 2, –): the maximum is −ln 2. A masked token, whose estimate is 0, is not the larger one.
+    # k1 = −d = (−ln 2, –): the maximum is −ln 2. A masked token, whose estimate is 0,
+    # is not the larger one.
     for high, kept in ((-0.5, 1), (-0.8, 0)):
         part = pl.Reject("k1", "max", high=high)
         assert_loss(weighted(corrected(part), [2, 1], mask=[1, 0]), kept, [kept, 0])
 
 
 def test_divergence_mask_holds_probabilities_off_zero_and_one():
-    # An impossible token for the rollout, p = 0, counts as p = floor = 0.01: ln of 0.01/0.5 and of 0.99/0.5.
+    # An impossible token for the rollout, p = 0, counts as p = floor = 0.01:
+    # ln of 0.01/0.5 and of 0.99/0.5.
     apart = 0.01 * log(0.02) + 0.99 * log(1.98)
     for high, kept in ((apart + 1e-9, 1), (apart - 1e-9, 0)):
         part = pl.DivergenceMask("kl", high, weight=None, floor=0.01)
@@ -216,7 +229,8 @@ def test_divergence_mask_holds_probabilities_off_zero_and_one():
 
 
 def test_rejected_share():
-    # Of the three valid tokens one lies outside; of three rows, one is rejected whole and one is empty.
+    # Of the three valid tokens one lies outside; of three rows,
+    # one is rejected whole and one is empty.
     w, mask = rows([[1, 1], [4, 0.5], [1, 1]]), rows([[1, 0], [1, 1], [0, 0]]) != 0
     t = Inputs(
         logp=w.log(),
@@ -226,26 +240,26 @@ def test_rejected_share():
         rollout_logp=torch.zeros_like(w),
     ).tokens()
     assert rejected_share(pl.Band(0.4, 2.0), t).item() == 1 / 3
-    assert (
-        rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
-    )  # the row with 4 and ½ keeps ½
-    assert (
-        rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
-    )  # √2 is outside
+    # The row with 4 and ½ keeps ½.
+    assert rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
+    # √2 is outside.
+    assert rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
     assert rejected_share(pl.Truncate(2.0), t).item() == 0
     nothing = t.with_mask(torch.zeros_like(mask))
     assert rejected_share(pl.Band(0.4, 2.0), nothing).item() == 0
 
 
 def test_reject_ignores_masked_tokens():
-    # The mean of k2 over the two valid tokens is K2, not 2·K2/3; a wild masked token changes nothing.
+    # The mean of k2 over the two valid tokens is K2, not 2·K2/3;
+    # a wild masked token changes nothing.
     for high, kept in ((K2 + 1e-6, 1), (K2 - 1e-6, 0)):
         spec = corrected(pl.Reject("k2", "mean", high=high))
         assert_loss(weighted(spec, [2, 0.5, 1e9], mask=[1, 1, 0]), kept, [kept / 2, kept / 2, 0])
 
 
 def test_veto():
-    # One token below 1e-4 in row 0 rejects the row; row 1 stays. With high=3 it is the other way round.
+    # One token below 1e-4 in row 0 rejects the row; row 1 stays.
+    # With high=3 it is the other way round.
     w = [[1e-5, 1], [1, 4]]
     assert_loss(weighted(corrected(pl.Veto()), w), 2 / 4, [[0, 0], [0.25, 0.25]])
     assert_loss(weighted(corrected(pl.Veto(low=None, high=3.0)), w), 2 / 4, [[0.25, 0.25], [0, 0]])
@@ -256,7 +270,8 @@ def test_veto():
 
 
 def test_opsm():
-    # Drift = mean(old − logp): row 0 (0.4 + 0)/2 = 0.2, row 1 (−0.4 + 0)/2 = −0.2. δ = 0.1 rejects the A < 0 tokens of row 0 only.
+    # Drift = mean(old − logp): row 0 (0.4 + 0)/2 = 0.2, row 1 (−0.4 + 0)/2 = −0.2. δ = 0.1 rejects
+    # the A < 0 tokens of row 0 only.
     logp, old = [[-1.4, -1], [-0.6, -1]], [[-1, -1], [-1, -1]]
     spec = corrected(pl.OPSM(0.1)).replace(trust=pl.Unbounded("logp"))
     # −A·logp: row 0 (A = −2, 3) → (rejected, 3·1); row 1 (A = −1, −1) → −0.6 − 1.
@@ -282,7 +297,8 @@ def test_opsm():
 
 
 def test_composition():
-    # Truncate gives (2, ½, 1); Reject(k2) drops the tokens with ½d² > 0.5: only ln 4 (½·1.92). Weights (0, ½, 1).
+    # Truncate gives (2, ½, 1); Reject(k2) drops the tokens with ½d² > 0.5:
+    # only ln 4 (½·1.92). Weights (0, ½, 1).
     both = corrected(pl.Truncate(2.0), pl.Reject("k2", high=0.5))
     result = weighted(both, [4, 0.5, 1])
     assert_loss(result, 1.5 / 3, [0, 0.5 / 3, 1 / 3])
@@ -290,7 +306,8 @@ def test_composition():
 
 
 def test_self_normalise():
-    # (4, 2) has mean 3: (4/3, 2/3). With Band(0, 3) the 4 is rejected and counts as 0: mean 1, weights (0, 2).
+    # (4, 2) has mean 3: (4/3, 2/3). With Band(0, 3) the 4 is rejected and counts as 0:
+    # mean 1, weights (0, 2).
     assert_loss(
         weighted(corrected(pl.Truncate(inf), pl.SelfNormalise()), [4, 2]), 1, [2 / 3, 1 / 3]
     )
@@ -304,7 +321,7 @@ def test_self_normalise():
     )
 
 
-# --- The denominator -----------------------------------------------------------------------------------------------------------
+# --- The denominator ------------------------------------------------------------------------------
 
 # Weights (4, 1) and (1, 2); Band(½, 3) rejects the first token. What is left weighs 1, 1 and 2.
 REJECTED = [
@@ -327,7 +344,8 @@ def test_rejected(rejected, aggregate, loss, grad):
 
 
 def test_rejected_tokens_and_the_other_terms():
-    # keep: the rejected token still pays its KL (logp − ref = 1): (0 + 1 + 0.5 + 0.5)/2. renormalise: it is gone: (1 + 0.5)/1.
+    # keep: the rejected token still pays its KL (logp − ref = 1): (0 + 1 + 0.5 + 0.5)/2.
+    # renormalise: it is gone: (1 + 0.5)/1.
     spec = corrected(pl.Band(0.5, 3.0)).replace(kl=pl.KL("k1", 0.5))
     assert_loss(weighted(spec, [4, 1], ref_logp=[-2, -2]), (1 + 0.5 + 0.5) / 2, [0.5 / 2, 1.5 / 2])
     assert_loss(
@@ -336,7 +354,8 @@ def test_rejected_tokens_and_the_other_terms():
 
 
 def test_rejected_tokens_leave_the_sequence_ratio():
-    # Log-ratios (ln 4, 0), the first token rejected. keep: s = 2 for the kept token, loss 2/2. renormalise: s = 1, loss 1.
+    # Log-ratios (ln 4, 0), the first token rejected. keep: s = 2 for the kept token, loss 2/2.
+    # renormalise: s = 1, loss 1.
     spec = corrected(pl.Band(0.5, 3.0), aggregate=pl.SeqMeanTokenMean()).replace(
         ratio=pl.SequenceRatio()
     )
@@ -352,7 +371,7 @@ def test_rejected_tokens_leave_the_sequence_ratio():
     )
 
 
-# --- KL ------------------------------------------------------------------------------------------------------------------------
+# --- KL -------------------------------------------------------------------------------------------
 
 # d = ref_logp − logp; the estimate and its own derivative by logp (which is −d/dd).
 KLS = [
@@ -376,7 +395,8 @@ def penalty(kl, d, ratio=1.0):
 
 @pytest.mark.parametrize(("estimator", "d", "value", "slope"), KLS)
 def test_kl_value_and_gradient(estimator, d, value, slope):
-    # "value": its own slope. "k2": the slope of ½d², −d. "score": its own slope plus the value (∂ of v·exp(logp − sg logp)).
+    # "value": its own slope. "k2": the slope of ½d², −d. "score": its own slope plus the value (∂
+    # of v·exp(logp − sg logp)).
     for grad, expected in (("value", slope), ("k2", -d), ("score", slope + value)):
         result = penalty(pl.KL(estimator, 0.5, grad=grad), d)
         assert_loss(result, 0.5 * value, 0.5 * expected)
@@ -389,7 +409,8 @@ def test_kl_value_and_gradient(estimator, d, value, slope):
         )
 
 
-# Beyond a clamp the number stands still, so its own slope is 0; "k2" keeps the slope of the unclamped ½d², "score" the value's.
+# Beyond a clamp the number stands still, so its own slope is 0; "k2" keeps the slope of the
+# unclamped ½d², "score" the value's.
 CLAMPED = [
     (pl.KL("k1", 1.0, clamp=1.0), 3.0, -1.0, 0.0),
     (pl.KL("k2", 1.0, clamp=1.0), 3.0, 0.5, 0.0),
@@ -422,7 +443,8 @@ def test_kl_anchors():
 
 
 def test_kl_is_aggregated_like_the_rest():
-    # k1 = (1, 3) and (8, –): (4/2 + 8)/2 under SeqMeanTokenMean; the KL's slope is each token's weight.
+    # k1 = (1, 3) and (8, –): (4/2 + 8)/2 under SeqMeanTokenMean;
+    # the KL's slope is each token's weight.
     spec = pl.LossSpec(trust=RATIO, kl=pl.KL("k1", 1.0), aggregate=pl.SeqMeanTokenMean())
     zero = torch.zeros(2, 2, dtype=torch.float64)
     result = evaluate(spec, zero, zero, zero, [[1, 1], [1, 0]], ref_logp=[[-1, -3], [-8, -99]])

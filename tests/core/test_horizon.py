@@ -1,4 +1,6 @@
-"""A constant that belongs to the user's run, the length that token sums are divided by: asked for, taken over, never assumed."""
+"""A constant that belongs to the user's run, the length that token sums are divided by: asked for,
+taken over, never assumed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from cases import make_batch, run
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.explain.formula import formula
 from policyloss.parts import aggregate
-from policyloss.train.config import check_together, read_arguments, read_spec
+from policyloss.train.config import check_together, read_arguments
+from policyloss.train.loss_options import read_spec
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
 
 
 def test_a_preset_has_no_length_of_a_run() -> None:
-    """No preset may fix a number that only the user's run can give; every part that has one begins without it."""
+    """No preset may fix a number that only the user's run can give;
+    every part that has one begins without it.
+    """
     assert pl.preset("dr_grpo").needs_horizon
     for name in pl.presets():
         assert getattr(pl.preset(name).aggregate, "horizon", None) is None, name
@@ -71,7 +76,8 @@ def test_with_horizon_sets_what_is_not_set_and_nothing_else() -> None:
 
 
 def test_the_number_is_divided_by() -> None:
-    # Two sequences of 2 and 1 tokens, ratio 1, A = (1, 4): sums 2 and 4; their mean, 3, over the horizon; minus for a loss.
+    # Two sequences of 2 and 1 tokens, ratio 1, A = (1, 4): sums 2 and 4; their mean, 3, over the
+    # horizon; minus for a loss.
     logp = torch.zeros(2, 2, dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])
     spec = pl.preset("dr_grpo").with_horizon(8)

@@ -1,4 +1,6 @@
-"""Equations between losses: what a part becomes at its edges, and which parts are the same thing under two names."""
+"""Equations between losses: what a part becomes at its edges,
+and which parts are the same thing under two names.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,11 @@ def differ(a: pl.LossSpec, b: pl.LossSpec, batch: Batch) -> bool:
     return (run(a, batch).dlogp - run(b, batch).dlogp).abs().max().item() > 1e-3
 
 
-# --- Ratio 1 -------------------------------------------------------------------------------------------------------------------
+# --- Ratio 1 --------------------------------------------------------------------------------------
 
-# GeometricClip's ratio is the sequence's: its gradient is −A only on average over the sequence. CovClip and CovKL choose tokens:
-# a dropped one has gradient 0, a penalised one has |log_ratio| at its kink, where the gradient is taken as 0.
+# GeometricClip's ratio is the sequence's: its gradient is −A only on average over the sequence.
+# CovClip and CovKL choose tokens: a dropped one has gradient 0, a penalised one has |log_ratio| at
+# its kink, where the gradient is taken as 0.
 NOT_MINUS_A = (pl.GeometricClip, pl.CovClip)
 
 
@@ -113,7 +116,9 @@ def test_gmpo_as_a_function_is_its_part():
     "name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None)
 )
 def test_presets_at_ratio_one_agree_with_reinforce(name):
-    """With one advantage per sequence, one token per row and every engine alike, each loss has REINFORCE's gradient."""
+    """With one advantage per sequence, one token per row and every engine alike,
+    each loss has REINFORCE's gradient.
+    """
     spec = PRESETS[name]
     batch = on_policy(one_token(BATCH))
     batch = replace(batch, rollout_logp=batch.logp)
@@ -140,7 +145,7 @@ def test_current_anchor_is_exactly_on_policy(kind):
     assert_same(result.dlogp, old.dlogp, 0)
 
 
-# --- Edges of the trust regions ------------------------------------------------------------------------------------------------
+# --- Edges of the trust regions -------------------------------------------------------------------
 
 EDGES = {
     "eps=inf is no clip": (pl.Clip(inf, inf), RATIO),
@@ -164,7 +169,8 @@ def test_edge(name):
 
 @pytest.mark.parametrize("outside", ["clip", "zero", "zero_by_sign"])
 def test_unclipped_cispo_has_the_gradient_of_the_ratio(outside):
-    # sg[r]·∇logp = ∇r, so without bounds CISPO and importance sampling move alike, though their values differ.
+    # sg[r]·∇logp = ∇r, so without bounds CISPO and importance sampling move alike,
+    # though their values differ.
     cispo = run(pl.LossSpec(trust=pl.DetachedClip(0.0, inf, outside=outside)), BATCH)
     assert_same(cispo.dlogp, run(pl.LossSpec(trust=RATIO), BATCH).dlogp)
 
@@ -195,7 +201,7 @@ def test_aipo_is_the_ratio_held_from_above(rho):
     assert_same(result.dlogp, grad)
 
 
-# --- Ratios that are one -------------------------------------------------------------------------------------------------------
+# --- Ratios that are one --------------------------------------------------------------------------
 
 
 SEQUENCE_LEVEL = (
@@ -233,7 +239,7 @@ def test_gspo_is_gspo_token_when_the_advantage_is_constant():
     assert_same(run(gspo, BATCH).loss, run(own, BATCH).loss, 1e-12, "and the value must not")
 
 
-# --- Corrections that say nothing ----------------------------------------------------------------------------------------------
+# --- Corrections that say nothing -----------------------------------------------------------------
 
 SILENT = [
     (pl.Truncate(2.0),),
@@ -289,7 +295,7 @@ def test_self_normalised_weights_have_mean_one():
         assert_same(mean, torch.tensor(1.0, dtype=torch.float64))
 
 
-# --- Aggregations that are one -------------------------------------------------------------------------------------------------
+# --- Aggregations that are one --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo"])
@@ -326,7 +332,7 @@ def test_one_group_makes_the_prompt_mean_a_token_mean():
     same_loss(spec.replace(aggregate=pl.PromptMean()), spec.replace(aggregate=pl.TokenMean()), one)
 
 
-# --- KL gradients --------------------------------------------------------------------------------------------------------------
+# --- KL gradients ---------------------------------------------------------------------------------
 
 
 def kl_gradient(kl: pl.KL) -> torch.Tensor:
@@ -362,7 +368,7 @@ def test_kl_ratio_weight_on_policy_is_the_score_form():
     same_loss(weighted, score, batch)
 
 
-# --- Choices by covariance -----------------------------------------------------------------------------------------------------
+# --- Choices by covariance ------------------------------------------------------------------------
 
 
 def covariances(batch: Batch) -> torch.Tensor:
@@ -383,7 +389,9 @@ def test_cov_kl_penalises_the_highest_covariances(fraction):
 
 
 def test_tied_covariances_do_not_exceed_the_fraction():
-    """Without advantages every covariance is 0, and still no more than the fraction of the tokens is held back."""
+    """Without advantages every covariance is 0, and still no more than the fraction
+    of the tokens is held back.
+    """
     batch = replace(BATCH, advantages=torch.zeros_like(BATCH.advantages))
     n = int(batch.mask.sum())
     held = run(pl.LossSpec(trust=pl.CovKL(0.25)), batch).metrics["clip_fraction_upper"] * n

@@ -1,4 +1,6 @@
-"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts however the call is made."""
+"""`Inputs`: every tensor of a call, `extras` and `teacher_logp` among them, reaches the parts
+however the call is made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import assert_same, make_batch
-from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
+from policyloss.inputs import DIFFERENTIATED, OPTIONAL, TOKEN_SHAPED, Inputs
 
 BATCH = make_batch(seed=4)
 WEIGHT = torch.rand(
@@ -61,7 +63,8 @@ def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
     hidden = torch.randn(*BATCH.mask.shape, 4, generator=generator, dtype=torch.float64)
     head = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 9, BATCH.mask.shape, generator=generator)
-    shared = {n: x for n, x in BATCH.kwargs.items() if n not in ("logp", "entropy", "advantages")}
+    left_out = ("logp", *DIFFERENTIATED, "advantages")
+    shared = {n: x for n, x in BATCH.kwargs.items() if n not in left_out}
 
     def slopes(spec: pl.LossSpec, advantages: Tensor, **extras: Any) -> list[Tensor]:
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -91,9 +94,9 @@ def test_micro_batches_carry_extras() -> None:
 
 
 def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
-    more = {"extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
-    eager = pl.policy_loss("ppo", **BATCH.kwargs, **more)
-    compiled = pl.compiled_loss("ppo")(**BATCH.kwargs, **more)
+    arguments = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
+    eager = pl.policy_loss("ppo", **arguments)
+    compiled = pl.compiled_loss("ppo")(**arguments)
     assert_same(compiled.loss, eager.loss, what="loss")
 
 
@@ -136,8 +139,11 @@ def test_errors_name_the_extra_and_the_argument() -> None:
     ids=lambda f: f.__qualname__,
 )
 def test_every_function_shows_every_tensor_it_takes(function: Any) -> None:
-    """A new input is a line of `CallTensors` and a field of `Inputs`; nothing else names them all."""
+    """A new input is a line of `CallTensors` and a field of `Inputs`;
+    nothing else names them all.
+    """
     shown = set(inspect.signature(function).parameters)
-    assert set(OPTIONAL) - shown == ({"entropy"} if function is pl.linear_policy_loss else set())
+    of_the_head = set(DIFFERENTIATED) if function is pl.linear_policy_loss else set()
+    assert set(OPTIONAL) - shown == of_the_head
     assert {*OPTIONAL, "logp", "old_logp", "advantages", "mask"} == set(Inputs.__dataclass_fields__)
     assert set(TOKEN_SHAPED) <= set(Inputs.__dataclass_fields__)

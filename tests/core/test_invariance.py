@@ -1,7 +1,9 @@
-"""What must not matter does not: padding content and width, row order, layout, the shape of advantages, the dtype of the mask.
+"""What must not matter does not: padding content and width, row order, layout, the shape of
+advantages, the dtype of the mask.
 
-Held for every preset, every aggregation and every correction under every rejection mode (`cases.SPECS`), in loss, gradients and
-every metric; bit for bit where the arithmetic is the same, to 1e-12 where only the order of a sum differs.
+Held for every preset, every aggregation and every correction under every rejection mode
+(`cases.SPECS`), in loss, gradients and every metric; bit for bit where the arithmetic is the same,
+to 1e-12 where only the order of a sum differs.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import policyloss as pl
 from cases import (
     AGGREGATES,
     CORRECTIONS,
-    KLS,
     PRESETS,
+    PULLS,
     RATIOS,
     SPECS,
     TOKEN_TENSORS,
@@ -35,7 +37,8 @@ from policyloss.parts import aggregate, correction, kl, ratio, trust
 
 BATCH = make_batch(seed=1)
 NAN, INF = float("nan"), float("inf")
-# All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each tensor starts elsewhere in it.
+# All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each
+# tensor starts elsewhere in it.
 GARBAGE = ((NAN,), (INF, -INF, 1e30, NAN, -1e30, INF))
 every_spec = pytest.mark.parametrize("name", SPECS)
 every_preset = pytest.mark.parametrize("name", PRESETS)
@@ -62,7 +65,7 @@ def of_batch(name: str) -> Result:
         (ratio, RATIOS),
         (trust, TRUSTS),
         (correction, sum(CORRECTIONS, ())),
-        (kl, KLS),
+        (kl, PULLS),
         (aggregate, AGGREGATES),
     ],
     ids=["ratio", "trust", "correction", "kl", "aggregate"],
@@ -83,7 +86,9 @@ def test_masked_positions_change_nothing(name: str, layout: str) -> None:
 
 @every_spec
 def test_padded_equals_packed(name: str) -> None:
-    """Rows of length 0 become empty sequences of the pack; they and fully masked ones count for nothing in both layouts."""
+    """Rows of length 0 become empty sequences of the pack;
+    they and fully masked ones count for nothing in both layouts.
+    """
     assert_same_result(run(SPECS[name], BATCH.packed()), of_batch(name))
 
 
@@ -153,7 +158,9 @@ def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
 def test_half_precision_inputs_are_upcast_before_anything_else(
     name: str, dtype: torch.dtype
 ) -> None:
-    """The result of half-precision inputs is that of the same numbers in float32, the gradient rounded back once."""
+    """The result of half-precision inputs is that of the same numbers in float32,
+    the gradient rounded back once.
+    """
     half = BATCH.map(lambda x: x.to(dtype))
     result, expected = (
         run(SPECS[name], half),
@@ -169,7 +176,12 @@ def test_half_precision_inputs_are_upcast_before_anything_else(
 @every_preset
 def test_only_logp_needs_to_be_float64_for_a_float64_result(name: str) -> None:
     mixed = BATCH.map(
-        lambda x: x.to(torch.float32), "old_logp", "rollout_logp", "ref_logp", "advantages"
+        lambda x: x.to(torch.float32),
+        "old_logp",
+        "rollout_logp",
+        "ref_logp",
+        "teacher_logp",
+        "advantages",
     )
     expected = run(PRESETS[name], mixed.map(lambda x: x.to(torch.float64)))
     assert_same_result(run(PRESETS[name], mixed), expected, tol=0)

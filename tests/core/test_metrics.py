@@ -1,4 +1,6 @@
-"""Metrics against the formulas as one would write them in plain Python, and merging that gives the figure of the whole."""
+"""Metrics against the formulas as one would write them in plain Python,
+and merging that gives the figure of the whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
-from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Layout, Max, Min, Sum
+from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, RecordPlaces, Sum
 from policyloss.policy_metrics import FORMULAS
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
@@ -25,12 +27,12 @@ FULL = pl.LossSpec(
 )
 
 
-# --- Each formula, token by token ----------------------------------------------------------------------------------------------
+# --- Each formula, token by token -----------------------------------------------------------------
 
 
 def tokens_of(batch: Batch) -> list[dict[str, Any]]:
     """The valid tokens as plain Python numbers, each with the row it came from."""
-    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages", "divergence")
     found = []
     for i, row in enumerate(batch.mask.tolist()):
         found += [
@@ -99,6 +101,7 @@ def naive(batch: Batch) -> dict[str, float]:
         "rejected_fraction/Veto": mean([t["veto"] for t in tokens]),
         "kl_ref": mean([t["kl"] for t in tokens]),
         "entropy": mean([t["entropy"] for t in tokens]),
+        "divergence": mean([t["divergence"] for t in tokens]),
     }
 
 
@@ -136,9 +139,8 @@ def test_every_formula_is_a_metric():
         on_a_device.advantages,
         on_a_device.mask.long(),
     )
-    reported |= set(
-        pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics
-    )  # what could not be checked at once
+    # What could not be checked at once.
+    reported |= set(pl.policy_loss(pl.LossSpec(), *tensors, **layout).metrics)
     assert reported == documented
     assert all(FORMULAS.values())
 
@@ -170,7 +172,9 @@ def test_metrics_follow_what_was_given():
 
 
 def test_clip_fractions_of_other_trust_regions():
-    """Flags against their definitions: the two sides of the ratio for CISPO, the direction of the advantage for DPPO, …"""
+    """Flags against their definitions: the two sides of the ratio for CISPO,
+    the direction of the advantage for DPPO, …
+    """
     batch = make_batch(seed=3, spread=0.6)
     m, a = batch.mask, batch.advantages
     r = (batch.logp - batch.old_logp).exp()
@@ -221,7 +225,9 @@ def test_a_token_bound_twice_is_counted_once():
 
 
 def test_metrics_after_rejection_count_the_survivors():
-    """Renormalised: tokens, ratios and KLs are the survivors'; mismatch, weights and rejections are those of the whole batch."""
+    """Renormalised: tokens, ratios and KLs are the survivors'; mismatch, weights and rejections are
+    those of the whole batch.
+    """
     batch = make_batch(seed=2, rows=9, width=12)
     spec = FULL.replace(rejected="renormalise")
     kept, whole = run(spec, batch).metrics, run(FULL, batch).metrics
@@ -247,7 +253,7 @@ def test_metrics_after_rejection_count_the_survivors():
         assert kept[name] == whole[name], f"{name} describes the batch before rejection"
 
 
-# --- Merging -------------------------------------------------------------------------------------------------------------------
+# --- Merging --------------------------------------------------------------------------------------
 
 
 def test_uneven_micro_batches_merge_to_the_whole():
@@ -300,7 +306,8 @@ def test_extremes_merge_and_nothing_is_nan():
 
 
 def test_effective_sample_size_merges():
-    # Weights (1, 1) and (2, 0): (Σw)² = 16 over n·Σw² = 4·6; apart they are 1 and ½, whose mean is ¾.
+    # Weights (1, 1) and (2, 0): (Σw)² = 16 over n·Σw² = 4·6;
+    # apart they are 1 and ½, whose mean is ¾.
     first = EffectiveSampleSize(scalar(2), scalar(2), scalar(2))
     second = EffectiveSampleSize(scalar(2), scalar(4), scalar(2))
     assert float(first) == 1
@@ -337,7 +344,7 @@ def test_merging_two_kinds_is_an_error():
         stat(1, 2).merge(Sum(scalar(1)))
 
 
-# --- The mapping ---------------------------------------------------------------------------------------------------------------
+# --- The mapping ----------------------------------------------------------------------------------
 
 
 def test_metrics_is_a_mapping():
@@ -412,13 +419,15 @@ def test_nonfinite_tokens_are_counted(bad):
     assert not torch.isfinite(result.loss)
 
 
-# --- Packed into one tensor ----------------------------------------------------------------------------------------------------
+# --- Packed into one tensor -----------------------------------------------------------------------
 
 
 def test_packed_metrics_are_the_same_records() -> None:
-    """Lookup, names, merging with unpacked ones and the figures: only where the numbers lie is another."""
+    """Lookup, names, merging with unpacked ones and the figures:
+    only where the numbers lie is another.
+    """
     metrics = run(FULL, make_batch(seed=5)).records
-    packed = pl.Metrics.packed(Layout(metrics), Layout.pack(metrics))
+    packed = pl.Metrics.packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))
     assert list(packed) == list(metrics)
     assert len(packed) == len(metrics)
     assert_same(packed.compute(), metrics.compute(), tol=0, what="metric")
@@ -431,7 +440,9 @@ def test_packed_metrics_are_the_same_records() -> None:
 
 
 def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
-    """Two means over one count are three numbers. 2**31 − 1 tokens are more than float32 can count: its last bit is worth 128."""
+    """Two means over one count are three numbers. 2**31 − 1 tokens are more than float32 can count:
+    its last bit is worth 128.
+    """
     n = torch.tensor(2**31 - 1, dtype=torch.int32)
     metrics = pl.Metrics(
         {
@@ -440,9 +451,9 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
             "n": Sum(n),
         }
     )
-    values = Layout.pack(metrics, torch.tensor(7.0))
+    values = RecordPlaces.pack(metrics, torch.tensor(7.0))
     assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
-    assert pl.Metrics.packed(Layout(metrics), values).compute() == {
+    assert pl.Metrics.packed(RecordPlaces(metrics), values).compute() == {
         "a": 1.5 / (2**31 - 1),
         "b": 3 / (2**31 - 1),
         "n": 2**31 - 1,
@@ -450,7 +461,9 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
 
 
 def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with (1, NaN, −inf, 5) and (NaN, 2, 3, 4): NaN wherever one has it, else the larger."""
+    """Two ranks with (1, NaN, −inf, 5) and (NaN, 2, 3, 4):
+    NaN wherever one has it, else the larger.
+    """
     other = torch.tensor([torch.nan, 2.0, 3.0, 4.0])
 
     def reduce_with_the_other_rank(pair: torch.Tensor, op: object, group: object) -> None:

@@ -1,7 +1,8 @@
-"""Numbers that broke someone's run: NaN, overflow, empty batches, sequences of nothing, lengths of one.
+"""Numbers that broke someone's run: NaN, overflow, empty batches, sequences of nothing,
+lengths of one.
 
-A NaN at a valid token is never hidden, whatever would have been rejected, clipped or dropped around it; a huge log-ratio is bounded
-and counted; nothing to train on is loss 0 with a gradient of zeros.
+A NaN at a valid token is never hidden, whatever would have been rejected, clipped or dropped around
+it; a huge log-ratio is bounded and counted; nothing to train on is loss 0 with a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SMALL = make_batch(seed=3, rows=3, width=4)
 every_spec = pytest.mark.parametrize("name", SPECS)
 every_preset = pytest.mark.parametrize("name", PRESETS)
 every_layout = pytest.mark.parametrize("layout", ["padded", "packed"])
-# In the other modes a rejected token leaves the batch ("as if the mask had been False"), and its content with it.
+# In the other modes a rejected token leaves the batch ("as if the mask had been False"),
+# and its content with it.
 KEEPING = {
     **PRESETS,
     **{name: spec for name, spec in BY_CORRECTION.items() if spec.rejected == "keep"},
@@ -60,7 +62,9 @@ def with_nan(batch: Batch, name: str, place: tuple[int, ...]) -> Batch:
 
 
 def hidden_nans(spec: pl.LossSpec, batch: Batch) -> list[str]:
-    """The places where one NaN, in a tensor the spec reads at a token it trains on, leaves the loss or the count untouched."""
+    """The places where one NaN, in a tensor the spec reads at a token it trains on,
+    leaves the loss or the count untouched.
+    """
     hidden = []
     for name in tensors_read(spec):
         for place in batch.mask.nonzero().tolist():
@@ -86,7 +90,9 @@ def test_a_nan_at_a_valid_token_shows_when_packed(name: str) -> None:
 @pytest.mark.parametrize("rejected", ["renormalise", "drop_sequence"])
 @pytest.mark.parametrize("name", [n for n in BY_CORRECTION if n.endswith(":keep")])
 def test_a_nan_the_verdict_depends_on_is_not_dropped(name: str, rejected: Any) -> None:
-    """With everything else well inside the bounds, a NaN rollout_logp can be neither kept nor dropped, so it must show."""
+    """With everything else well inside the bounds, a NaN rollout_logp can be neither kept nor
+    dropped, so it must show.
+    """
     spec = BY_CORRECTION[name].replace(rejected=rejected)
     agreeing = dataclasses.replace(SMALL, old_logp=SMALL.logp, rollout_logp=SMALL.logp)
     hidden = []
@@ -115,7 +121,9 @@ def test_a_nan_at_a_valid_token_shows_in_the_value_loss(name: str, kind: Any) ->
 
 
 def far_off(distance: float, dtype: torch.dtype) -> Batch:
-    """Every log-ratio (to old, rollout and ref) is ±distance, both signs of the advantage under each sign of it."""
+    """Every log-ratio (to old, rollout and ref) is ±distance,
+    both signs of the advantage under each sign of it.
+    """
     batch = make_batch(seed=4, rows=2, width=4)
     sign = torch.tensor([[1.0, 1, -1, -1], [-1, -1, -1, -1]], dtype=torch.float64)
     logp = torch.full_like(sign, -1.5 - distance)  # no anchor is positive
@@ -156,7 +164,9 @@ def test_huge_log_ratios_have_finite_losses_and_gradients(name: str, distance: f
     "ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label
 )
 def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
-    """Row 0 has +d, +d, −d, −d (mean and sum 0), row 1 only −d: all 8 tokens leave a token ratio's band, 4 a sequence's."""
+    """Row 0 has +d, +d, −d, −d (mean and sum 0), row 1 only −d:
+    all 8 tokens leave a token ratio's band, 4 a sequence's.
+    """
     beyond = 8 if isinstance(ratio, pl.TokenRatio) else 4
     spec = pl.LossSpec(ratio=ratio)
     for batch in (far_off(distance, torch.float32), far_off(distance, torch.float32).packed()):
@@ -168,7 +178,9 @@ def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     "name", [n for n, s in PRESETS.items() if getattr(s.ratio, "log_clamp", 1) is None]
 )
 def test_without_a_clamp_an_overflow_is_loud_or_harmless(name: str) -> None:
-    """Either the loss is not finite, or its gradient is finite: never a good-looking loss with a broken gradient."""
+    """Either the loss is not finite, or its gradient is finite:
+    never a good-looking loss with a broken gradient.
+    """
     for distance in (30.0, 100.0, 1000.0):
         batch = far_off(distance, torch.float32)
         for advantages in (batch.advantages, batch.advantages.abs(), -batch.advantages.abs()):
@@ -179,7 +191,9 @@ def test_without_a_clamp_an_overflow_is_loud_or_harmless(name: str) -> None:
 
 
 def test_a_log_ratio_of_a_token_the_engine_calls_impossible_is_bounded() -> None:
-    """rollout_logp = −inf (cut by top-p): the importance weight is exp(20) at most, so TIS truncates it like any other."""
+    """rollout_logp = −inf (cut by top-p): the importance weight is exp(20) at most, so TIS
+    truncates it like any other.
+    """
     batch = dataclasses.replace(
         SMALL, rollout_logp=torch.where(SMALL.mask, -torch.inf, 0.0).to(torch.float64)
     )
@@ -190,7 +204,9 @@ def test_a_log_ratio_of_a_token_the_engine_calls_impossible_is_bounded() -> None
 
 
 def nothing_to_train_on() -> dict[str, Batch]:
-    """Padded and packed: no valid token; no token (T = 0, N = 0 with sequences of length 0); no sequence."""
+    """Padded and packed: no valid token; no token (T = 0, N = 0 with sequences of length 0);
+    no sequence.
+    """
     masked = dataclasses.replace(SMALL, mask=torch.zeros_like(SMALL.mask)).map(
         lambda x: torch.full_like(x, NAN)
     )
@@ -237,7 +253,9 @@ def test_nothing_to_train_on_is_exactly_zero_for_the_value_loss(aggregate: Any, 
 
 @every_spec
 def test_a_fully_masked_sequence_is_no_sequence(name: str) -> None:
-    """Without its empty and its fully masked row, the batch gives the same loss, gradient and metrics."""
+    """Without its empty and its fully masked row, the batch gives the same loss,
+    gradient and metrics.
+    """
     batch = make_batch(seed=6)
     assert int((batch.mask.sum(1) == 0).sum()) == 2
     present = [i for i, n in enumerate(batch.mask.sum(1).tolist()) if n]
@@ -252,7 +270,9 @@ def test_a_fully_masked_sequence_is_no_sequence(name: str) -> None:
 @every_layout
 @every_preset
 def test_zero_advantages_have_no_policy_gradient(name: str, layout: str) -> None:
-    """Only a term that does not read the advantage may be left: a KL penalty, DRO's quadratic, KL-Cov's penalty."""
+    """Only a term that does not read the advantage may be left:
+    a KL penalty, DRO's quadratic, KL-Cov's penalty.
+    """
     spec = PRESETS[name].replace(kl=None)
     batch = laid_out(SMALL.map(torch.zeros_like, "advantages"), layout)
     result = run(spec, batch)
@@ -295,8 +315,9 @@ def token_losses_of_small_ratio_gap(dtype: torch.dtype, gap: float) -> float:
 
 
 def test_half_precision_is_subtracted_in_float32() -> None:
-    """−8 and −7.96875 are bfloat16 neighbours; their difference −0.03125 is exact in float32, e^−0.03125 = 0.969233…"""
+    """−8 and −7.96875 are bfloat16 neighbours; their difference −0.03125 is exact
+    in float32, e^−0.03125 = 0.969233…
+    """
     value = token_losses_of_small_ratio_gap(torch.bfloat16, 0.03125)
-    assert value == pytest.approx(
-        -0.9692332344763441, rel=1e-7
-    )  # bfloat16 arithmetic would give −0.96875 or −0.97265625
+    # bfloat16 arithmetic would give −0.96875 or −0.97265625.
+    assert value == pytest.approx(-0.9692332344763441, rel=1e-7)

@@ -1,4 +1,6 @@
-"""The named losses: all there, each number with its source, each reading what it should, and no two the same by accident."""
+"""The named losses: all there, each number with its source, each reading what it should,
+and no two the same by accident.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ REQUIRED = [
     "aipo",
 ]
 # The same arithmetic under two names; each pair's notes say so.
-SAME = {frozenset(("ppo", "bnpo"))}
+SAME = {frozenset(("ppo", "bnpo")), frozenset(("gpg", "iw_opd"))}
 
 
 def parts(spec: pl.LossSpec) -> list[tuple[str, object]]:
@@ -69,7 +71,9 @@ def test_required_names():
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
 def test_every_choice_has_a_source(preset: Preset):
-    """A slot that is not the default, and a number that is not its part's default, needs an entry for it or for its slot."""
+    """A slot that is not the default, and a number that is not its part's default,
+    needs an entry for it or for its slot.
+    """
     default = pl.LossSpec()
     for slot, part in parts(preset.spec):
         if part == getattr(default, slot) and slot not in ("trust", "aggregate"):
@@ -127,6 +131,17 @@ READS = {
     "icepop": ("old_logp", "rollout_logp"),
     "seq_mask_tis": ("old_logp", "rollout_logp"),
     "decoupled_ppo": ("old_logp", "rollout_logp"),
+    "opd_kl": ("teacher_logp",),
+    "iw_opd": (),
+    "kdrl": ("old_logp", "teacher_logp"),
+    "sdpo": ("old_logp", "teacher_logp"),
+    "opd_exact": ("divergence",),
+    "gkd": ("divergence",),
+    "gkd_forward": ("divergence",),
+    "gkd_reverse": ("divergence",),
+    "mopd_topk": ("divergence",),
+    "opsd": ("divergence",),
+    "sdft": ("old_logp", "divergence"),
 }
 
 
@@ -135,7 +150,8 @@ def test_reads(name):
     assert pl.preset(name).reads == READS.get(name, ("old_logp",))
 
 
-# The numbers of the papers, written once more from the papers' side. (Where a framework's default stands in, the source says so.)
+# The numbers of the papers, written once more from the papers' side. (Where a framework's default
+# stands in, the source says so.)
 NUMBERS = {
     "ppo": {"trust": pl.Clip(0.2, 0.2), "aggregate": pl.TokenMean()},
     "ppo_dual_clip": {"trust": pl.Clip(0.2, 0.2, dual=3.0)},
@@ -181,6 +197,29 @@ NUMBERS = {
     "up_grpo": {
         "trust": pl.BySign(pl.Unbounded("current"), pl.Clip(0.2, 0.2, dual=3.0)),
         "aggregate": pl.SeqMeanTokenMean(),
+    },
+    "opd": {"trust": pl.Unbounded("ratio"), "kl": None, "aggregate": pl.TokenMean()},
+    "opd_kl": {
+        "kl": pl.KL("k1", 1.0, grad="k2", anchor="teacher", clamp=None),
+        "aggregate": pl.TokenMean(),
+    },
+    "iw_opd": {"trust": pl.Unbounded("logp"), "kl": None, "aggregate": pl.TokenMean()},
+    "kdrl": {"trust": pl.Unbounded("ratio"), "kl": pl.KL("k2", 5e-3, anchor="teacher")},
+    "sdpo": {
+        "kl": pl.KL(
+            *("k1", 1.0, "k2", "detached_ratio"), clamp=None, anchor="teacher", weight_max=2.0
+        ),
+        "aggregate": pl.SeqMeanTokenMean(),
+    },
+    "opd_exact": {"kl": pl.Divergence("reverse", 1.0), "aggregate": pl.TokenMean()},
+    "gkd": {"kl": pl.Divergence("jsd", 1.0, beta=0.5), "aggregate": pl.SeqMeanTokenMean()},
+    "gkd_forward": {"kl": pl.Divergence("forward", 1.0)},
+    "gkd_reverse": {"kl": pl.Divergence("reverse", 1.0), "aggregate": pl.SeqMeanTokenMean()},
+    "mopd_topk": {"kl": pl.Divergence("generalised", 1.0)},
+    "opsd": {"kl": pl.Divergence("jsd", 1.0, beta=0.5), "aggregate": pl.TokenMean()},
+    "sdft": {
+        "ratio": pl.TokenRatio(log_clamp=(-20.0, log(2.0))),
+        "kl": pl.Divergence("jsd", 1.0, beta=0.5, weight="ratio"),
     },
 }
 

@@ -1,4 +1,6 @@
-"""The laws hold for any loss, not only for those with a name: random specs over all slots and numbers, on random batches."""
+"""The laws hold for any loss, not only for those with a name: random specs over all slots and
+numbers, on random batches.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_masked_positions_change_nothing_and_gradients_are_finite(
 
 
 def fell_alike(a: Result, b: Result) -> bool:
-    """Whether every clip and rejection fell the same way, which a token within rounding of a bound may not do."""
+    """Whether every clip and rejection fell the same way,
+    which a token within rounding of a bound may not do.
+    """
     x, y = a.metrics, b.metrics
     return all(
         abs(x[n] - y[n]) < 1e-3 for n in x if "fraction" in n or n in ("tokens", "clamped_tokens")
@@ -83,7 +87,9 @@ def fell_alike(a: Result, b: Result) -> bool:
 
 @given(specs(), SEEDS)
 def test_float32_agrees_with_float64(spec: pl.LossSpec, seed: int) -> None:
-    """Same inputs in both precisions, gradients agree to a few float32 roundings: no slot cancels digits away."""
+    """Same inputs in both precisions, gradients agree to a few float32 roundings:
+    no slot cancels digits away.
+    """
     assume(not isinstance(spec.trust, pl.CovClip))  # it draws tokens by the bits of their numbers
     batch = make_batch(seed).map(lambda x: x.to(torch.float32))
     exact, rounded = run(spec, batch.map(lambda x: x.to(torch.float64))), run(spec, batch)

@@ -13,7 +13,9 @@ BATCH = Batch.random(seed=11)
 
 
 def test_self_normalise_after_renormalise_is_as_if_the_mask_had_been_false():
-    """The mean weight once counted rejected tokens that the denominator no longer did: the loss was N/N_kept too large."""
+    """The mean weight once counted rejected tokens that the denominator no longer did:
+    the loss was N/N_kept too large.
+    """
     corrections = (pl.Band(0.99, 1.01), pl.SelfNormalise())
     spec = pl.LossSpec(correction=corrections, rejected="renormalise")
     loss, gradient = BATCH.loss(spec)
@@ -123,7 +125,9 @@ def test_a_custom_penalty_is_not_multiplied_by_an_attribute():
     "aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean()], ids=["shared weight", "weight per token"]
 )
 def test_compiled_half_precision_is_rounded_after_the_backward_scales_it(aggregate):
-    """The gradient was rounded to float16 before a loss scale of 65536 was applied, and became 0."""
+    """The gradient was rounded to float16 before a loss scale of 65536 was applied,
+    and became 0.
+    """
     g = torch.Generator().manual_seed(0)
     logp = (-torch.rand(2, 8, generator=g)).half()
     old = logp.float() + 0.01

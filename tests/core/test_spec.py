@@ -1,4 +1,6 @@
-"""A LossSpec is a value: frozen, hashable, written and read as data without loss, and strict about what it accepts."""
+"""A LossSpec is a value: frozen, hashable, written and read as data without loss,
+and strict about what it accepts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SPECS = {
 }
 
 
-# --- A value -------------------------------------------------------------------------------------------------------------------
+# --- A value --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -92,7 +94,7 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
     )
 
 
-# --- What is read --------------------------------------------------------------------------------------------------------------
+# --- What is read ---------------------------------------------------------------------------------
 
 ENGINE = RolloutProduct()
 READS = [
@@ -138,7 +140,7 @@ def test_reads(spec, reads):
     assert spec.reads == reads
 
 
-# --- What is refused: each message names the field, the value seen and what would be right --------------------------------------
+# --- What is refused: each message names the field, the value seen and what would be right --------
 
 REFUSED = {
     "dual at 1": (
@@ -429,13 +431,36 @@ def test_refused(name):
     assert not missing, f"the message does not say {missing}: {error.value}"
 
 
+PARTS = (*RATIOS, *TRUSTS, *(c for cs in CORRECTIONS for c in cs), *KLS, *AGGREGATES)
+FIELDS = {
+    f"{type(part).__name__}.{field.name}": (part, field.name)
+    for part in PARTS
+    if dataclasses.is_dataclass(part)
+    for field in dataclasses.fields(part)
+    if not dataclasses.is_dataclass(getattr(part, field.name))
+}
+# The name of any tensor, and a flag.
+LEGAL = {("Divergence.weight", "nonsense"), ("Divergence.tail", True)}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_of_every_part_is_checked(name):
+    """No number is NaN and no word is nonsense: a field without a check would take them."""
+    part, field = FIELDS[name]
+    for value in (nan, "nonsense", True, (1, 2, 3)):
+        if (name, value) in LEGAL:
+            continue
+        with pytest.raises(pl.SpecError, match=rf"{type(part).__name__}\b.*\b{field}\b"):
+            dataclasses.replace(part, **{field: value})
+
+
 def test_errors_are_value_errors():
     assert issubclass(pl.SpecError, pl.PolicyLossError)
     assert issubclass(pl.InputError, pl.PolicyLossError)
     assert issubclass(pl.PolicyLossError, ValueError)
 
 
-# --- Callables in slots --------------------------------------------------------------------------------------------------------
+# --- Callables in slots ---------------------------------------------------------------------------
 
 
 def halved(t: pl.Tokens) -> torch.Tensor:
@@ -449,7 +474,8 @@ def drop_first(t: pl.Tokens) -> pl.Corrected:
 
 
 CALLABLES = {
-    # At logp = −1, old = −1 − ln 2 (ratio 2) and A = (1, 1): the usual loss is −2 under Unbounded and TokenMean.
+    # At logp = −1, old = −1 − ln 2 (ratio 2) and A = (1, 1):
+    # the usual loss is −2 under Unbounded and TokenMean.
     "trust": (halved, -1.0),
     "ratio": (lambda t: t.log_ratio_to("old") * 2, -4.0),  # 2² = 4
     "correction": (drop_first, -1.0),  # one of two tokens left, both counted

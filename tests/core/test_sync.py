@@ -1,7 +1,9 @@
-"""Nothing in the loss path waits for the device: no number is read back to the host, no shape depends on data.
+"""Nothing in the loss path waits for the device:
+no number is read back to the host, no shape depends on data.
 
-Two proofs. On meta tensors there is no data to read, so a call that completes used none, and a copy between devices would show as
-one. On real tensors a dispatch mode sees every operation, and fails on those that make a GPU wait.
+Two proofs. On meta tensors there is no data to read, so a call that completes used none, and a copy
+between devices would show as one. On real tensors a dispatch mode sees every operation, and fails
+on those that make a GPU wait.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _devices(values: Iterable[Any]) -> set[str]:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations by name, and keeps those that would make the host wait or move data between devices."""
+    """Counts operations by name, and keeps those that would make the host wait
+    or move data between devices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +63,8 @@ class Watch(TorchDispatchMode):
         mask_index = name in ("index", "index_put", "index_put_") and any(
             isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1])
         )
-        counts = (
-            name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        )  # how long is the result?
+        # How long is the result?
+        counts = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if name in READS_DATA or mask_index or counts:
             self.waits.append(str(func))
         elif name in ("_to_copy", "copy_", "to") and len(_devices(inputs) | _devices([out])) > 1:
@@ -153,7 +156,9 @@ def test_value_loss_never_waits(clip: float | None, kind: Any, layout: str) -> N
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "tis", "clip_cov"])
 def test_metrics_are_read_back_once(name: str) -> None:
-    """`compute()` brings every metric to the host in one transfer, however many micro-batches were merged."""
+    """`compute()` brings every metric to the host in one transfer,
+    however many micro-batches were merged.
+    """
     metrics = policy_call(PRESETS[name], PADDED)()
     with Watch() as watch:
         values = metrics.compute()

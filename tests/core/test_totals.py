@@ -36,11 +36,12 @@ def test_count_packed():
     flat = MASK.reshape(-1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 8, 12]))) == (4, 2, 1)
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 4, 4, 12]))) == (4, 2, 1)
+    # 1, 1 and 2 valid tokens.
     assert numbers(pl.Totals.count(flat, cu_seqlens=torch.tensor([0, 1, 2, 12]))) == (
         4,
         3,
         1,
-    )  # 1, 1 and 2 valid tokens
+    )
 
 
 def test_count_groups():
@@ -161,7 +162,9 @@ GLOBAL = (
 
 @pytest.mark.parametrize("aggregate", GLOBAL, ids=str)
 def test_averaging_ranks_give_the_gradient_of_the_batch(aggregate):
-    """Two ranks with uneven shares, dp_size=2: the mean of their gradients is the gradient of the whole batch."""
+    """Two ranks with uneven shares, dp_size=2: the mean of their gradients is the gradient
+    of the whole batch.
+    """
     batch = make_batch(seed=12)
     spec = pl.preset("grpo").replace(aggregate=aggregate)
     totals = replace(pl.Totals.count(batch.mask, group_ids=batch.group_ids), dp_size=2)

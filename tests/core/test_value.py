@@ -1,4 +1,6 @@
-"""The value loss: numbers by hand, clip fraction, explained variance against numpy, layouts, masks and refusals."""
+"""The value loss: numbers by hand, clip fraction, explained variance against numpy, layouts,
+masks and refusals.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def loss_and_grad(values, returns, old_values, mask=None, *args, **kwargs):
     return out.loss.item(), grad, out.metrics.compute()
 
 
-# value, return, old value, loss, gradient, does the clip bind; clip = 0.2. The clipped value is old + clamp(v − old, ±0.2).
+# value, return, old value, loss, gradient, does the clip bind; clip = 0.2.
+# The clipped value is old + clamp(v − old, ±0.2).
 BY_HAND = [
     (1.0, 0.0, 1.0, 0.5, 1.0, False),  # nothing moved: ½·1², slope v − R
     (1.1, 0.0, 1.0, 0.605, 1.1, False),  # inside: ½·1.1²
@@ -65,14 +68,16 @@ def test_clipped_by_hand(v, r, old, loss, grad, binds):
 
 
 def test_huber_by_hand():
-    # δ = 1: |e| = ½ → ½·¼ = ⅛, slope e; |e| = 3 → 1·(3 − ½) = 2.5, slope ±1; |e| = 1 is on the seam: ½.
+    # δ = 1: |e| = ½ → ½·¼ = ⅛, slope e; |e| = 3 → 1·(3 − ½) = 2.5, slope ±1;
+    # |e| = 1 is on the seam: ½.
     for e, loss, slope in ((0.5, 0.125, 0.5), (3.0, 2.5, 1.0), (-3.0, 2.5, -1.0), (1.0, 0.5, 1.0)):
         got, grad, _ = loss_and_grad(
             row(e), row(0.0), None, clip=None, kind="huber", huber_delta=1.0
         )
         assert got == pytest.approx(loss, rel=1e-12)
         assert grad.item() == pytest.approx(slope, rel=1e-12)
-    # With clip 0.2: v = 0.5, old = 3, R = 0 → the clipped value is 2.8, 1·(2.8 − ½) = 2.3 > ⅛, a constant.
+    # With clip 0.2: v = 0.5, old = 3, R = 0 → the clipped value is 2.8, 1·(2.8 − ½) = 2.3 > ⅛,
+    # a constant.
     got, grad, metrics = loss_and_grad(row(0.5), row(0.0), row(3.0), kind="huber", huber_delta=1.0)
     assert (got, grad.item(), metrics["clip_fraction"]) == (pytest.approx(2.3), 0, 1)
 
@@ -126,7 +131,8 @@ def test_aggregates(aggregate, loss):
 
 
 def test_totals():
-    # 8 tokens and 5 sequences in the step, two averaging ranks: 2·15/8 and 2·(7/3 + 8)/5; the metric leaves the 2 out.
+    # 8 tokens and 5 sequences in the step, two averaging ranks: 2·15/8 and 2·(7/3 + 8)/5;
+    # the metric leaves the 2 out.
     totals = pl.Totals(8, 5, dp_size=2)
     got, _, metrics = loss_and_grad(VALUES, 0 * VALUES, None, MASK, None, totals=totals)
     assert (got, metrics["loss"]) == (pytest.approx(30 / 8), pytest.approx(15 / 8))

@@ -43,7 +43,11 @@ def test_imports_are_seen_in_every_form(tmp_path: Path) -> None:
     package = made_package(
         tmp_path,
         errors='"""The errors. And more."""\n',
-        loss="from policyloss.errors import InputError\nif TYPE_CHECKING:\n    import policyloss.spec\n",
+        loss=(
+            "from policyloss.errors import InputError\n"
+            "if TYPE_CHECKING:\n"
+            "    import policyloss.spec\n"
+        ),
         spec="def late():\n    import policyloss.errors\n",
         cli='COMMAND = "policyloss.train.commands"\nABOUT = "policyloss.spec is a module"\n',
         train__in____init__="",

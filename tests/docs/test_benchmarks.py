@@ -1,4 +1,6 @@
-"""The benchmark of the head on tiny shapes: inputs, float64 answers, the gate, targets, and the page drawn from its JSON."""
+"""The benchmark of the head on tiny shapes: inputs, float64 answers, the gate, targets, and the
+page drawn from its JSON.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ def cases() -> dict[str, Case]:
     return head_data.make(TINY, "cpu")
 
 
-# Inputs --------------------------------------------------------------------------------------------------------------------------
+# Inputs -------------------------------------------------------------------------------------------
 
 
 def test_inputs_are_peaked_and_lie_on_both_sides_of_every_bound() -> None:
     dense = head_data.make(Shape(4, 500, 997, 64), "cpu")["dense"]
     assert 0.3 <= dense.statistics.entropy.mean().item() <= 1.0
-    # Tokens are drawn from the distributions themselves, so −logp is near the entropy on average: the standard error of 2000
-    # draws with a spread of about 1 nat is 0.02.
+    # Tokens are drawn from the distributions themselves, so −logp is near the entropy on average:
+    # the standard error of 2000 draws with a spread of about 1 nat is 0.02.
     assert abs(dense.statistics.entropy.mean() + dense.statistics.logp.mean()).item() < 0.1
     log_ratio = dense.statistics.logp - dense.old_logp.flatten()
     for bound in (0.8, 1.2, 3.0):
@@ -88,7 +90,7 @@ def test_masks_and_zero_advantages(cases: dict[str, Case]) -> None:
     )
 
 
-# The float64 answers --------------------------------------------------------------------------------------------------------------
+# The float64 answers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_the_answer_from_logits() -> None:
     torch.testing.assert_close(found[2], gradient.float())
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 def run_tiny(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -189,9 +191,8 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
             assert p["p20_ms"] <= p["median_ms"] <= p["p80_ms"], name
             assert p["kind"] != "ours" or p["errors"], name
             assert p.get("same_bits", True), name
-    gradients = 4 * (
-        4 * 40 * 16 + 61 * 16
-    )  # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens
+    # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens.
+    gradients = 4 * (4 * 40 * 16 + 61 * 16)
     assert dense[OURS]["output_bytes"] == gradients + 4 + 2 * 4 * 160
     by_what = {t["what"]: t for t in run["targets"]}
     assert (
@@ -303,7 +304,8 @@ def test_a_peer_that_is_not_here_is_listed_with_the_reason(
 
 def test_limits() -> None:
     yardstick = {"loss": 1e-9, "logp": 3e-2, "d_hidden": 4e-3, "d_weight": 0.0}
-    # Twice the yardstick's error, a loss as far off as a log-prob, and no less than float32's rounding.
+    # Twice the yardstick's error, a loss as far off as a log-prob,
+    # and no less than float32's rounding.
     expected = {"loss": 6e-2, "logp": 6e-2, "d_hidden": 8e-3, "d_weight": 2e-6}
     assert head_reference.limits(yardstick, ours=False, dtype=torch.bfloat16) == pytest.approx(
         expected
@@ -319,7 +321,7 @@ def test_unwritten_memory_holds_nan() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# The clock ------------------------------------------------------------------------------------------------------------------------
+# The clock ----------------------------------------------------------------------------------------
 
 
 def test_each_round_has_an_order_of_its_own_and_preparation_is_outside_the_clock() -> None:
@@ -335,14 +337,15 @@ def test_each_round_has_an_order_of_its_own_and_preparation_is_outside_the_clock
         "prepare b": 40,
     }
     assert all(before == "prepare b" for before, name in itertools.pairwise(calls) if name == "b")
-    # In which of the 40 rounds b comes first is drawn: nearly half of them, and the same ones every time.
+    # In which of the 40 rounds b comes first is drawn:
+    # nearly half of them, and the same ones every time.
     rounds = [name for name in calls if name in "ab"]
     first = [rounds[i] for i in range(0, 80, 2)]
     assert 10 < first.count("b") < 30
     assert all(set(rounds[i : i + 2]) == {"a", "b"} for i in range(0, 80, 2))
 
 
-# Targets --------------------------------------------------------------------------------------------------------------------------
+# Targets ------------------------------------------------------------------------------------------
 
 
 def provider(kind: str, milliseconds: float, gib: float = 0.0, **errors: float) -> dict[str, Any]:
@@ -401,18 +404,20 @@ def made_up() -> dict[str, Any]:
 def test_targets_are_ratios_within_the_run() -> None:
     found = {(t["id"], t["what"]): t for t in made_up()["targets"]}
     first = found["T1", "time / three bare matmuls"]
+    # 110 / 100.
     assert (first["measured"], first["met"], first["stretch_met"]) == (
         pytest.approx(1.1),
         True,
         False,
-    )  # 110 / 100
+    )
     assert found["T1", "extra memory / eager PyTorch's"]["measured"] == pytest.approx(5 / 40)
     assert found["T1", "times faster than Liger"]["measured"] == pytest.approx(10)
     slower = found["T5", "least memory: time / one pass"]
+    # 165 / 110, more than 1.45.
     assert (slower["measured"], slower["met"]) == (
         pytest.approx(1.5),
         False,
-    )  # 165 / 110, more than 1.45
+    )
     assert found["T5", "least memory: extra memory, GiB"]["stretch_met"] is True
     # The worst of ours, not the first.
     assert found["T10", "log-prob error (RMS)"]["measured"] == 2e-5
@@ -440,7 +445,7 @@ def test_cpu_targets() -> None:
     assert measured == pytest.approx([0.9, 0.72, 32, 1.2])
 
 
-# The page -------------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -487,26 +492,27 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     drawing = ET.fromstring(pages["docs/figures/head.svg"])
     space = "{http://www.w3.org/2000/svg}"
     texts = ["".join(t.itertext()) for t in drawing.iter(f"{space}text")]
+    # Ours first, then the others from fast to slow.
     names = [
         OURS,
         "policyloss, recompute",
         "eager PyTorch",
         "Liger GRPO",
-    ]  # ours first, then the others from fast to slow
+    ]
     assert [t for t in texts if t in names] == names
     assert "three bare matmuls: 100.0" in texts
     bars = [
         b for b in drawing.iter(f"{space}rect") if b.get("x") == str(performance_figure.TIME_START)
     ]
     lengths = [float(b.get("width", 0)) for b in bars]
-    # Liger's 1100 is more than 2.5 times the next (165), so the axis ends at 165·1.12 and its bar is cut there.
+    # Liger's 1100 is more than 2.5 times the next (165),
+    # so the axis ends at 165·1.12 and its bar is cut there.
     whole = performance_figure.TIME_END - performance_figure.TIME_START
     assert lengths == pytest.approx(
         [whole * t / (165 * 1.12) for t in (110, 165, 132, 165 * 1.12)], abs=0.06
     )
-    assert (
-        len(list(drawing.iter(f"{space}path"))) == 2
-    )  # Liger's time and eager PyTorch's memory are longer than drawn
+    # Liger's time and eager PyTorch's memory are longer than drawn.
+    assert len(list(drawing.iter(f"{space}path"))) == 2
     (floor,) = [line for line in drawing.iter(f"{space}line") if line.get("stroke-dasharray")]
     assert float(floor.get("x1", 0)) == pytest.approx(
         performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06

@@ -1,4 +1,6 @@
-"""The list of dependencies and the lock are those of the pinned environment, and name no place that files come from."""
+"""The list of dependencies and the lock are those of the pinned environment,
+and name no place that files come from.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_every_line_of_the_lock_has_a_digest_and_no_address() -> None:
 
 
 def test_the_page_is_what_the_installed_packages_say() -> None:
-    """Of the pinned packages, whose versions are the same in every environment that `make` builds."""
+    """Of the pinned packages, whose versions are the same in every environment
+    that `make` builds.
+    """
     made = {row[0].strip("*"): row for row in licences.rows()}
     for name, version in pins().items():
         if name not in NOT_NEEDED and made[name][1] == version:
@@ -52,7 +56,7 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
 
 
 def test_what_needs_what() -> None:
-    assert extras() == [CORE, "demo", "train", "tasks", "recipes", "dev"]
+    assert extras() == [CORE, "demo", "train", "lora", "tasks", "recipes", "dev"]
     core = set(closure(CORE))
     assert "torch" in core
     assert not core & {"transformers", "pytest", "numpy", "policyloss"}
@@ -89,7 +93,9 @@ def test_where_a_licence_is_looked_for(metadata: dict[str, list[str]], said: str
 
 
 def test_the_lock_keeps_digests_only() -> None:
-    """From pip's own report, made up here: its addresses and paths stay out, and a file without a digest is an error."""
+    """From pip's own report, made up here: its addresses and paths stay out,
+    and a file without a digest is an error.
+    """
 
     def item(name: str, hashes: dict[str, str]) -> dict[str, object]:
         return {

@@ -1,4 +1,6 @@
-"""The generated pages are up to date, whole, and say what the code does; the snippets on them run."""
+"""The generated pages are up to date, whole, and say what the code does;
+the snippets on them run.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def test_no_table_is_torn(page: Path) -> None:
         width = pipes
 
 
-# Code on the pages --------------------------------------------------------------------------------------------------------------
+# Code on the pages --------------------------------------------------------------------------------
 
 
 def plain_blocks(page: Path) -> list[str]:
@@ -173,7 +175,9 @@ CODE = [
 
 @pytest.mark.parametrize("page", CODE, ids=lambda p: p.name)
 def test_the_code_on_a_page_runs(page: Path) -> None:
-    """Block after block, each with what it takes as given and with what the blocks before it made."""
+    """Block after block, each with what it takes as given and
+    with what the blocks before it made.
+    """
     made: dict[str, Any] = {}
     for block in plain_blocks(page):
         made |= things_the_pages_speak_of()
@@ -251,12 +255,10 @@ def test_a_block_for_an_unknown_framework_is_an_error(tmp_path: Path) -> None:
 
 
 def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
-    framework = replace(
-        FRAMEWORKS["openrlhf"], steps=()
-    )  # nothing to install: this interpreter runs it
-    right = snippets.Snippet(
-        "page.md:1", "openrlhf", "python", "import flash_attn"
-    )  # a stand-in answers
+    # Nothing to install: this interpreter runs it.
+    framework = replace(FRAMEWORKS["openrlhf"], steps=())
+    # A stand-in answers.
+    right = snippets.Snippet("page.md:1", "openrlhf", "python", "import flash_attn")
     wrong = snippets.Snippet(
         "page.md:9", "openrlhf", "python", "import flash_attn\nnothing_like_that()"
     )
@@ -267,7 +269,7 @@ def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
     assert "nothing_like_that" in failed.error
 
 
-# Conformance --------------------------------------------------------------------------------------------------------------------
+# Conformance --------------------------------------------------------------------------------------
 
 
 def result(release: str = "1.0", **changes: Any) -> dict[str, Any]:
@@ -349,13 +351,14 @@ def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
     )
 
 
-# Metrics ------------------------------------------------------------------------------------------------------------------------
+# Metrics ------------------------------------------------------------------------------------------
 
 
+# Counted only where they could not be checked at once.
 INVALID = (
     "invalid_mask_values",
     "invalid_cu_seqlens",
-)  # counted only where they could not be checked at once
+)
 
 
 def test_every_metric_of_the_policy_loss_is_on_the_page() -> None:

@@ -1,4 +1,6 @@
-"""The evidence: every preset is run, a run that was stopped goes on, medians are medians, and the page says what the file holds."""
+"""The evidence: every preset is run, a run that was stopped goes on, medians are medians, and the
+page says what the file holds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ GPU = {"gpu": "a GPU", "torch": "2"}
 
 
 def made(job: Job, accuracies: tuple[float, ...] = (0.4, 0.95), **more: Any) -> dict[str, Any]:
-    """A record as `train_one` gives it, of a run that was never made: evaluated every 5 steps, 2 seconds a step."""
+    """A record as `train_one` gives it, of a run that was never made:
+    evaluated every 5 steps, 2 seconds a step.
+    """
     metrics: list[dict[str, Any]] = [
         {
             "step": 5 * i,
@@ -81,9 +85,8 @@ def test_the_study_of_dual_clip_changes_the_clip_alone() -> None:
         assert len(chosen) == 3
         assert all(config == configs[0] for config in configs)
         assert configs[0]["lr"] == lr
-        assert (
-            configs[0]["old_logp"] == "rollout"
-        )  # recomputed, the ratio would be 1 at the first update however old they are
+        # Recomputed, the ratio would be 1 at the first update however old they are.
+        assert configs[0]["old_logp"] == "rollout"
         assert {job.spec.replace(trust=chosen[0].spec.trust) for job in chosen} == {chosen[0].spec}
 
 
@@ -128,10 +131,11 @@ def test_summary_of_a_run() -> None:
     timing = [{"step": s, "step_s": 100.0 if s == 0 else s / 10} for s in range(11)]
     found = evidence.summary(metrics, timing)
     assert (found["start"], found["end"], found["best"]) == (0.25, 0.5, 0.9)
+    # 0.1 + … + 0.5; the evaluation before step 1 is not training.
     assert found["to_goal"] == {
         "steps": 5,
         "seconds": 1.5,
-    }  # 0.1 + … + 0.5; the evaluation before step 1 is not training
+    }
     assert found["seconds"] == 5.5  # 0.1 + … + 1.0
     assert found["accuracy"] == {"0": 0.25, "5": 0.9, "10": 0.5}
     assert found["final"] == {"kl_old": 0.1235, "clip_fraction": None, "grad_norm": None}
@@ -164,11 +168,12 @@ def test_a_second_call_does_what_is_missing(
     evidence.run_all(
         [a_job("grpo"), a_job("dapo"), changed, a_job("gspo")], evidence.Results(out, 1), 1, work
     )
+    # What failed, what has other settings, what is new.
     assert asked[3:] == [
         ("dapo", 0),
         ("grpo", 1),
         ("gspo", 0),
-    ]  # what failed, what has other settings, what is new
+    ]
     stored = json.loads(out.read_text())
     assert [(run["preset"], run["seed"]) for run in stored["runs"]] == [
         ("dapo", 0),
@@ -240,7 +245,7 @@ def test_train_one_trains() -> None:
     assert found["curves"]["grad_norm"][0] == found["final"]["grad_norm"]
 
 
-# The page ------------------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def test_median_and_range() -> None:
@@ -264,9 +269,8 @@ def curves(norms: list[float | None]) -> dict[str, Any]:
 
 def test_what_runs_away() -> None:
     calm: list[float | None] = [1.0, 3.0, 50.0, 50.0, 9.0, 9.0, 9.0, 21.0]
-    assert (
-        evidence_page.late_over_early(curves(calm)) == 7.5
-    )  # median(9, 21) / median(1, 3); the middle does not count
+    # median(9, 21) / median(1, 3); the middle does not count.
+    assert evidence_page.late_over_early(curves(calm)) == 7.5
     assert not evidence_page.run_away(curves(calm))
     assert evidence_page.run_away(curves([1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 20.0, 20.0]))
     assert evidence_page.run_away(curves([1.0, None, 1.0, 1.0]))
@@ -300,31 +304,29 @@ def test_page_of_fabricated_results(tmp_path: Path) -> None:
     }
     page = found["docs/evidence.md"]
     assert (
-        "**1 of 2 presets reach a held-out accuracy of 0.9 with every seed that was run.** The others: `gspo` (1 of 2 seeds)."
-        in page
+        "**1 of 2 presets reach a held-out accuracy of 0.9 with every seed that was run.** The "
+        "others: `gspo` (1 of 2 seeds)." in page
     )
     assert "whose accuracy is 0.400, 0.400, 0.400." in page
     assert "`--advantage grpo`: advantages of GRPO" in page
-    assert (
-        "| 0.940 (0.920 to 0.970) | 10 | 20 |" in page
-    )  # reached at step 10 by every seed, 2 seconds a step
+    # Reached at step 10 by every seed, 2 seconds a step.
+    assert "| 0.940 (0.920 to 0.970) | 10 | 20 |" in page
     assert "| 0.605 (0.300 to 0.910) | – (5 to –) | – (10 to –) |" in page  # (0.91 + 0.3) / 2
     assert "`dapo`, presets, seed 0: ValueError: no" in page
     assert (
-        "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 with dual clip."
-        in page
+        "**The claim holds here**: the norm runs away in 1 of 1 runs of plain PPO and in 0 of 1 "
+        "with dual clip." in page
     )
     assert (
-        "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end below"
-        in page
+        "Its largest value is 40 with plain PPO and 2 with dual clip. 1 of 1 runs of plain PPO end "
+        "below" in page
     )
     assert "4 runs at a time" in page
     assert "2 to 3 seeds" in page
     for path in (evidence_page.ACCURACY_FIGURE, evidence_page.CLIP_FIGURE):
         drawn = ET.fromstring(found[path]).findall("{http://www.w3.org/2000/svg}polyline")
-        assert len(drawn) == (
-            5 if path == evidence_page.ACCURACY_FIGURE else 4
-        )  # a line per run; two charts of two runs
+        # A line per run; two charts of two runs.
+        assert len(drawn) == (5 if path == evidence_page.ACCURACY_FIGURE else 4)
 
 
 def test_the_claim_is_not_said_to_hold_where_it_does_not(tmp_path: Path) -> None:
@@ -338,8 +340,8 @@ def test_the_claim_is_not_said_to_hold_where_it_does_not(tmp_path: Path) -> None
         "docs/evidence.md"
     ]
     assert (
-        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of plain PPO and in 1 of 1"
-        in both
+        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of "
+        "plain PPO and in 1 of 1" in both
     )
 
 
@@ -368,7 +370,7 @@ def test_large_section(tmp_path: Path) -> None:
     assert "| `--head logits` | 2,000 | 8.00 | 0.5010 |" in said
 
 
-# A larger model ------------------------------------------------------------------------------------------------------------------
+# A larger model -----------------------------------------------------------------------------------
 
 
 def test_reward_is_the_share_of_even_words() -> None:
@@ -379,9 +381,10 @@ def test_reward_is_the_share_of_even_words() -> None:
 
 def test_heads_that_differ_do_not_agree() -> None:
     run = {"loss": [0.1, 9.0], "grad_norm": [2.0, 9.0]}
+    # 1 % apart.
     assert evidence_large.agreement({"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.02]}})[
         "agree"
-    ]  # 1 % apart
+    ]
     assert not evidence_large.agreement(
         {"fused": run, "logits": {"loss": [0.1], "grad_norm": [2.1]}}
     )["agree"]
@@ -411,9 +414,8 @@ def test_large_in_small(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     fused, logits = found["runs"]["fused"], found["runs"]["logits"]
     assert found["first_step"]["loss"] < 1e-6
-    assert fused["grad_norm"] == pytest.approx(
-        logits["grad_norm"], rel=1e-5
-    )  # float32: the same in every step
+    # float32: the same in every step.
+    assert fused["grad_norm"] == pytest.approx(logits["grad_norm"], rel=1e-5)
     assert fused["reward"] == logits["reward"]
     assert min(fused["grad_norm"]) > 0
     assert len(fused["loss"]) == 2

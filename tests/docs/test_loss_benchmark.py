@@ -1,4 +1,6 @@
-"""The benchmarks of the loss and of GAE: no provider is timed that is wrong, and a target is the ratio it says it is."""
+"""The benchmarks of the loss and of GAE: no provider is timed that is wrong,
+and a target is the ratio it says it is.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,8 @@ def test_our_loss_and_coatis_form_pass_the_check_and_a_wrong_one_does_not() -> N
 
     with pytest.raises(AssertionError):
         loss.check(loss.steps({"wrong": twice}, data), data)
-    with pytest.raises(
-        AssertionError
-    ):  # the two formulas differ: ColossalChat has no dual bound, and averages rows
+    # The two formulas differ: ColossalChat has no dual bound, and averages rows.
+    with pytest.raises(AssertionError):
         loss.check(loss.steps({"policyloss": loss.coati_form}, data), data)
 
 
@@ -44,19 +45,22 @@ def test_targets_on_a_gpu() -> None:
         }
     )
     found = measured(loss.targets(times, {}, "cuda"))
+    # 1.5 / 0.1.
     assert found["with backward(): times faster than verl's eager function"] == (
         pytest.approx(15),
         True,
-    )  # 1.5 / 0.1
+    )
+    # 0.25 / 0.1.
     assert found["with backward(): times faster than verl's function under torch.compile"] == (
         pytest.approx(2.5),
         False,
-    )  # 0.25 / 0.1
+    )
     assert found["with backward(): milliseconds"] == (0.1, True)
+    # 1.5 / 0.05.
     assert found["value_and_gradient: times faster than verl's eager function"] == (
         pytest.approx(30),
         True,
-    )  # 1.5 / 0.05
+    )
     assert found["value_and_gradient: times faster than verl's function under torch.compile"] == (
         pytest.approx(5),
         True,
@@ -98,7 +102,9 @@ def test_targets_of_gae(device: str, ratio: float, met: bool, stretched: bool) -
 
 
 def test_the_loop_of_the_gae_benchmark_by_hand() -> None:
-    """γ = 0.99, λ = 0.95, two tokens: A₂ = 1 − 0.5; A₁ = (0 + 0.99·0.5 − 0.25) + 0.99·0.95·0.5 = 0.245 + 0.47025."""
+    """γ = 0.99, λ = 0.95, two tokens: A₂ = 1 − 0.5;
+    A₁ = (0 + 0.99·0.5 − 0.25) + 0.99·0.95·0.5 = 0.245 + 0.47025.
+    """
     advantages, returns = gae.loop(
         torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
     )

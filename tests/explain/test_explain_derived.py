@@ -246,7 +246,8 @@ def test_a_name_of_the_vocabulary_is_not_given_to_a_line() -> None:
         return -t.advantages * mask * mask
 
     assert lines(trust=shadowing) == [
-        "surrogate = -advantages * (exp(logp - old_logp) * exp(logp - old_logp)) * (exp(logp - old_logp) * exp(logp - old_logp))"
+        "surrogate = -advantages * (exp(logp - old_logp) * exp(logp - old_logp)) * (exp(logp - "
+        "old_logp) * exp(logp - old_logp))"
     ]
     assert_formula_holds(pl.LossSpec(trust=shadowing), make_batch(seed=6, rows=5, width=5))
 

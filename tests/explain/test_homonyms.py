@@ -1,4 +1,6 @@
-"""Homonyms: their meanings really differ, each is what the drop-in of the framework computes, and the page says so."""
+"""Homonyms: their meanings really differ, each is what the drop-in of the framework computes,
+and the page says so.
+"""
 
 from __future__ import annotations
 
@@ -372,7 +374,8 @@ CHECKS: dict[tuple[str, str], dict[str, Callable[[Given], Tensor]]] = {
         )
     },
 }
-# Meanings of these frameworks for which there is no drop-in: parts of TRL that are not its GRPOTrainer.
+# Meanings of these frameworks for which there is no drop-in:
+# parts of TRL that are not its GRPOTrainer.
 WITHOUT = {
     ("gmpo, geo_mean", "TRL"),
     ("ppo_kl", "TRL"),

@@ -1,4 +1,6 @@
-"""The names page: every default is the drop-in's own, no argument is left out, and all of it is on the page."""
+"""The names page: every default is the drop-in's own, no argument is left out,
+and all of it is on the page.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from docs.names.options import OPTIONS
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
-from policyloss.explain.traits import ELSEWHERE
+from policyloss.explain.framework_names import ELSEWHERE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/names.md").read_text(encoding="utf-8")
 ROWS: list[Row] = [row for rows in OPTIONS.values() for row in rows]
 MODULES = {"verl": "verl", "OpenRLHF": "openrlhf", "ColossalChat": "colossalai", "TRL": "trl"}
 
-# Options ------------------------------------------------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------------------
 
 
 def said(kind: type, framework: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -70,9 +72,8 @@ def test_defaults_by_heart() -> None:
 def test_the_options_of_trl_are_all_there_with_the_defaults_the_drop_in_knows() -> None:
     stated = {option.name: option.default for _, option in said(Option, "TRL")}
     assert {name: stated[name] for name in DEFAULTS if name in stated} == DEFAULTS
-    assert set(stated) - set(DEFAULTS) == {
-        "scale_rewards"
-    }  # an option of the advantages, which the drop-in leaves to TRL
+    # An option of the advantages, which the drop-in leaves to TRL.
+    assert set(stated) - set(DEFAULTS) == {"scale_rewards"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_the_tables_are_on_the_page() -> None:
                 assert shown(one) in cell
 
 
-# Parts --------------------------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------
 
 
 def test_every_name_of_every_part_is_on_the_page() -> None:

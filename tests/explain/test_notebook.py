@@ -18,7 +18,9 @@ VOID = {"br"}
 
 
 class Page(HTMLParser):
-    """The texts of a page, and a complaint about every element that is not closed where it should be."""
+    """The texts of a page, and a complaint about every element that
+    is not closed where it should be.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,6 @@
-"""Calls of `linear_policy_loss`: what comes back, under autograd, autocast and garbage, and which rows are multiplied."""
+"""Calls of `linear_policy_loss`: what comes back, under autograd, autocast and garbage,
+and which rows are multiplied.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from cases import PRESETS
 
 
 def test_the_output_holds_logp_and_entropy() -> None:
-    """Detached, token-shaped, 0 where masked; the entropy metric is there although nothing asks for it."""
+    """Detached, token-shaped, 0 where masked; the entropy metric
+    is there although nothing asks for it.
+    """
     truth = contract(
         BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, mask=BATCH.kwargs["mask"]
     )
@@ -179,7 +183,9 @@ def test_gradcheck(name: str, plan: str, layout: str) -> None:
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo", "gspo_turn"])
 def test_garbage_behind_the_mask(name: str, plan: str) -> None:
-    """NaN and infinite hidden states, ids of −100, NaN log-probs and advantages where the mask is False change no bit."""
+    """NaN and infinite hidden states, ids of −100, NaN log-probs
+    and advantages where the mask is False change no bit.
+    """
     masked = ~BATCH.kwargs["mask"]
     hidden, ids = BATCH.hidden.clone(), BATCH.ids.clone()
     hidden[masked] = torch.nan
@@ -203,7 +209,9 @@ def test_garbage_behind_the_mask(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 def test_a_nan_at_a_valid_token_shows(plan: str) -> None:
-    """In the loss, in the count of such tokens and in its own row; the other rows' gradients are untouched."""
+    """In the loss, in the count of such tokens and in its own row;
+    the other rows' gradients are untouched.
+    """
     clean = run_loss(PRESETS["ppo"], BATCH, plan=plan)
     row, column = BATCH.tokens.mask.nonzero()[4].tolist()
     hidden = BATCH.hidden.clone()
@@ -221,7 +229,9 @@ def test_a_nan_at_a_valid_token_shows(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["auto", *LOSS_PLANS])
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo", "tis"])
 def test_nothing_to_train_on(name: str, plan: str) -> None:
-    """No rows, no tokens, or all of them masked: loss 0, and gradients that are 0 rather than missing."""
+    """No rows, no tokens, or all of them masked: loss 0,
+    and gradients that are 0 rather than missing.
+    """
     nothing = BATCH.with_tokens(mask=BATCH.tokens.mask & False)
     masked = dataclasses.replace(nothing, hidden=torch.full_like(BATCH.hidden, torch.nan))
     empty = BATCH.rows([])
@@ -252,7 +262,9 @@ def test_the_same_bits_every_time_and_whatever_memory_held(name: str, plan: str)
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_name)
 def test_error_in_lower_precision(dtype: torch.dtype, plan: str) -> None:
-    """At most twice that of eager PyTorch in the same dtype (and of float32 sums); gradients to 3e-3 for bf16, as stated."""
+    """At most twice that of eager PyTorch in the same dtype (and of float32 sums); gradients to
+    3e-3 for bf16, as stated.
+    """
     batch = make_head_batch(seed=4, rows=8, width=16, vocab=257, size=32, dtype=dtype)
     spec = PRESETS["grpo"].replace(entropy_coef=0.01)
     found = run_loss(spec, batch, plan=plan)
@@ -280,7 +292,9 @@ def test_bf16_gradients_do_not_degrade_with_the_number_of_windows(name: str) -> 
 
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 def test_autocast(plan: str) -> None:
-    """float32 parameters under autocast: the loss of the bf16 inputs, and float32 gradients to a rounding of bf16."""
+    """float32 parameters under autocast: the loss of the bf16 inputs,
+    and float32 gradients to a rounding of bf16.
+    """
     batch = make_head_batch(seed=4, rows=6, width=8, vocab=65, size=16, dtype=torch.float32)
     rounded = dataclasses.replace(
         batch, hidden=batch.hidden.bfloat16(), weight=batch.weight.bfloat16()
@@ -324,7 +338,9 @@ def counted_rows(spec: pl.LossSpec, batch: HeadBatch, frozen: bool = False, **kw
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_turn", "clip_cov"])
 def test_only_rows_that_matter_enter_a_product(name: str, layout: str) -> None:
-    """Live rows once forward and twice back (dX, dW), once more if recomputed; a frozen head saves dW. Masked rows never."""
+    """Live rows once forward and twice back (dX, dW), once more if recomputed;
+    a frozen head saves dW. Masked rows never.
+    """
     batch, spec = LAYOUTS[layout], PRESETS[name]
     live = int(batch.tokens.mask.sum())
     assert 10 < live < batch.ids.numel()
@@ -335,7 +351,8 @@ def test_only_rows_that_matter_enter_a_product(name: str, layout: str) -> None:
                 if plan == "recompute"
                 else live
             )
-            # What turns out to have no gradient (a clipped token) is known before the logits are made again, not in one pass.
+            # What turns out to have no gradient (a clipped token) is known before the logits are
+            # made again, not in one pass.
             assert counted_rows(spec, batch, plan=plan) == live + (passes - 1) * moved
             assert counted_rows(spec, batch, frozen=True, plan=plan) == live + (passes - 2) * moved
 

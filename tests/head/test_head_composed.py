@@ -1,4 +1,5 @@
-"""Any composition of parts, under every plan of the head, is `policy_loss` over the logits: loss, metrics and gradients.
+"""Any composition of parts, under every plan of the head, is `policy_loss` over the logits:
+loss, metrics and gradients.
 
 The compositions are drawn by a seeded generator, so that every run tests the same ones.
 """
@@ -16,6 +17,7 @@ from head_cases import (
     LOSS_PLANS,
     HeadBatch,
     LossRun,
+    arguments_of,
     forced_rows,
     leaf,
     loss_tolerance,
@@ -129,7 +131,9 @@ POOLS = {"ratio": RATIOS, "trust": TRUSTS, "kl": (None, None, *KLS), "aggregate"
 
 
 def drawn_spec(rng: random.Random) -> pl.LossSpec:
-    """A weight or none, up to two tests, perhaps self-normalised; any part or a callable in every other slot."""
+    """A weight or none, up to two tests, perhaps self-normalised;
+    any part or a callable in every other slot.
+    """
     while True:
         correction = rng.sample(TESTS, rng.randint(0, 2))
         if rng.random() < 0.7:
@@ -153,7 +157,9 @@ def drawn_spec(rng: random.Random) -> pl.LossSpec:
 
 
 def error_of(actual: LossRun, expected: LossRun, metrics: bool) -> float:
-    """The largest difference in loss, gradients and metrics, relative to the larger of 1 and the largest expected entry."""
+    """The largest difference in loss, gradients and metrics,
+    relative to the larger of 1 and the largest expected entry.
+    """
     worst = 0.0
     for a, b in zip(actual[:3], expected[:3], strict=True):
         worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
@@ -170,7 +176,8 @@ def run_with(spec: pl.LossSpec, batch: HeadBatch, frozen: bool, **kwargs: Any) -
     if not frozen:
         return run_loss(spec, batch, **kwargs)
     hidden = leaf(batch.hidden)
-    out = pl.linear_policy_loss(spec, hidden, batch.weight, batch.ids, **{**batch.kwargs, **kwargs})
+    arguments = arguments_of(spec, batch, **kwargs)
+    out = pl.linear_policy_loss(spec, hidden, batch.weight, batch.ids, **arguments)
     (dhidden,) = torch.autograd.grad(out.loss, hidden)
     return LossRun(out.loss.detach(), dhidden, torch.zeros_like(batch.weight), out.metrics)
 
@@ -195,12 +202,14 @@ CALLS: dict[str, dict[str, Any]] = {
 def outcome(
     spec: pl.LossSpec, batch: HeadBatch, frozen: bool, call: str, **kwargs: Any
 ) -> LossRun | None:
-    """What a call gives; None where the head says that this loss cannot go window by window, which is a right answer."""
+    """What a call gives; None where the head says that this loss cannot go window by window,
+    which is a right answer.
+    """
     chosen = dict(CALLS[call])
     try:
         if call == "small windows":
             weight = batch.weight if frozen else leaf(batch.weight)
-            arguments = {**batch.kwargs, **kwargs, **chosen}
+            arguments = arguments_of(spec, batch, **kwargs, **chosen)
             chosen["plan"] = forced_rows(
                 pl.explain_plan(spec, leaf(batch.hidden), weight, batch.ids, **arguments), WINDOW
             )
@@ -220,7 +229,9 @@ class Compared(NamedTuple):
 
 
 def compare(seed: int, losses: int) -> Compared:
-    """`losses` drawn losses on drawn batches, each under all plans, against `policy_loss` over the logits."""
+    """`losses` drawn losses on drawn batches, each under all plans,
+    against `policy_loss` over the logits.
+    """
     rng = random.Random(seed)
     calls, in_windows, worst = 0, 0, 0.0
     for _ in range(losses):
@@ -254,13 +265,14 @@ def compare(seed: int, losses: int) -> Compared:
 def test_composed_losses_under_every_plan(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """Loss, gradients and metrics of 40 drawn losses agree with eager `policy_loss` to 1e-10 in float64 (measured: 1e-14)."""
+    """Loss, gradients and metrics of 40 drawn losses agree with eager `policy_loss` to 1e-10 in
+    float64 (measured: 1e-14).
+    """
     compared = compare(seed, losses=40)
     record_property("compared", str(compared))
     assert compared.calls >= 190, compared
-    assert compared.in_windows >= 20, (
-        compared
-    )  # or nothing was tested but the plans that are eager themselves
+    # Or nothing was tested but the plans that are eager themselves.
+    assert compared.in_windows >= 20, compared
 
 
 NORMALISED = {
@@ -283,9 +295,8 @@ def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measu
         ),
         batch,
     )
-    assert not torch.allclose(
-        expected.dweight, plain.dweight, rtol=1e-2
-    )  # normalisation shows in this batch
+    # Normalisation shows in this batch.
+    assert not torch.allclose(expected.dweight, plain.dweight, rtol=1e-2)
     for plan in ("auto", "recompute", "stash", *(["one_pass"] if measured else [])):
         assert error_of(
             run_loss(spec, batch, plan=plan, totals=totals), expected, True
@@ -296,7 +307,9 @@ def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measu
 
 
 def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
-    """The named calls, in both layouts, against `policy_loss` over the logits; none may be refused."""
+    """The named calls, in both layouts, against `policy_loss` over the logits;
+    none may be refused.
+    """
     whole = make_head_batch(seed=2, rows=6, width=WINDOW)
     for batch in (whole, whole.packed()):
         expected = run_oracle(spec, batch)
@@ -307,7 +320,9 @@ def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
 
 
 def test_a_test_of_sequences_beside_a_weight_of_tokens() -> None:
-    """What does not read logp is asked of the whole batch: a window of single tokens is no sequence to judge."""
+    """What does not read logp is asked of the whole batch:
+    a window of single tokens is no sequence to judge.
+    """
     for test in (
         pl.Reject("k1", "max", high=0.25),
         pl.SequenceMask(0.9, 1.1, weight=None),
@@ -356,7 +371,9 @@ BROKEN_PROMISES = {
 
 @pytest.mark.parametrize("name", BROKEN_PROMISES)
 def test_a_broken_promise_is_refused(name: str) -> None:
-    """A part that looks further than it says would get a wrong gradient; what can be noticed is an error."""
+    """A part that looks further than it says would get a wrong gradient;
+    what can be noticed is an error.
+    """
     spec, words = BROKEN_PROMISES[name]
     batch = make_head_batch(seed=2)
     with pytest.raises(pl.InputError, match=words):

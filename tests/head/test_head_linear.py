@@ -1,4 +1,6 @@
-"""`linear_logprobs`: from hidden states. The contract line in float64 is the oracle; plans and windows must not show."""
+"""`linear_logprobs`: from hidden states. The contract line in float64 is the oracle;
+plans and windows must not show.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def run(
     bias: bool = True,
     **kwargs: Any,
 ) -> Run:
-    """Values of `function` and the gradients of hidden, weight and bias, with the inputs as leaves of `dtype`."""
+    """Values of `function` and the gradients of hidden, weight and bias,
+    with the inputs as leaves of `dtype`.
+    """
     leaves = [leaf(x, dtype) for x in (case.hidden, case.weight, case.bias)][: 3 if bias else 2]
     values = function(leaves[0], leaves[1], case.ids, bias=leaves[2] if bias else None, **kwargs)
     through = [
@@ -127,7 +131,9 @@ def test_without_a_bias(plan: str) -> None:
 
 
 def test_bf16_logprobs_are_float32_exact() -> None:
-    """Logits of bf16 inputs are not rounded to bf16: a root mean square error of 2e-5 at most, where eager's is over 1e-3."""
+    """Logits of bf16 inputs are not rounded to bf16: a root mean square error of 2e-5 at most,
+    where eager's is over 1e-3.
+    """
     n, vocab, width, peak = (512, 151936, 1024, 20.0) if CUDA else (64, 4000, 256, 16.0)
     case = peaked_case(n, vocab, width, torch.bfloat16, peak=peak, spread=4.0)
     truth = contract(case.hidden.double(), case.weight.double(), case.ids)
@@ -144,7 +150,9 @@ def test_bf16_logprobs_are_float32_exact() -> None:
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 def test_bf16_gradients_do_not_degrade_with_the_number_of_windows(plan: str) -> None:
-    """dW is summed in float32: in bf16, sixty-four windows would leave an error of several per cent."""
+    """dW is summed in float32: in bf16, sixty-four windows would leave an error
+    of several per cent.
+    """
     case = peaked_case(256, 65, 16, torch.bfloat16)
     truth = run(contract, case, dtype=torch.float64)
     found = ours(case, plan=plan_of(case, plan, 4))
@@ -162,7 +170,9 @@ def test_window_boundaries(n: int, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 def test_windows_of_live_rows(plan: str) -> None:
-    """Eight live rows of nineteen fill a window of eight: what counts is the rows that are computed."""
+    """Eight live rows of nineteen fill a window of eight:
+    what counts is the rows that are computed.
+    """
     case = peaked_case(19, 33, 8, FLOAT)
     mask = torch.arange(19, device=DEVICE) % 5 < 2
     assert mask.sum() == 8
@@ -171,7 +181,9 @@ def test_windows_of_live_rows(plan: str) -> None:
 
 
 def test_windows_only_change_the_rounding() -> None:
-    """A product of other shape may add in another order: eight float32 roundings of the largest logit (here below 16)."""
+    """A product of other shape may add in another order:
+    eight float32 roundings of the largest logit (here below 16).
+    """
     case = peaked_case(40, 257, 16, torch.float32)
     whole = ours(case, plan=plan_of(case, "recompute", 64))
     for rows in (1, 7, 40):
@@ -191,7 +203,9 @@ def test_many_rows(n: int, plan: str) -> None:
 @pytest.mark.skipif(not CUDA, reason="needs the memory of a GPU")
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 def test_more_than_two_to_the_31_logits(plan: str) -> None:
-    """16 384 × 151 936 ≈ 2.5·10⁹ logits. Rows repeat every 64, so the first 64 say what all of them and the weight must get."""
+    """16 384 × 151 936 ≈ 2.5·10⁹ logits. Rows repeat every 64,
+    so the first 64 say what all of them and the weight must get.
+    """
     case, times = peaked_case(64, 151936, 64, torch.bfloat16), 256
     long = Case(
         case.hidden.repeat(times, 1),
@@ -224,7 +238,9 @@ def test_extreme_logits(kind: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_forbidden_vocabulary(dtype: torch.dtype, plan: str) -> None:
-    """A bias of −inf forbids an entry: its row of the weight's gradient is exactly 0, and nothing is NaN."""
+    """A bias of −inf forbids an entry: its row of the weight's gradient is exactly 0,
+    and nothing is NaN.
+    """
     case = peaked_case(9, 33, 8, dtype)
     forbidden = torch.ones(33, dtype=torch.bool, device=DEVICE)
     forbidden[case.ids] = False
@@ -288,7 +304,8 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
         )
 
     leaves = [leaf(x) for x in (case.hidden, case.weight, case.bias)]
-    # A stash is used up by the first backward; a second one makes it anew, in another order of sums.
+    # A stash is used up by the first backward; a second one makes it anew,
+    # in another order of sums.
     assert gradcheck(
         values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0
     )
@@ -318,7 +335,9 @@ def test_partial_gradients(wanted: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 def test_strided_inputs(plan: str) -> None:
-    """A shifted slice of `[B, T, D]`, a batch stored time first, and hidden or weight stored the other way round."""
+    """A shifted slice of `[B, T, D]`, a batch stored time first,
+    and hidden or weight stored the other way round.
+    """
     case = peaked_case(12, 33, 8, FLOAT)
     expected = ours(case, plan=plan, bias=False)
     hidden, weight = leaf(case.hidden.reshape(3, 4, 8)), leaf(case.weight)
@@ -347,7 +366,9 @@ def test_strided_inputs(plan: str) -> None:
 
 
 def test_expanded_weight_and_hidden() -> None:
-    """All entries the same vector: a uniform distribution, logp = −ln 33; and one hidden state for all tokens."""
+    """All entries the same vector: a uniform distribution, logp = −ln 33;
+    and one hidden state for all tokens.
+    """
     case = peaked_case(5, 33, 8, FLOAT)
     one = leaf(case.weight[:1])
     values = pl.linear_logprobs(case.hidden, one.expand(33, 8), case.ids, entropy=True)
@@ -408,7 +429,9 @@ def test_tied_weight(plan: str) -> None:
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_garbage_at_masked_rows(dtype: torch.dtype, plan: str) -> None:
-    """NaN, inf and ids outside the vocabulary behind the mask change no bit elsewhere; values and gradients there are 0."""
+    """NaN, inf and ids outside the vocabulary behind the mask change no bit elsewhere;
+    values and gradients there are 0.
+    """
     case = peaked_case(8, 33, 8, dtype)
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=DEVICE)
     temperature = torch.linspace(0.5, 1.5, 8, device=DEVICE)
@@ -443,7 +466,9 @@ def test_a_nan_stays_in_its_row_and_shows_in_the_weight(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["auto", *LOGPROB_PLANS])
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (3,)], ids=str)
 def test_no_rows_or_none_that_count(shape: tuple[int, ...], plan: str) -> None:
-    """No rows, or three that are all masked: zeros, and gradients that are 0 rather than missing."""
+    """No rows, or three that are all masked: zeros,
+    and gradients that are 0 rather than missing.
+    """
     case = peaked_case(3, 33, 8, torch.float32)
     hidden = torch.full((*shape, 8), torch.nan, device=DEVICE, requires_grad=True)
     weight, bias = leaf(case.weight), leaf(case.bias)
@@ -489,7 +514,9 @@ def test_forward_only_keeps_nothing() -> None:
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("plan", LOGPROB_PLANS)
 def test_autocast_is_the_computation_in_its_dtype(plan: str, inside: bool) -> None:
-    """float32 parameters under autocast: the values of the bf16 inputs bit for bit, and float32 gradients to a rounding of bf16."""
+    """float32 parameters under autocast: the values of the bf16 inputs bit for bit, and float32
+    gradients to a rounding of bf16.
+    """
     case = peaked_case(17, 65, 16, torch.float32)
     rounded = Case(
         *(x.bfloat16() if x.is_floating_point() else x for x in case[:4]), case.dlogp, case.dentropy
@@ -537,7 +564,9 @@ def test_the_same_bits_every_time_and_whatever_memory_held(dtype: torch.dtype, p
 
 @pytest.mark.parametrize(("plan", "passes"), [("recompute", 4), ("stash", 3)])
 def test_only_live_rows_enter_a_product(plan: str, passes: int) -> None:
-    """Twenty of fifty rows: `passes` products of twenty rows with gradients, one without, two if the head is frozen (of three)."""
+    """Twenty of fifty rows: `passes` products of twenty rows with gradients, one without, two if
+    the head is frozen (of three).
+    """
     case = peaked_case(50, 65, 16, torch.float32)
     mask = torch.arange(50, device=DEVICE) % 5 < 2
     for rows in (None, 8):
@@ -561,7 +590,9 @@ def test_only_live_rows_enter_a_product(plan: str, passes: int) -> None:
 
 
 def test_logits_are_never_there_all_at_once() -> None:
-    """Under `recompute` no tensor of the call is larger than a window of logits, the weight or hidden."""
+    """Under `recompute` no tensor of the call is larger than a window of logits,
+    the weight or hidden.
+    """
     case = peaked_case(64, 512, 8, torch.float32)
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):

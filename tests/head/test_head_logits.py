@@ -1,4 +1,6 @@
-"""`logprobs`: from logits. The contract line in float64 is the oracle, the same line in the inputs' dtype the measure of error."""
+"""`logprobs`: from logits. The contract line in float64 is the oracle, the same line in the inputs'
+dtype the measure of error.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class LogitsCase:
     def run(
         self, function: Any, logits: Tensor | None = None, upstream: str = "both", **kwargs: Any
     ) -> Run:
-        """Values and gradient of `function(logits, ids)`; `logits` may be another version of them, not yet a leaf."""
+        """Values and gradient of `function(logits, ids)`;
+        `logits` may be another version of them, not yet a leaf.
+        """
         z = leaf(self.logits if logits is None else logits)
         through = [
             d if on else None
@@ -71,9 +75,11 @@ class LogitsCase:
 
 
 def test_two_entries_by_hand() -> None:
-    """logits 0 and ln 3: p = 1/4, 3/4. logp = ln 3/4; H = ¼·ln 4 + ¾·ln 4/3; dlogp/dz = (−1/4, 1 − 3/4);
+    """logits 0 and ln 3: p = 1/4, 3/4. logp = ln 3/4; H = ¼·ln 4 + ¾·ln 4/3;
+    dlogp/dz = (−1/4, 1 − 3/4);
 
-    dH/dz = −p·(ln p + H): with H = ln 4 − ¾·ln 3, ln p + H is −¾·ln 3 and ¼·ln 3, so dH/dz = ±(3/16)·ln 3.
+    dH/dz = −p·(ln p + H): with H = ln 4 − ¾·ln 3, ln p + H is −¾·ln 3 and ¼·ln 3,
+    so dH/dz = ±(3/16)·ln 3.
     """
     z = torch.tensor([[0.0, math.log(3)]], dtype=torch.float64, device=DEVICE, requires_grad=True)
     logp, entropy = pl.logprobs(z, torch.tensor([1], device=DEVICE), entropy=True)
@@ -88,7 +94,9 @@ def test_two_entries_by_hand() -> None:
 
 
 def test_temperature_and_softcap_by_hand() -> None:
-    """Logits 0 and 2·ln 3 at temperature 2 are those above. A cap of 1: tanh(∞) and tanh(0) leave the logits 1 and 0."""
+    """Logits 0 and 2·ln 3 at temperature 2 are those above.
+    A cap of 1: tanh(∞) and tanh(0) leave the logits 1 and 0.
+    """
     ids = torch.tensor([1], device=DEVICE)
     z = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64, device=DEVICE)
     assert pl.logprobs(z, ids, 2.0).item() == pytest.approx(math.log(0.75), abs=1e-15)
@@ -132,9 +140,11 @@ def test_extreme_logits(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_values_do_not_depend_on_where_the_logits_lie() -> None:
-    """Logits that are integers stay exact when 1000 is added, so log-probs and entropy must keep their bits.
+    """Logits that are integers stay exact when 1000 is added,
+    so log-probs and entropy must keep their bits.
 
-    The kernels count in powers of two, where 1000·log2 e is rounded: there, one float32 rounding of 1000.
+    The kernels count in powers of two, where 1000·log2 e is rounded:
+    there, one float32 rounding of 1000.
     """
     case = LogitsCase(9, 33, torch.float32)
     near = case.logits.round()
@@ -146,7 +156,9 @@ def test_values_do_not_depend_on_where_the_logits_lie() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_forbidden_entries(dtype: torch.dtype) -> None:
-    """−inf is a probability of 0: nothing in the values, exactly nothing in the gradient, and no NaN."""
+    """−inf is a probability of 0: nothing in the values, exactly nothing in the gradient,
+    and no NaN.
+    """
     case = LogitsCase(7, 65, dtype)
     forbidden = torch.rand(7, 65, generator=generator(1)).to(DEVICE) < 0.4
     forbidden.scatter_(1, case.ids.unsqueeze(1), False)
@@ -155,14 +167,17 @@ def test_forbidden_entries(dtype: torch.dtype) -> None:
     case.logits = case.logits.masked_fill(forbidden, -torch.inf)
     ours = case.check()
     assert (ours.grads[0][forbidden] == 0).all()
-    # The kernels count in powers of two, from a maximum that is rounded there: 2^x of that rounding, and back.
+    # The kernels count in powers of two, from a maximum that is rounded there:
+    # 2^x of that rounding, and back.
     allowed = torch.finfo(torch.float32).eps if CUDA and dtype != torch.float64 else 0.0
     assert max(abs(float(ours.logp[0])), abs(float(ours.entropy[0]))) <= allowed
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_all_but_the_last_position(overwrite: bool) -> None:
-    """`logits[:, :-1]`, the usual shift, has no single stride from row to row; its gradient is that of a contiguous copy."""
+    """`logits[:, :-1]`, the usual shift, has no single stride from row to row;
+    its gradient is that of a contiguous copy.
+    """
     whole = torch.randn(3, 5, 9, generator=generator(2), dtype=torch.float64).to(DEVICE)
     ids = torch.randint(0, 9, (3, 4), generator=generator(3)).to(DEVICE)
     weight = torch.randn(2, 3, 4, generator=generator(4), dtype=torch.float64).to(DEVICE)
@@ -288,7 +303,9 @@ def test_entropy_is_only_returned_when_asked_for() -> None:
 @pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_garbage_at_masked_rows(dtype: torch.dtype, overwrite: bool) -> None:
-    """NaN, inf and ids outside the vocabulary behind the mask change no bit elsewhere; values and gradients there are 0."""
+    """NaN, inf and ids outside the vocabulary behind the mask change no bit elsewhere;
+    values and gradients there are 0.
+    """
     case = LogitsCase(8, 33, dtype)
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=DEVICE)
     temperature = torch.linspace(0.5, 1.5, 8, device=DEVICE)
@@ -363,7 +380,9 @@ def test_all_rows_masked(overwrite: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_overwriting_the_logits(dtype: torch.dtype, masked: bool) -> None:
-    """The same bits as without, and the storage of the logits holds the gradient afterwards; a second backward would be wrong."""
+    """The same bits as without, and the storage of the logits holds the gradient afterwards; a
+    second backward would be wrong.
+    """
     case = LogitsCase(7, 65, dtype)
     mask = (
         torch.tensor([True, False, True, True, False, True, True], device=DEVICE)
@@ -384,13 +403,15 @@ def test_overwriting_the_logits(dtype: torch.dtype, masked: bool) -> None:
 
 
 def test_overwriting_one_row_that_stands_for_several() -> None:
-    """Rows that share their memory cannot each hold a gradient: refused, or computed elsewhere; never a wrong number."""
+    """Rows that share their memory cannot each hold a gradient:
+    refused, or computed elsewhere; never a wrong number.
+    """
     case = LogitsCase(6, 33, torch.float32)
     one, truth = leaf(case.logits[:1]), leaf(case.logits[:1].double())
     try:
         values = pl.logprobs((one * 1).expand(6, 33), case.ids, entropy=True, overwrite_logits=True)
     except pl.InputError as error:
-        assert "overwrite_logits" in str(error)
+        assert "overwrite_logits" in str(error)  # noqa: PT017 - either outcome is right
         return
     run = backward(values, (case.dlogp, case.dentropy), (one,))
     true = backward(
@@ -432,7 +453,9 @@ def test_the_same_bits_every_time_and_whatever_memory_held(dtype: torch.dtype) -
 @pytest.mark.skipif(not CUDA, reason="needs the memory of a GPU")
 @pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_more_than_two_to_the_31_logits(overwrite: bool) -> None:
-    """16 384 × 151 936 ≈ 2.5·10⁹ entries: rows at the end, where a 32-bit index would have wrapped, are those of a small call."""
+    """16 384 × 151 936 ≈ 2.5·10⁹ entries: rows at the end, where a 32-bit index would have wrapped,
+    are those of a small call.
+    """
     n, vocab = 16384, 151936
     base = LogitsCase(64, vocab, torch.bfloat16)
     z = base.logits.repeat(n // 64, 1).requires_grad_()

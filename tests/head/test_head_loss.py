@@ -1,4 +1,5 @@
-"""`linear_policy_loss`: every loss from hidden states, under every plan, is `policy_loss` on the contract's log-probs.
+"""`linear_policy_loss`: every loss from hidden states, under every plan,
+is `policy_loss` on the contract's log-probs.
 
 Without a GPU all is float64 and must agree to 1e-10; on one it is float32, through the kernels.
 """
@@ -50,9 +51,9 @@ def totals_of(spec: pl.LossSpec, batch: HeadBatch) -> pl.Totals:
     tokens = dataclasses.replace(
         batch.tokens, **{k: v for k, v in batch.kwargs.items() if isinstance(v, Tensor)}
     )
-    return step_totals(
-        spec, dataclasses.replace(tokens, logp=logp.to(wide), entropy=entropy.to(wide))
-    )
+    known = {"logp": logp.to(wide), "entropy": entropy.to(wide)}
+    known["divergence"] = tokens.divergence.to(logp.device)
+    return step_totals(spec, dataclasses.replace(tokens, **known))
 
 
 def check(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
@@ -90,7 +91,9 @@ def test_every_preset_under_every_plan(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_in_small_windows(name: str, layout: str) -> None:
-    """Windows of five rows for losses of single tokens; of eight, the longest sequence, for those of sequences."""
+    """Windows of five rows for losses of single tokens;
+    of eight, the longest sequence, for those of sequences.
+    """
     batch, spec = LAYOUTS[layout], PRESETS[name]
     rows = 8 if name in SEQUENCE_LEVEL else 5
     for plan in preset_plans(name, layout):
@@ -98,9 +101,35 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
+    """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
+    batch, spec = LAYOUTS[layout], PRESETS[name]
+    logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
+    expected = run_oracle(spec, batch, old_logp=logp.detach())
+    assert_same_loss(run_oracle(spec, batch, old_logp="current"), expected, loss_tolerance(batch))
+    for plan in admitted(lambda plan: run_loss(spec, batch, plan=plan, old_logp="current")):
+        actual = run_loss(spec, batch, plan=plan, old_logp="current")
+        assert_same_loss(actual, expected, loss_tolerance(batch))
+
+
+def test_the_policy_of_now_in_one_pass() -> None:
+    """Unless a correction reads the old log-probabilities before the first window."""
+    arguments = {**BATCH.kwargs, "old_logp": "current"}
+    of_head = (leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids)
+    plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
+    assert plans["dapo"] == "one_pass"
+    assert plans["tis"] in ("recompute", "stash")
+    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current"):
+        pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["ppo", "gspo", "tis"])
 def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
-    """Multiplied when room for so many rows is full: window by window, several at a time, the last ones alone, all at once."""
+    """Multiplied when room for so many rows is full:
+    window by window, several at a time, the last ones alone, all at once.
+    """
     batch, spec = LAYOUTS[layout], PRESETS[name]
     plan = rows_of_plan(spec, batch, "one_pass", 8)
     for gathered in (8, 11, 17, int(batch.tokens.mask.sum()), 1000):
@@ -111,7 +140,9 @@ def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
 @pytest.mark.skipif(not CUDA, reason="a CPU multiplies in float32")
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_half_precision_is_gathered(name: str) -> None:
-    """By default, if it fits: the same gradients as with float32 sums over windows, but for the one rounding of each."""
+    """By default, if it fits: the same gradients as with float32 sums over windows,
+    but for the one rounding of each.
+    """
     batch = make_head_batch(seed=2, dtype=torch.bfloat16)
     told = pl.explain_plan(
         PRESETS[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs
@@ -130,7 +161,9 @@ def test_half_precision_is_gathered(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 def test_windows_around_the_number_of_rows(plan: str, layout: str) -> None:
-    """One more, as many, one less than there are live rows; as many as the longest sequence has; and single rows."""
+    """One more, as many, one less than there are live rows;
+    as many as the longest sequence has; and single rows.
+    """
     batch = LAYOUTS[layout]
     live, longest = int(batch.tokens.mask.sum()), int(BATCH.tokens.mask.sum(-1).max())
     for rows in (live + 1, live, live - 1, longest, 1):
@@ -153,8 +186,10 @@ def test_one_row(plan: str) -> None:
         "old_logp",
         "rollout_logp",
         "ref_logp",
+        "teacher_logp",
         "entropy",
         "advantages",
+        "divergence",
         "mask",
     )
     one = dataclasses.replace(
@@ -168,7 +203,9 @@ def test_one_row(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", LOSS_PLANS)
 def test_arguments_of_other_shapes_and_types(plan: str) -> None:
-    """One advantage per sequence, masks of numbers, int32 ids, a shifted slice of hidden, log-probs of another precision."""
+    """One advantage per sequence, masks of numbers, int32 ids, a shifted slice of hidden,
+    log-probs of another precision.
+    """
     per_sequence = BATCH.kwargs["advantages"][:, 0].contiguous()
     for name in ("ppo", "gspo"):
         check(PRESETS[name], BATCH, plan=plan, advantages=per_sequence)
@@ -323,7 +360,9 @@ CALLABLES = {
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_a_callable_in_a_slot(name: str) -> None:
-    """What a user's function looks at is not known, so whatever plan is taken must be right for one that looks at everything."""
+    """What a user's function looks at is not known, so whatever plan is taken must be right for one
+    that looks at everything.
+    """
     batch = BATCH.with_tokens(group_ids=None) if name == "aggregate" else BATCH
     check(CALLABLES[name], batch)
     for plan in ("recompute", "stash"):
@@ -347,7 +386,9 @@ SPLITS = {
     "name", ["ppo", "grpo", "gspo", "gspo_turn", "clip_cov", "tis", "seq_mask_tis", "luspo", "opsm"]
 )
 def test_micro_batches_add_up(name: str, split: str, packed: bool) -> None:
-    """Cut unevenly, with one `Totals`: loss, gradients (accumulated into `.grad`) and merged metrics are those of the whole."""
+    """Cut unevenly, with one `Totals`: loss, gradients (accumulated into `.grad`) and merged
+    metrics are those of the whole.
+    """
     spec = PRESETS[name]
     totals, whole = totals_of(spec, BATCH), run_oracle(spec, BATCH)
     weight, dhidden, records = leaf(BATCH.weight), torch.zeros_like(BATCH.hidden), pl.Metrics({})
@@ -439,7 +480,9 @@ def test_tokens_without_advantage(name: str) -> None:
     ],
 )
 def test_skipping_tokens_without_advantage(name: str) -> None:
-    """Same loss and gradient; the metrics count the tokens that were computed: fewer, where the loss does not need them."""
+    """Same loss and gradient; the metrics count the tokens that were computed:
+    fewer, where the loss does not need them.
+    """
     for batch in (ZEROS, ZEROS.packed()):
         expected = run_oracle(PRESETS[name], batch)
         found = run_loss(PRESETS[name], batch, skip_zero_advantage=True)
@@ -456,7 +499,9 @@ def test_skipping_tokens_without_advantage(name: str) -> None:
 
 
 def test_what_was_skipped_is_known() -> None:
-    """ppo trains on single tokens: those computed are the valid ones with an advantage, and only they have a logp."""
+    """ppo trains on single tokens: those computed are the valid ones with an advantage,
+    and only they have a logp.
+    """
     hidden, weight = leaf(ZEROS.hidden), leaf(ZEROS.weight)
     out = pl.linear_policy_loss(
         PRESETS["ppo"], hidden, weight, ZEROS.ids, skip_zero_advantage=True, **ZEROS.kwargs

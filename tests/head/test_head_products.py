@@ -26,7 +26,9 @@ def matrices(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_cut_products_are_whole_products(
     size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a device wants multiples of 8, every element is still written once, in a strided output too."""
+    """Where a device wants multiples of 8, every element is still written once,
+    in a strided output too.
+    """
     monkeypatch.setattr(products, "_aligned", lambda a: True)
     a, b, total = matrices(*size)
     room = torch.full((size[0], size[2] + 5), torch.nan, dtype=torch.float64)
@@ -40,7 +42,9 @@ def test_cut_products_are_whole_products(
 
 
 def test_the_shapes_that_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary of 50257 is cut into 50240 and 17, on whichever side it stands; 50304 is not cut."""
+    """A vocabulary of 50257 is cut into 50240 and 17, on whichever side it stands;
+    50304 is not cut.
+    """
     assert products._cut(50257) == (slice(0, 50240), slice(50240, 50257))
     assert products._cut(50304) is None
     assert products._cut(17) is None
@@ -60,7 +64,9 @@ def test_the_shapes_that_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_rounded_once(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 ones plus 4096 times 2⁻⁹ is 4104, rounded once; added up in bfloat16 it would stay at 256 or so."""
+    """4096 ones plus 4096 times 2⁻⁹ is 4104, rounded once;
+    added up in bfloat16 it would stay at 256 or so.
+    """
     monkeypatch.setattr(products, "WIDE_BYTES", 16)  # a row or two at a time
     a = torch.cat([torch.ones(3, 4096), torch.full((3, 4096), 2.0**-9)], 1).bfloat16()
     out = torch.full((3, 2), torch.nan, dtype=torch.bfloat16)
@@ -69,7 +75,9 @@ def test_rounded_once(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_scale_of_float16() -> None:
-    """3e-5 is 0.98·2⁻¹⁵: times 2¹⁵ it is just below 1. The largest of all derivatives decides; other types need no scale."""
+    """3e-5 is 0.98·2⁻¹⁵: times 2¹⁵ it is just below 1. The largest of all derivatives decides;
+    other types need no scale.
+    """
     small, large = torch.tensor([1e-6, -3e-5]), torch.tensor([2.5])
     assert half_scale(torch.float16, small, None) == 2.0**15
     assert half_scale(torch.float16, small, large) == 0.25
@@ -84,7 +92,9 @@ def test_the_scale_of_float16() -> None:
 @pytest.mark.parametrize("last", [3, 5], ids=["some rows", "all rows"])
 @pytest.mark.parametrize("plan", ["one_pass", "recompute", "stash"])
 def test_a_scale_is_taken_back(plan: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the derivatives are multiplied with before the products, the gradients do not show it: hidden, weight and bias."""
+    """Whatever the derivatives are multiplied with before the products, the gradients do not show
+    it: hidden, weight and bias.
+    """
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias, old = (
         torch.randn(*n, generator=g, dtype=torch.float64) for n in ((2, 5, 4), (7, 4), (7,), (2, 5))

@@ -1,4 +1,5 @@
-"""The head over ranks gives what one process gives: a vocabulary in shards, sequences in shards, batches in shards.
+"""The head over ranks gives what one process gives:
+a vocabulary in shards, sequences in shards, batches in shards.
 
 The expected numbers come from the contract line and `policy_loss` on the whole batch, in float64.
 """
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import divergence_ranks
 import head_ranks as ranks_of
 import head_ranks_train as train_of
 import pytest
@@ -52,15 +54,18 @@ TOLERANCE = 1e-12
 
 
 def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int) -> Path:
-    """The folder where `count` processes said theirs. Parallel test workers share one set of them: the first starts it."""
+    """The folder where `count` processes said theirs.
+    Parallel test workers share one set of them: the first starts it.
+    """
 
     def start(place: Path) -> None:
         try:
             torch.multiprocessing.spawn(body, args=(str(place),), nprocs=count)
+        # What was said before stands; the rest is missed below.
         except (
             ProcessExitedException,
             ProcessRaisedException,
-        ) as stopped:  # what was said before stands; the rest is missed below
+        ) as stopped:
             print(stopped)
 
     return started_once(factory, f"head_ranks_{body.__name__}", start)
@@ -115,16 +120,17 @@ def on_one(
 
 
 def check_shards(said: Said, case: str, expected: dict[str, Any], cut: Cut) -> None:
-    """Values and the gradient of hidden complete on every rank, bit for bit the same; of weight and bias, this rank's rows."""
+    """Values and the gradient of hidden complete on every rank, bit for bit the same;
+    of weight and bias, this rank's rows.
+    """
     whole = [name for name in expected if name not in ("dweight", "dbias", "metrics")]
     for rank, numbers in enumerate(s[case] for s in said):
         for name in whole:
             assert_near(numbers[name], expected[name], TOLERANCE, f"rank {rank}, {name}")
             assert_same_bits(numbers[name], said[0][case][name])
         for name in ("dweight", "dbias"):
-            scale = max(
-                1.0, 1 / (float(expected[name].abs().max()) or 1.0)
-            )  # the tolerance is of the whole, not of the shard
+            # The tolerance is of the whole, not of the shard.
+            scale = max(1.0, 1 / (float(expected[name].abs().max()) or 1.0))
             assert_near(
                 scale * numbers[name],
                 scale * expected[name][cut.part(rank)],
@@ -159,6 +165,19 @@ def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
 
 
 @pytest.mark.parametrize(("count", "name"), SHARDED)
+def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
+    """Some tokens keep no entry of a rank at all."""
+    cut, batch = CUTS[count][name], CUTS[count][name].batch()
+    leaves = {"hidden": leaf(batch.hidden), "weight": leaf(batch.weight), "bias": leaf(cut.bias)}
+    support = {"support": ranks_of.support_of(batch)}
+    expected = ranks_of.head_logprobs(leaves, batch, None, **support)
+    for plan in ("recompute", "stash"):
+        check_shards(said, f"support: {name}, {plan}", expected, cut)
+    loss = ranks_of.head_loss(ranks_of.FULL, leaves, batch, totals="local", **support)
+    check_shards(said, f"support: {name}, loss", loss, cut)
+
+
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, first = CUTS[count][name], name == FIRST[count]
     plain = cache(lambda spec: on_one(spec, cut.batch(), cut.bias))
@@ -169,9 +188,20 @@ def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
         check_shards(said, f"loss: {name}, {case}", expected, cut)
 
 
+def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
+    """One shard has a single entry, fewer than are asked for as the most probable ones."""
+    cut = CUTS[3][FIRST[3]]
+    expected = divergence_ranks.divergences(cut, slice(0, VOCAB), None)
+    assert len(expected) == len(divergence_ranks.CASES) + 2
+    for case, truth in expected.items():
+        check_shards(three, case, truth, cut)
+
+
 @pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
-    """Shards make up the vocabulary, both ends of each live one are asked for, and some tokens are clipped but not most."""
+    """Shards make up the vocabulary, both ends of each live one are asked for,
+    and some tokens are clipped but not most.
+    """
     cut = CUTS[count][name]
     assert (len(cut.sizes), sum(cut.sizes)) == (count, VOCAB)
     ids = set(cut.batch().ids[BATCH.tokens.mask].tolist())
@@ -213,7 +243,9 @@ def test_a_nan_in_one_shard_shows_on_every_rank(said: Said, count: int, plan: st
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
-    """A shard without entries, or hidden states that are not the same everywhere: none is left waiting for the others."""
+    """A shard without entries, or hidden states that are not the same everywhere:
+    none is left waiting for the others.
+    """
     for s in agreement:
         assert "weight has no entries on rank 1 of vocab_group" in s["empty"]
         assert (
@@ -230,7 +262,9 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
 def test_ranks_take_the_same_windows_whatever_they_hold(
     agreement: Said, name: str, plan: str, memory: str
 ) -> None:
-    """Each window is summed over the ranks, so neither the size of a shard nor a rank's memory may change it."""
+    """Each window is summed over the ranks, so neither the size
+    of a shard nor a rank's memory may change it.
+    """
     cut, case = CUTS[2]["one entry and the rest"], f"{name}, {plan}, {memory}"
     check_shards(agreement, f"agreement: {case}", on_one(PRESETS[name], cut.batch(), cut.bias), cut)
     expected = plan if plan != "auto" else "recompute" if memory == "scarce on one" else "one_pass"
@@ -255,7 +289,9 @@ def whole(gradients: list[Tensor], sharding: str, packed: bool) -> Tensor:
 
 
 def check_sums(two: Said, case: str, expected: dict[str, Any], sharding: str, packed: bool) -> None:
-    """The ranks' losses and weight gradients add up, and their hidden gradients are the shards of the whole."""
+    """The ranks' losses and weight gradients add up,
+    and their hidden gradients are the shards of the whole.
+    """
     ranks = [s[case] for s in two]
     for name in ("value", "dweight"):
         assert_near(ranks[0][name] + ranks[1][name], expected[name], TOLERANCE, name)
@@ -290,7 +326,9 @@ def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> N
 
 @pytest.mark.parametrize("name", ["ppo, seq-mean", "gspo"])
 def test_context_parallel_ranks_whose_gradients_are_averaged(two: Said, name: str) -> None:
-    """`Totals.count` takes it that gradients are averaged over the group: each rank's is then twice its share."""
+    """`Totals.count` takes it that gradients are averaged over the group:
+    each rank's is then twice its share.
+    """
     expected, ranks = one_process(name), [s[f"cp mean: {name}"] for s in two]
     assert_near(
         (ranks[0]["dweight"] + ranks[1]["dweight"]) / 2, expected["dweight"], TOLERANCE, "dweight"
@@ -352,7 +390,9 @@ def test_three_steps_with_a_sharded_body(two: Said, name: str, split: str) -> No
 
 
 def test_a_sharded_head(two: Said) -> None:
-    """A DTensor is refused with what to do, which gives the gradient of all ranks; `full_tensor()` alone keeps one rank's."""
+    """A DTensor is refused with what to do, which gives the gradient of all ranks;
+    `full_tensor()` alone keeps one rank's.
+    """
     gradients = train_of.whole_gradients(train_of.FULL)
     check_parameters(
         two,
@@ -369,7 +409,9 @@ def test_a_sharded_head(two: Said) -> None:
 @pytest.mark.parametrize("split", DP_ROWS)
 @pytest.mark.parametrize("name", train_of.SPECS)
 def test_averaged_gradients(two: Said, name: str, split: str) -> None:
-    """DDP, at once and over micro-batches that are added to gradients of 1: those of one process with the whole batch."""
+    """DDP, at once and over micro-batches that are added to gradients of 1:
+    those of one process with the whole batch.
+    """
     expected = train_of.whole_gradients(train_of.SPECS[name])
     check_parameters(two, f"ddp: {name}, {split}", expected, TOLERANCE)
     check_parameters(

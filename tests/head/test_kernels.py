@@ -1,6 +1,8 @@
-"""The Triton row kernels against float64 formulas written here: every option, edges of the vocabulary, aliasing, NaN and −inf.
+"""The Triton row kernels against float64 formulas written here: every option, edges of the
+vocabulary, aliasing, NaN and −inf.
 
-Without a GPU the kernels run in Triton's interpreter, on small sizes; tiles are made small so that rows have several and a tail.
+Without a GPU the kernels run in Triton's interpreter, on small sizes; tiles are made small so that
+rows have several and a tail.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from policyloss.functional.scale_kernel import scaled as scaled_copy
 from policyloss.head import kernels
 from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
-from policyloss.head.softmax_rows import Partials, Scaling
+from policyloss.head.softmax_rows import ABSENT, Partials, Scaling
 
 ROWS = 6
 KINDS = ("plain", "temperature", "per row", "bias", "softcap", "all")
-# The forward reads 32 lanes · 16 bytes at once: 128 float32 or 256 halves. A block of 256 is then 2 or 1 entries per lane.
+# The forward reads 32 lanes · 16 bytes at once: 128 float32 or 256 halves.
+# A block of 256 is then 2 or 1 entries per lane.
 FORWARD = {"_block": 256, "_warps": 1}
 BACKWARD = {"_block": 64, "_warps": 1}
 # The interpreter computes with NumPy, which warns of the NaN and inf that some rows here hold.
@@ -84,7 +87,9 @@ def expected_partials(z: Tensor, ids: Tensor, scaling: Scaling) -> Partials:
 def expected_gradient(
     z: Tensor, ids: Tensor, g: Tensor, h: Tensor | None, scaling: Scaling
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, entropy and dz in float64; dz from the formula `g·(1[y] − p) − h·p·(log p + H)` times ds/dz."""
+    """lse, entropy and dz in float64; dz from the formula `g·(1[y] − p) − h·p·(log p + H)` times
+    ds/dz.
+    """
     s, slope = scaled(z, scaling)
     lse = s.logsumexp(-1)
     log_p = s - lse[:, None]
@@ -125,7 +130,9 @@ def derivatives(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def assert_partials(got: Partials, want: Partials) -> None:
-    """Each within a few float32 roundings of its own size: logits are of size 30, so 2e-6 is one rounding of max and target."""
+    """Each within a few float32 roundings of its own size: logits are of size 30, so 2e-6 is one
+    rounding of max and target.
+    """
     torch.testing.assert_close(got.max.double(), want.max, rtol=3e-7, atol=2e-6)
     torch.testing.assert_close(got.target.double(), want.target, rtol=3e-7, atol=2e-6)
     torch.testing.assert_close(got.sum.double(), want.sum, rtol=4e-6, atol=0)
@@ -176,10 +183,13 @@ def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
 
 
 def test_by_hand() -> None:
-    """z = (0, log 3): p = (1/4, 3/4), max = log 3, sum = 1/3 + 1 = 4/3, moment = 1/3·(−log 3), target of id 0 = −log 3.
+    """z = (0, log 3): p = (1/4, 3/4), max = log 3, sum = 1/3 + 1 = 4/3,
+    moment = 1/3·(−log 3), target of id 0 = −log 3.
 
-    H = log(4/3) − (−log 3/3)/(4/3) = log(4/3) + log(3)/4. With g = 2, h = 0: dz = 2·(1 − 1/4, −3/4) = (1.5, −1.5).
-    With g = 0, h = 1: dz₀ = −1/4·(log 1/4 + H) = −1/4·(−log 4 + log 4 − log 3 + log(3)/4) = 3/16·log 3 = −dz₁.
+    H = log(4/3) − (−log 3/3)/(4/3) = log(4/3) + log(3)/4.
+    With g = 2, h = 0: dz = 2·(1 − 1/4, −3/4) = (1.5, −1.5).
+    With g = 0, h = 1: dz₀ = −1/4·(log 1/4 + H) = −1/4·(−log 4 + log 4 − log 3 + log(3)/4) =
+    3/16·log 3 = −dz₁.
     """
     z, ids = (
         torch.tensor([[0.0, math.log(3)]] * 2, device=DEVICE),
@@ -210,7 +220,8 @@ def test_gradient_equals_the_formula(vocabulary: int, kind: str) -> None:
         lse, entropy, want = expected_gradient(z, ids, g, dentropy, scaling)
         out = torch.full_like(z, math.nan)
         row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling, **BACKWARD)
-        # lse is given in float32: at a size of 20 its rounding, 1e-6, is the relative error of every p.
+        # lse is given in float32: at a size of 20 its rounding, 1e-6,
+        # is the relative error of every p.
         torch.testing.assert_close(out.double(), want, rtol=0, atol=8e-6)
 
 
@@ -233,7 +244,9 @@ def test_gradient_in_place(dtype: torch.dtype) -> None:
 def test_gradient_in_the_first_half_of_its_own_float32_rows(
     vocabulary: int, dtype: torch.dtype
 ) -> None:
-    """Each row of a float32 buffer is overwritten by its gradient in half precision, from its first byte."""
+    """Each row of a float32 buffer is overwritten by its gradient in half precision,
+    from its first byte.
+    """
     z, ids, scaling = logits(vocabulary, size=3.0), ids_of(vocabulary), Scaling(1.0)
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
@@ -263,11 +276,12 @@ def test_rows_with_a_stride_are_read_and_written_within_their_columns() -> None:
     assert buffer[:, 311:].isnan().all()
 
 
+@pytest.mark.parametrize("nothing", [-math.inf, ABSENT])
 @pytest.mark.parametrize("place", [slice(0, 290), slice(256, None), slice(3, 299, 2), slice(0, 0)])
-def test_minus_infinity_is_probability_zero(place: slice) -> None:
+def test_minus_infinity_is_probability_zero(place: slice, nothing: float) -> None:
     """A whole first tile, a tail, every other entry: each counts as if it were not there."""
     z, ids, scaling = logits(300, size=3.0), torch.full((ROWS,), 297, device=DEVICE), Scaling(0.9)
-    z[1::2, place] = -math.inf
+    z[1::2, place] = nothing
     z[:, 297] = 1.0
     got = row_partials(z, ids, scaling, entropy=True, **FORWARD)
     assert_partials(got, expected_partials(z, ids, scaling))
@@ -277,7 +291,7 @@ def test_minus_infinity_is_probability_zero(place: slice) -> None:
         out = torch.full_like(z, math.nan)
         row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling, **BACKWARD)
         torch.testing.assert_close(out.double(), reference, rtol=0, atol=8e-6)
-        assert (out[z == -math.inf] == 0).all()
+        assert (out[z == nothing] == 0).all()
 
 
 def test_a_row_of_nothing_but_minus_infinity_has_an_empty_sum() -> None:
@@ -325,7 +339,9 @@ def test_rows_without_a_derivative_are_zero_whatever_they_hold() -> None:
 
 
 def test_shards_of_the_vocabulary_merge_into_the_whole() -> None:
-    """Each shard sees an id outside of it as none of its own; targets and sums are moved to the larger maximum."""
+    """Each shard sees an id outside of it as none of its own;
+    targets and sums are moved to the larger maximum.
+    """
     z, ids = logits(300), torch.tensor([0, 299, 120, 121, 5, 200], device=DEVICE)
     whole = expected_partials(z, ids, Scaling(1.0))
     a = row_partials(z[:, :121], ids, Scaling(1.0), entropy=True, **FORWARD)
@@ -385,9 +401,8 @@ def test_rows_past_two_to_the_31_elements() -> None:
     ids = torch.zeros(1 << 17, dtype=torch.int64, device=DEVICE)
     z[-1, 0] = 20.0
     got = row_partials(z, ids, Scaling(1.0), entropy=False)
-    assert got.max[[0, -2, -1]].tolist() == pytest.approx(
-        [0.0, 0.0, 20.0], abs=2e-6
-    )  # one rounding of 20
+    # One rounding of 20.
+    assert got.max[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 20.0], abs=2e-6)
     assert got.target[[0, -2, -1]].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=2e-6)
     assert got.target[0] == 0
     g = torch.zeros(1 << 17, device=DEVICE)
@@ -403,7 +418,8 @@ def test_rows_past_two_to_the_31_elements() -> None:
 def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
     """`out = x * factor` in the type of out; nothing is written past its end. In place too.
 
-    A GPU rounds float32 to the nearest bfloat16. Triton's interpreter cuts off the lower half of its bits.
+    A GPU rounds float32 to the nearest bfloat16.
+    Triton's interpreter cuts off the lower half of its bits.
     """
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
     factor = torch.tensor(0.3, device=DEVICE)

@@ -1,4 +1,6 @@
-"""One call of a loss on numbers written as lists, and what comes out: what most tests of single numbers need."""
+"""One call of a loss on numbers written as lists, and what comes out:
+what most tests of single numbers need.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import policyloss as pl
 
 @dataclass(frozen=True)
 class Result:
-    """The loss, its gradient with respect to logp (and to entropy, if that was given), and the metrics as floats."""
+    """The loss, its gradient with respect to logp (and to entropy, if that was given),
+    and the metrics as floats.
+    """
 
     loss: float
     grad: Tensor
@@ -30,9 +34,11 @@ def rows(numbers: Any) -> Tensor:
 def evaluate(
     spec: pl.LossSpec, logp: Any, old_logp: Any, advantages: Any, mask: Any = None, **others: Any
 ) -> Result:
-    """`policy_loss` in float64 on lists. `others` are further arguments of `policy_loss`; log-probs may be lists too."""
+    """`policy_loss` in float64 on lists. `others` are further arguments of `policy_loss`;
+    log-probs may be lists too.
+    """
     leaf = rows(logp).clone().requires_grad_()
-    for name in ("rollout_logp", "ref_logp", "entropy"):
+    for name in ("rollout_logp", "ref_logp", "teacher_logp", "entropy"):
         if others.get(name) is not None:
             others[name] = rows(others[name])
     entropy = others.get("entropy")
@@ -60,9 +66,11 @@ def at_ratio(
 
 
 def weighted(spec: pl.LossSpec, weights: Any, advantages: Any = -1.0, **others: Any) -> Result:
-    """`evaluate` at ratio 1 with `rollout_logp` chosen so that each token's `exp(old_logp - rollout_logp)` is the given weight.
+    """`evaluate` at ratio 1 with `rollout_logp` chosen so that each token's
+    `exp(old_logp - rollout_logp)` is the given weight.
 
-    At ratio 1 and A = −1 every token's surrogate is 1, so loss and gradients are the weights of the tokens.
+    At ratio 1 and A = −1 every token's surrogate is 1,
+    so loss and gradients are the weights of the tokens.
     """
     w = rows(weights)
     logp = torch.full_like(w, -1.0)

@@ -1,6 +1,8 @@
-"""Shared material of the property tests: batches in both layouts, a part of every kind for every slot, and the comparisons.
+"""Shared material of the property tests: batches in both layouts, a part of every kind for every
+slot, and the comparisons.
 
-A test that should hold for every loss takes its specs from here, and `test_invariance` checks that the lists leave no part out.
+A test that should hold for every loss takes its specs from here, and `test_invariance` checks that
+the lists leave no part out.
 Legend: B rows (sequences), T columns, N packed tokens.
 """
 
@@ -25,6 +27,7 @@ RATIOS = (
     pl.SequenceRatio(),
     pl.SequenceRatio(grad="token", anchor="rollout"),
     pl.SequenceProduct(log_clamp=(-1.5, None)),
+    pl.TokenRatio(anchor="teacher"),
     pl.SegmentRatio(),
 )
 TRUSTS = (
@@ -80,6 +83,10 @@ KLS = (
     pl.KL("k3", 0.1, weight="ratio"),
     pl.KL("k3", 0.1, clamp=0.4, value_clamp=0.03, anchor="old"),
     pl.KL("k2", 0.1, anchor="rollout"),
+    pl.KL("k1", 0.1, grad="k2", weight="detached_ratio", weight_max=1.1, anchor="teacher"),
+    pl.Divergence("reverse", 0.2),
+    pl.Divergence("jsd", 0.2, weight="ratio", clamp=(None, 0.8)),
+    (pl.KL("k3", 0.1), pl.Divergence("forward", 0.2, clamp=0.9)),
 )
 AGGREGATES = (
     pl.TokenMean(),
@@ -93,12 +100,16 @@ AGGREGATES = (
     pl.LocalTokenMean(),
     pl.LocalSeqMeanTokenMean(),
 )
+# The parts of `KLS`, which holds pairs too.
+PULLS = tuple(part for parts in KLS for part in (parts if isinstance(parts, tuple) else (parts,)))
 LOCAL = (pl.LocalTokenMean, pl.LocalSeqMeanTokenMean)
 REJECTED = ("keep", "renormalise", "drop_sequence")
 
 
 def label(part: Any) -> str:
-    """A short name for a part or a tuple of parts, to find a failing case by: `Clip(0.2,0.28,1.4)`."""
+    """A short name for a part or a tuple of parts, to find a failing case by:
+    `Clip(0.2,0.28,1.4)`.
+    """
     if isinstance(part, tuple):
         return "+".join(label(p) for p in part) or "none"
     if not dataclasses.is_dataclass(part):
@@ -173,7 +184,8 @@ BY_CORRECTION = {
     for c in CORRECTIONS
     for rejected in REJECTED
 }
-# Every preset, every aggregation (under a token, a sequence and a turn ratio), every correction under every rejection mode.
+# Every preset, every aggregation (under a token, a sequence and a turn ratio), every correction
+# under every rejection mode.
 SPECS = {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}
 
 
@@ -186,9 +198,10 @@ def make_batch(
 ) -> Batch:
     """A random batch with everything that goes wrong in it.
 
-    One row has no tokens and one has tokens but none to train on (if there are four rows or more); masks have holes (turns);
-    lengths are uneven; advantages differ within a sequence; in row 0 the two engines agree to 1e-4, elsewhere they do not; groups
-    interleave, their ids are not 0, 1, 2, and one has nothing to train on.
+    One row has no tokens and one has tokens but none to train on (if there are four rows or more);
+    masks have holes (turns); lengths are uneven; advantages differ within a sequence; in row 0 the
+    two engines agree to 1e-4, elsewhere they do not; groups interleave, their ids are not 0, 1, 2,
+    and one has nothing to train on.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -211,12 +224,21 @@ def make_batch(
     ref = (old + noise(spread)).clamp(max=-0.01)
     entropy = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
     groups = torch.tensor([70, 11, 70, 99, 11, -5, 42])[torch.arange(rows) % 7]
-    tensors = [x.to(dtype) for x in (logp, old, rollout, ref, entropy, 1.5 * noise(1.0))]
+    teacher = 0.5 * (ref + logp) - 0.1
+    advantages = 1.5 * noise(1.0)
+    divergence = torch.rand(rows, width, generator=g, dtype=torch.float64)
+    tokens = (logp, old, rollout, ref, teacher, entropy, advantages, divergence)
+    tensors = [x.to(dtype) for x in tokens]
     return Batch(*tensors, mask, groups, lengths, width)
 
 
 class Result(NamedTuple):
-    """What a call gives: the loss, its gradients as `[B, T]`, the metrics as records and as numbers."""
+    """What a call gives: the loss, its gradients as `[B, T]`,
+    the metrics as records and as numbers.
+
+    dentropy: the gradient by the entropy and three times that by the divergence (see
+    `with_divergence`), so that a test follows both.
+    """
 
     loss: Tensor
     dlogp: Tensor
@@ -228,10 +250,18 @@ class Result(NamedTuple):
         return self.records.compute()
 
 
+def with_divergence(batch: Batch, entropy: Tensor) -> Tensor:
+    """The batch's divergence, with three times the gradient of `entropy`: one leaf carries both."""
+    return batch.divergence.detach() + 3 * (entropy - entropy.detach())
+
+
 def run(spec: pl.LossSpec, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:
-    """`policy_loss` and its gradients with respect to logp and entropy (0 where the spec reads no entropy)."""
+    """`policy_loss` and its gradients with respect to logp
+    and entropy (0 where the spec reads no entropy).
+    """
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
-    arguments = {**batch.kwargs, "logp": logp, "entropy": entropy, "totals": totals, **kwargs}
+    carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
+    arguments = {**batch.kwargs, **carried, "totals": totals, **kwargs}
     out = pl.policy_loss(spec, **arguments)
     dlogp, dentropy = torch.autograd.grad(out.loss, (logp, entropy), allow_unused=True)
     assert dlogp is not None, "the loss is not connected to logp"
@@ -249,7 +279,9 @@ def step_totals(spec: pl.LossSpec, batch: Batch, **kwargs: Any) -> pl.Totals:
 
 
 def assert_same(actual: Any, expected: Any, tol: float = 1e-12, what: str = "result") -> None:
-    """Equal tensors, or dicts of numbers: bit for bit if `tol` is 0, else to `tol` relative or absolute. NaN equals NaN."""
+    """Equal tensors, or dicts of numbers: bit for bit if `tol` is 0, else to `tol` relative or
+    absolute. NaN equals NaN.
+    """
     if not isinstance(expected, dict):
         torch.testing.assert_close(
             actual, expected, rtol=tol, atol=tol, equal_nan=True, msg=lambda m: f"{what}: {m}"

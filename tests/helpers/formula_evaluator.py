@@ -1,7 +1,9 @@
-"""A tiny evaluator of printed formulas, written from their vocabulary alone: it shares no code with the library but the draw.
+"""A tiny evaluator of printed formulas, written from their vocabulary alone: it shares no code with
+the library but the draw.
 
-Only the valid tokens exist here: every name is a float64 vector with one entry per valid token, and `row` and `column` remember
-where each came from. Counts and sums follow the name `mask`, which a formula may narrow.
+Only the valid tokens exist here: every name is a float64 vector with one entry per valid token, and
+`row` and `column` remember where each came from. Counts and sums follow the name `mask`, which a
+formula may narrow.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ class Evaluator:
             **constants,
             "logp": leaf,
             "entropy": entropy,
+            "divergence": batch.divergence[valid] + 3 * (entropy - entropy.detach()),
             "mask": torch.ones(len(self.row), dtype=torch.bool),
             **{
                 name: getattr(batch, name)[valid]
-                for name in ("old_logp", "rollout_logp", "ref_logp", "advantages")
+                for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
             },
         }
         for line in formula.lines:
@@ -54,9 +57,8 @@ class Evaluator:
             "inf": math.inf,
         }
         for name, key in (("L", self.row), ("N_group", self.group_ids[self.row])):
-            counts[name] = self.by(key, self.ones()).clamp(
-                min=1
-            )  # a token outside the mask may have no peers left
+            # A token outside the mask may have no peers left.
+            counts[name] = self.by(key, self.ones()).clamp(min=1)
         functions = {name: getattr(self, name) for name in dir(self) if name in FUNCTIONS}
         return eval(
             expression, {"__builtins__": {}}, {**PLAIN, **functions, **counts, **self.names}

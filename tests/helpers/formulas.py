@@ -1,4 +1,6 @@
-"""The printed formula, and where it says the gradient is zero, against what `policy_loss` computes."""
+"""The printed formula, and where it says the gradient is zero,
+against what `policy_loss` computes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def assert_formula_holds(spec: pl.LossSpec, batch: Batch) -> None:
 
 
 def zero_batch(seed: int) -> Batch:
-    """Advantages that are zero here and there, constant in some rows; one token exactly at the anchor; ratios wide apart."""
+    """Advantages that are zero here and there, constant in some rows; one token exactly at the
+    anchor; ratios wide apart.
+    """
     batch = make_batch(seed=seed, rows=7, width=6, spread=0.6)
     a = batch.advantages.clone()
     a[1], a[0, :2], a[4], a[5] = 0.0, 0.0, -1.0, 2.0

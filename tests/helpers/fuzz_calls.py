@@ -201,6 +201,53 @@ LIBRARY: dict[str, Case] = {
             "vocab_group": None,
         },
     ),
+    "linear_divergence": (
+        pl.linear_divergence,
+        {
+            "hidden": HIDDEN,
+            "weight": WEIGHT,
+            "teacher": pl.Teacher(HIDDEN, WEIGHT),
+            "kind": "jsd",
+            "beta": 0.5,
+            "tail": True,
+            "top": "union",
+            "k": 3,
+            "mask": MASK,
+            "bias": torch.zeros(7),
+            "temperature": 1.0,
+            "softcap": 3.0,
+            "vocab_group": None,
+            "plan": "auto",
+        },
+    ),
+    "divergence": (
+        pl.divergence,
+        {
+            "logits": torch.randn(B, T, 7),
+            "teacher": torch.randn(B, T, 7),
+            "kind": "reverse",
+            "mask": MASK,
+            "temperature": 1.0,
+            "softcap": 3.0,
+        },
+    ),
+    "Teacher": (
+        lambda **fields: pl.linear_divergence(HIDDEN, WEIGHT, pl.Teacher(**fields), kind="forward"),
+        {
+            "hidden": HIDDEN,
+            "weight": WEIGHT,
+            "bias": torch.zeros(7),
+            "temperature": 1.0,
+            "softcap": 3.0,
+        },
+    ),
+    "TopK": (
+        lambda **fields: pl.linear_divergence(HIDDEN, WEIGHT, pl.TopK(**fields), kind="forward"),
+        {
+            "ids": torch.tensor([1, 4]).expand(B, T, 2),
+            "logp": torch.full((B, T, 2), -2.0),
+        },
+    ),
     "linear_policy_loss": (
         pl.linear_policy_loss,
         {
@@ -294,6 +341,40 @@ ADVANTAGES: dict[str, Case] = {
     "dr_grpo": (pl.advantage.dr_grpo, {**_GROUP, "single": "zero"}),
     "rloo": (pl.advantage.rloo, {**_GROUP, "single": "zero"}),
     "grpo_loo": (pl.advantage.grpo_loo, {**_GROUP, "eps": 1e-6}),
+    "opd": (
+        pl.advantage.opd,
+        {
+            "teacher_logp": LOGP,
+            "old_logp": OLD,
+            "coef": 0.5,
+            "base": PER_SEQUENCE,
+            "mask": MASK,
+            "cu_seqlens": None,
+        },
+    ),
+    "iw_opd": (
+        pl.advantage.iw_opd,
+        {"teacher_logp": LOGP, "old_logp": OLD, "mask": MASK, "gamma": 0.5, "coef": 0.5},
+    ),
+    "prefix_weights": (
+        pl.advantage.prefix_weights,
+        {"advantages": LOGP, "mask": MASK, "gamma": 0.5, "cu_seqlens": None},
+    ),
+    "centered_kl": (
+        pl.advantage.centered_kl,
+        {"old_logp": OLD, "ref_logp": LOGP, "mask": MASK, "coef": 0.5, "group": None},
+    ),
+    "kl_in_reward": (
+        pl.advantage.kl_in_reward,
+        {
+            "rewards": PER_SEQUENCE,
+            "old_logp": OLD,
+            "ref_logp": LOGP,
+            "mask": MASK,
+            "coef": 0.5,
+            "estimator": "k3",
+        },
+    ),
     "reinforce_pp": (
         pl.advantage.reinforce_pp,
         {
@@ -400,6 +481,7 @@ PARTS: dict[str, Case] = {
             pl.SelfNormalise(),
             pl.DivergenceMask("kl", 0.1),
             pl.KL("k3", 0.1),
+            pl.Divergence("jsd", 0.1, weight="ratio", weight_max=2.0, top="student", k=3),
         ),
         *(pl.SeqMeanTokenMean(), pl.SeqMeanTokenSumNorm(8.0), pl.TokenSumNorm(8.0)),
     )

@@ -1,7 +1,9 @@
-"""Shared material of the head's tests: batches of hidden states, the contract line as oracle, and the comparisons.
+"""Shared material of the head's tests: batches of hidden states, the contract line as oracle,
+and the comparisons.
 
-The oracle is the contract of the head, one line of PyTorch, in float64; the same line in the inputs' own dtype is the eager version
-whose error is the measure of ours. Everything runs on a GPU where there is one. Legend: N tokens, V vocabulary, D hidden size.
+The oracle is the contract of the head, one line of PyTorch, in float64; the same line in the
+inputs' own dtype is the eager version whose error is the measure of ours. Everything runs on a GPU
+where there is one. Legend: N tokens, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
+from policyloss.functional.divergence import of_distributions
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FLOAT = (
-    torch.float32 if CUDA else torch.float64
-)  # the kernels do not take float64; without them it is the sharpest test
+# The kernels do not take float64; without them it is the sharpest test.
+FLOAT = torch.float32 if CUDA else torch.float64
 LOGPROB_PLANS = ("recompute", "stash")
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 
@@ -36,7 +38,9 @@ def dtype_name(x: Any) -> str:
 
 
 class Values(NamedTuple):
-    """Log-probability of the token and entropy of the distribution it was drawn from, token-shaped."""
+    """Log-probability of the token and entropy of the distribution it was drawn from,
+    token-shaped.
+    """
 
     logp: Tensor
     entropy: Tensor
@@ -49,7 +53,9 @@ def contract_of_logits(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> Values:
-    """`log_softmax(logits.float() / temperature).gather(ids)` and its entropy; 0 where masked, whatever stands there."""
+    """`log_softmax(logits.float() / temperature).gather(ids)` and its entropy;
+    0 where masked, whatever stands there.
+    """
     live = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
     z = torch.where(live[..., None], logits.to(torch.promote_types(logits.dtype, torch.float32)), 0)
     if softcap is not None:
@@ -58,9 +64,8 @@ def contract_of_logits(
         temperature = torch.where(live, temperature, 1).to(z.dtype)[..., None]
     log_p = (z / temperature).log_softmax(-1)
     logp = log_p.gather(-1, torch.where(live, ids, 0).long()[..., None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(
-        -1
-    )  # p·log p is 0 at p = 0
+    # P·log p is 0 at p = 0.
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
     return Values(torch.where(live, logp, 0), torch.where(live, entropy, 0))
 
 
@@ -73,7 +78,9 @@ def contract(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> Values:
-    """`log_softmax((hidden @ weight.T + bias).float() / temperature).gather(ids)` and its entropy, in the dtype of the inputs."""
+    """`log_softmax((hidden @ weight.T + bias).float() / temperature).gather(ids)` and its entropy,
+    in the dtype of the inputs.
+    """
     x = hidden if mask is None else torch.where(mask[..., None], hidden, 0)
     logits = x @ weight.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -120,11 +127,13 @@ def largest_logit(
 def assert_no_worse(
     ours: Tensor, eager: Tensor, truth: Tensor, what: str, logit: float = 1.0, factor: float = 1.0
 ) -> None:
-    """Our error against float64 is at most twice that of eager PyTorch in the same dtype, plus one rounding.
+    """Our error against float64 is at most twice that of eager PyTorch in the same dtype,
+    plus one rounding.
 
-    Both the root mean square and the largest error. The rounding is that of the result; and that of the largest scaled `logit` in
-    the dtype of the statistics, which is a relative error of every probability, times what probabilities are multiplied by
-    (`factor`). Where all is float64 the truth is rounded as well, so everything must agree to 1e-12.
+    Both the root mean square and the largest error. The rounding is that of the result; and that of
+    the largest scaled `logit` in the dtype of the statistics, which is a relative error of every
+    probability, times what probabilities are multiplied by (`factor`). Where all is float64 the
+    truth is rounded as well, so everything must agree to 1e-12.
     """
     assert ours.shape == truth.shape, (
         f"{what}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
@@ -154,7 +163,9 @@ def assert_no_worse(
 def assert_run_no_worse(
     ours: Run, eager: Run, truth: Run, factors: dict[str, float], logit: float
 ) -> None:
-    """`assert_no_worse` for both values and every gradient; `factors` names the gradients (upstream ones are of order 1)."""
+    """`assert_no_worse` for both values and every gradient;
+    `factors` names the gradients (upstream ones are of order 1).
+    """
     for name, a, b, c in zip(("logp", "entropy"), ours, eager, truth, strict=False):
         assert_no_worse(a, b, c, name, logit)
     assert len(ours.grads) == len(eager.grads) == len(truth.grads) <= len(factors)
@@ -165,7 +176,9 @@ def assert_run_no_worse(
 
 
 def assert_near(actual: Tensor, expected: Tensor, tol: float, what: str) -> None:
-    """Equal to `tol` times the largest expected value (or times 1, if that is less); NaN and inf are never equal."""
+    """Equal to `tol` times the largest expected value (or times 1, if that is less);
+    NaN and inf are never equal.
+    """
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     )
@@ -210,9 +223,11 @@ def peaked_case(
     peak: float = 6.0,
     spread: float = 1.0,
 ) -> Case:
-    """Hidden states that point at their token: its logit is about `peak`, the others are spread around 0 by `spread`.
+    """Hidden states that point at their token: its logit is about `peak`,
+    the others are spread around 0 by `spread`.
 
-    A language model's distributions are peaked, and every seventh token is another than the one it points at, as sampling gives.
+    A language model's distributions are peaked, and every seventh token is another than the one it
+    points at, as sampling gives.
     """
     g = generator(seed)
     weight = torch.randn(vocab, width, generator=g, dtype=torch.float32)
@@ -236,7 +251,9 @@ def peaked_case(
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """The tensors of one `linear_policy_loss` call. Padded: `[B, T, D]`, `[B, T]`. Packed: `[N, D]`, `[N]` and `cu_seqlens`."""
+    """The tensors of one `linear_policy_loss` call. Padded: `[B, T, D]`, `[B, T]`. Packed:
+    `[N, D]`, `[N]` and `cu_seqlens`.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -246,8 +263,17 @@ class HeadBatch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """What `policy_loss` takes beside logp and entropy, on the device of the tests."""
-        given = {k: v for k, v in self.tokens.kwargs.items() if k not in ("logp", "entropy")}
+        computed = ("logp", "entropy", "divergence")
+        given = {k: v for k, v in self.tokens.kwargs.items() if k not in computed}
         return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in given.items()}
+
+    def teacher(self, dtype: torch.dtype | None = None) -> pl.Teacher:
+        """A teacher of width 5; its hidden states follow from the student's in any layout."""
+        g, (vocab, size) = generator(99), self.weight.shape
+        mixed = torch.randn(size, 5, generator=g).to(self.hidden)
+        hidden = torch.tanh(self.hidden.detach() @ mixed)
+        weight = torch.randn(vocab, 5, generator=g).to(hidden)
+        return pl.Teacher(hidden.to(dtype), weight.to(dtype), temperature=0.8)
 
     def packed(self) -> HeadBatch:
         """The same sequences end to end."""
@@ -275,9 +301,11 @@ def make_head_batch(
     size: int = 8,
     dtype: torch.dtype | None = None,
 ) -> HeadBatch:
-    """`cases.make_batch` (holes in the mask, an empty row, a masked one), with hidden states whose log-probs are its `logp`.
+    """`cases.make_batch` (holes in the mask, an empty row, a masked one), with hidden states whose
+    log-probs are its `logp`.
 
-    The frozen policies' log-probs keep their distance from the current one, so clips, corrections and rejections all fire.
+    The frozen policies' log-probs keep their distance from the current one, so clips,
+    corrections and rejections all fire.
     """
     dtype = dtype or FLOAT
     tokens = make_batch(seed, rows, width)
@@ -288,13 +316,16 @@ def make_head_batch(
     shift = logp - tokens.logp
     wide = torch.promote_types(dtype, torch.float32)
     tokens = tokens.map(
-        lambda x: (x + shift).clamp(max=-1e-3), "logp", "old_logp", "rollout_logp", "ref_logp"
+        lambda x: (x + shift).clamp(max=-1e-3),
+        *("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp"),
     )
     return HeadBatch(hidden, weight, ids, tokens.map(lambda x: x.to(wide)))
 
 
 class LossRun(NamedTuple):
-    """What a loss from hidden states gives: its value, the gradients of hidden and weight, the metrics."""
+    """What a loss from hidden states gives: its value, the gradients of hidden and weight,
+    the metrics.
+    """
 
     loss: Tensor
     dhidden: Tensor
@@ -306,23 +337,32 @@ class LossRun(NamedTuple):
         return self.records.compute()
 
 
+def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
+    """What `linear_policy_loss` takes after the ids, with a teacher for a divergence."""
+    teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
+    return {**batch.kwargs, **teacher, **kwargs}
+
+
 def run_loss(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
     """`linear_policy_loss` and its gradients."""
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
-    out = pl.linear_policy_loss(spec, hidden, weight, batch.ids, **{**batch.kwargs, **kwargs})
+    arguments = arguments_of(spec, batch, **kwargs)
+    out = pl.linear_policy_loss(spec, hidden, weight, batch.ids, **arguments)
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
 
 
 def run_oracle(
     spec: pl.LossSpec, batch: HeadBatch, dtype: torch.dtype = torch.float64, **kwargs: Any
 ) -> LossRun:
-    """`policy_loss` on the contract's log-probs and entropy computed in `dtype`, its gradients by autograd.
+    """`policy_loss` on the contract's log-probs and entropy computed in `dtype`,
+    its gradients by autograd.
 
-    The loss itself is computed in the dtype of the batch's frozen log-probs, as ours is, so that draws that depend on their bits
-    agree.
+    The loss itself is computed in the dtype of the batch's frozen log-probs, as ours is, so that
+    draws that depend on their bits agree.
     """
     hidden, weight = leaf(batch.hidden, dtype), leaf(batch.weight, dtype)
-    call = {**batch.kwargs, **kwargs}
+    call = arguments_of(spec, batch, **kwargs)
+    teacher = call.pop("teacher", None)
     head = {name: call.pop(name, None) for name in ("bias", "softcap")}
     values = contract(
         hidden,
@@ -332,9 +372,23 @@ def run_oracle(
         mask=call["mask"].bool(),
         **head,
     )
-    logp, entropy = (x.to(batch.tokens.old_logp.dtype) for x in values)
+    wide = batch.tokens.old_logp.dtype
+    logp, entropy = (x.to(wide) for x in values)
+    if teacher is not None:
+        call["divergence"] = oracle_divergence(spec, hidden, weight, teacher, call["mask"]).to(wide)
     out = pl.policy_loss(spec, logp, entropy=entropy, **call)
     return LossRun(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)), out.metrics)
+
+
+def oracle_divergence(
+    spec: pl.LossSpec, hidden: Tensor, weight: Tensor, teacher: pl.Teacher, mask: Tensor
+) -> Tensor:
+    """The divergence at temperature 1 of the student, by autograd through all logits."""
+    x = torch.where(mask.bool()[..., None], hidden, 0)
+    u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
+    student = (x @ weight.T).log_softmax(-1)
+    of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
+    return of_distributions(student, of_teacher, spec.divergence.measure)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:
@@ -360,7 +414,9 @@ def assert_same_loss(actual: LossRun, expected: LossRun, tol: float) -> None:
 
 
 def forced_rows(plan: pl.Plan, rows: int) -> pl.Plan:
-    """The same plan with windows of `rows` rows (and, where it makes logits again, of ten vocabulary entries)."""
+    """The same plan with windows of `rows` rows (and, where it makes logits again, of ten
+    vocabulary entries).
+    """
     return dataclasses.replace(
         plan, rows=rows, columns=10 if plan.name == "recompute" else plan.columns
     )
@@ -379,7 +435,9 @@ def admitted(call: Callable[[str], Any], plans: Sequence[str] = LOSS_PLANS) -> l
 
 
 class MatmulRows(TorchDispatchMode):
-    """Counts the work of matrix products: `rows` is Σ m·n·k over them, divided by V·D; `most` the rows of the largest window."""
+    """Counts the work of matrix products: `rows` is Σ m·n·k over them, divided by V·D; `most` the
+    rows of the largest window.
+    """
 
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
@@ -402,7 +460,9 @@ class MatmulRows(TorchDispatchMode):
 
 
 class Poison(TorchDispatchMode):
-    """Every tensor made without values (`torch.empty` and its kin) holds NaN, or an absurd integer."""
+    """Every tensor made without values (`torch.empty` and its kin) holds NaN,
+    or an absurd integer.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -421,7 +481,9 @@ class Poison(TorchDispatchMode):
 
 
 def poison_freed_memory(*shapes: tuple[int, ...]) -> None:
-    """Fill memory of these sizes with NaN and give it back, so that what is allocated next finds it there."""
+    """Fill memory of these sizes with NaN and give it back,
+    so that what is allocated next finds it there.
+    """
     held = [
         torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
         for shape in shapes

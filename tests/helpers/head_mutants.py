@@ -1,8 +1,11 @@
-"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be wrong, the test that must fail."""
+"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be
+wrong, the test that must fail.
+"""
 
 from __future__ import annotations
 
 _LOGITS, _LINEAR, _LOSS = "test_head_logits.py::", "test_head_linear.py::", "test_head_loss.py::"
+_DIVERGENCE, _PAIRS = "test_head_divergence.py::", "test_pair_kernels.py::"
 _ERRORS, _CALLS, _COMPOSED = (
     "test_head_errors.py::",
     "test_head_calls.py::",
@@ -10,6 +13,83 @@ _ERRORS, _CALLS, _COMPOSED = (
 )
 
 HEAD = (
+    (
+        "pair_total_forgotten",
+        "head/pair_rows.py",
+        "d = slopes(ls, lt, measure) - ls.exp() * pair.total[b].unsqueeze(-1)",
+        "d = slopes(ls, lt, measure)",
+        _DIVERGENCE + "test_every_kind_under_every_plan",
+    ),
+    (
+        "entries_written_from_rounded_rows",
+        "head/entry_rows.py",
+        "    d = -direct * torch.expm1(logp) - p * (total.unsqueeze(-1) - direct)\n",
+        "    d = -p * total.unsqueeze(-1)\n",
+        _DIVERGENCE + "test_a_teacher_known_by_some_entries",
+    ),
+    (
+        "teacher_of_other_rows",
+        "head/comparison.py",
+        "        rows = self.head.rows(at)\n",
+        "        rows = self.head.rows(slice(0, room.memory.shape[0]))\n",
+        _DIVERGENCE + "test_every_kind_under_every_plan",
+    ),
+    (
+        "teacher_at_the_students_temperature",
+        "head/comparison.py",
+        "inverse_temperature=rate, softcap=teacher.softcap",
+        "softcap=teacher.softcap",
+        _DIVERGENCE + "test_scalings_of_either_model",
+    ),
+    (
+        "top_k_mass_unchecked",
+        "teacher.py",
+        "known.exp().sum(-1) > 1 + tolerance",
+        "known.exp().sum(-1) > 100",
+        _DIVERGENCE + "test_errors_say_what_to_do",
+    ),
+    (
+        "pair_kernel_cross_of_the_student",
+        "head/pair_kernels.py",
+        "e_t * (t - s)",
+        "e_s * (t - s)",
+        _PAIRS + "test_statistics",
+    ),
+    (
+        "pair_kernel_without_the_teacher",
+        "head/pair_gradient_kernel.py",
+        "d += pull * (p - tl.exp2(lt))",
+        "d += pull * p",
+        _PAIRS + "test_gradient",
+    ),
+    (
+        "support_keeps_everything",
+        "head/support.py",
+        "        z.fill_(ABSENT)\n",
+        "        pass\n",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "support_of_the_wrong_rows",
+        "head/support.py",
+        "(starts - before)[rows]",
+        "(starts - starts[0])[rows]",
+        "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "a_support_without_its_token_is_fine",
+        "head/support.py",
+        "valid & (hits == 0)",
+        "valid & (hits < 0)",
+        "test_support.py::test_a_token_outside_its_support_is_an_error_that_counts_them",
+    ),
+    (
+        "absent_logits_come_back_under_a_softcap",
+        "head/softmax_rows.py",
+        "torch.where(s == ABSENT, s, capped)",
+        "torch.where(s < 2 * ABSENT, s, capped)",
+        "test_support.py::test_logits_that_exist",
+    ),
     (
         "head_entropy_sign",
         "head/softmax_rows.py",
@@ -41,7 +121,7 @@ HEAD = (
     (
         "head_softcap_slope_dropped",
         "head/softmax_rows.py",
-        "d.mul_(1 - (capped / scaling.softcap) ** 2)",
+        "d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)",
         "d.mul_(1)",
         _LOGITS + "test_gradcheck",
     ),
@@ -118,8 +198,8 @@ HEAD = (
     (
         "head_entropy_bonus_without_slope",
         "head/windows.py",
-        '"entropy": entropy_has_slope(self.spec)}',
-        '"entropy": False}',
+        '.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))',
+        '.requires_grad_(name != "entropy")',
         _CALLS + "test_gradcheck",
     ),
     (

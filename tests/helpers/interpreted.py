@@ -1,6 +1,8 @@
-"""Triton kernels on any machine: compiled where there is a GPU, else run by Triton's interpreter. Import this before triton.
+"""Triton kernels on any machine: compiled where there is a GPU, else run by Triton's interpreter.
+Import this before triton.
 
-Triton decides when it is imported whether its own functions are interpreted, so the choice is made here, while tests are collected.
+Triton decides when it is imported whether its own functions are interpreted, so the choice is made
+here, while tests are collected.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
-            "triton was imported before TRITON_INTERPRET=1 was set; import tests/interpreted.py first."
+            "triton was imported before TRITON_INTERPRET=1 was set; import tests/interpreted.py "
+            "first."
         )
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -29,7 +32,9 @@ if DEVICE == "cpu":
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
-        """Loop bounds are arrays of one number there, which NumPy 2.4 no longer takes for an index."""
+        """Loop bounds are arrays of one number there, which NumPy 2.4 no longer takes
+        for an index.
+        """
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -1,7 +1,9 @@
-"""One-line mistakes, each of which must make a named test fail; and the driver that makes them, on copies of the package.
+"""One-line mistakes, each of which must make a named test fail;
+and the driver that makes them, on copies of the package.
 
-Run as a script with the names of mutants, it prints `{name: pytest's exit code}`. All of them run in one process, since loading
-torch takes longer than any of the tests: before each, whatever was imported from the copy or from the tests is forgotten.
+Run as a script with the names of mutants, it prints `{name: pytest's exit code}`. All of them run
+in one process, since loading torch takes longer than any of the tests: before each, whatever was
+imported from the copy or from the tests is forgotten.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from train_mutants import TRAIN
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = TESTS.parent / "src" / "policyloss"
 CLEAN = "clean"
-# Without collecting garbage after each run (a second, as torch is large), and without rewriting assertions nobody will read.
+# Without collecting garbage after each run (a second, as torch is large), and without rewriting
+# assertions nobody will read.
 _PLUGINS = ("cacheprovider", "xdist", "unraisableexception")
 _FAST = ("-x", "-q", "--no-header", "--assert=plain", *(f"-pno:{name}" for name in _PLUGINS))
 
@@ -164,7 +167,7 @@ MUTANTS = (
     Mutant(
         "anchors_not_detached",
         "inputs.py",
-        'raw[name] = x if x is None or name == "entropy" else x.detach()',
+        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),
@@ -213,8 +216,8 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = Stat(held, n)',
-        'records[f"clip_fraction_{name}"] = Stat(held / n, n / n)',
+        'records[f"clip_fraction_{name}"] = Stat(number, n)',
+        'records[f"clip_fraction_{name}"] = Stat(number / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(
@@ -325,7 +328,8 @@ def mutated_copy(folder: Path, mutant: Mutant | None) -> None:
         places = places_of(mutant, source)
         if len(places) != 1:
             raise LookupError(
-                f"{mutant.name}: {mutant.old!r} stands {len(places)} times in {mutant.file}, not once"
+                f"{mutant.name}: {mutant.old!r} stands {len(places)} times in {mutant.file}, not "
+                "once"
             )
         start, stop = places[0]
         path.write_text(source[:start] + mutant.new + source[stop:], encoding="utf-8")
@@ -339,7 +343,9 @@ def located(test: str) -> str:
 
 
 def run_tests(folder: Path, tests: list[str]) -> int:
-    """Run `tests` against the package in `folder`, in this process; pytest's exit code (1: a test failed)."""
+    """Run `tests` against the package in `folder`, in this process;
+    pytest's exit code (1: a test failed).
+    """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if (
@@ -361,7 +367,9 @@ def run_tests(folder: Path, tests: list[str]) -> int:
 
 
 def main(names: list[str]) -> None:
-    """Run each named mutant's test on a mutated copy (`clean`: all tests, nothing changed) and print the exit codes as JSON."""
+    """Run each named mutant's test on a mutated copy (`clean`: all tests, nothing changed) and
+    print the exit codes as JSON.
+    """
     by_name = {m.name: m for m in MUTANTS}
     codes = {}
     for name in names:

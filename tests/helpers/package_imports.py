@@ -62,7 +62,9 @@ def holds_kernels(module: str) -> bool:
 
 
 def named_modules(source: str, files: Collection[str]) -> set[str]:
-    """Modules of the package whose names stand in `source` as strings, which is how `import_module` is called."""
+    """Modules of the package whose names stand in `source` as strings,
+    which is how `import_module` is called.
+    """
     strings = {
         node.value
         for node in ast.walk(parsed(source))
@@ -76,10 +78,12 @@ def named_modules(source: str, files: Collection[str]) -> set[str]:
 
 
 def loads(module: str) -> set[str]:
-    """Every module that importing or running `module` may load: by statement, lazily, by name, and the packages around them.
+    """Every module that importing or running `module` may load: by statement, lazily, by name, and
+    the packages around them.
 
-    To import a module is to run the `__init__` of its packages first; those that hold `module` too are running already. Kernels are
-    left out: they are asked for by name, and import their caller's types.
+    To import a module is to run the `__init__` of its packages first; those that hold `module` too
+    are running already. Kernels are left out: they are asked for by name,
+    and import their caller's types.
     """
     imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
     named = named_modules(FILES[module].read_text(), FILES)

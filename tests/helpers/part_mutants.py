@@ -1,6 +1,8 @@
-"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the order of `head_mutants.HEAD`.
+"""One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the
+order of `head_mutants.HEAD`.
 
-Each stands inside the part or function it is about: `test_mutants` demands at least one for every part of every slot.
+Each stands inside the part or function it is about:
+`test_mutants` demands at least one for every part of every slot.
 """
 
 from __future__ import annotations
@@ -11,6 +13,83 @@ _CLIPS, _WEIGHTS = "parts/trust_clips.py", "parts/trust_weights.py"
 _AGGREGATE, _FUNCTIONAL = "parts/aggregate.py", "functional/correction.py"
 
 PARTS = (
+    (
+        "opd_upside_down",
+        "advantage/distillation.py",
+        "d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))",
+        "d = difference(old_logp.detach(), logp, valid, compute_dtype(logp, old_logp))",
+        "test_distillation.py::test_opd_by_hand",
+    ),
+    (
+        "prefix_weights_by_the_tokens_before",
+        "advantage/distillation.py",
+        "fill(1 + gamma * share, valid)",
+        "fill(1 + gamma * (1 - share), valid)",
+        "test_distillation.py::test_prefix_weights_by_hand",
+    ),
+    (
+        "divergence_weight_keeps_its_gradient",
+        "parts/divergence.py",
+        "t.ratio.detach() if self.reads_ratio",
+        "t.ratio if self.reads_ratio",
+        "test_divergence.py::test_a_divergence_in_the_slot",
+    ),
+    (
+        "divergence_without_its_coef",
+        "loss.py",
+        'part.coef * pull if is_part("kl", part) else pull',
+        "pull",
+        "test_divergence.py::test_together_with_a_kl",
+    ),
+    (
+        "divergence_counts_as_kl",
+        "loss.py",
+        "        if not isinstance(part, Divergence):\n",
+        "        if True:\n",
+        "test_divergence.py::test_together_with_a_kl",
+    ),
+    (
+        "divergence_kinds_swapped",
+        "functional/divergence.py",
+        'return "reverse" if self.beta else "forward"',
+        'return "forward" if self.beta else "reverse"',
+        "test_divergence.py::test_the_limits_of_the_jsd_are_the_two_kls",
+    ),
+    (
+        "mixture_the_other_way",
+        "functional/divergence.py",
+        "above = (1 - beta) * torch.expm1(",
+        "above = beta * torch.expm1(",
+        "test_divergence.py::test_unequal_beta_hand_computed",
+    ),
+    (
+        "generalised_without_its_masses",
+        "functional/divergence.py",
+        "reverse - p_s + p_t",
+        "reverse",
+        "test_divergence.py::test_the_generalised_form_is_least_at_equality",
+    ),
+    (
+        "tail_of_the_teacher_alone",
+        "functional/divergence.py",
+        "    return each[..., :-1] - p * through_tail\n",
+        "    return each[..., :-1]\n",
+        "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
+    ),
+    (
+        "cut_reverse_as_if_whole",
+        "functional/divergence.py",
+        'return each + p if measure.form == "reverse" else each',
+        "return each",
+        "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
+    ),
+    (
+        "kl_weight_keeps_its_gradient",
+        "parts/kl.py",
+        "bound(t.ratio.detach(), (None, self.weight_max))",
+        "bound(t.ratio, (None, self.weight_max))",
+        "test_teacher.py::test_live_student_by_hand",
+    ),
     (
         "token_ratio_upside_down",
         _RATIO,
@@ -28,8 +107,8 @@ PARTS = (
     (
         "turn_ratio_over_the_sequence",
         _RATIO,
-        "/ runs.lengths.clamp(min=1))",
-        "/ t.lengths.sum())",
+        "total / length.clamp(min=1)",
+        "total / t.lengths.sum()",
         _HAND + "test_segment_ratio",
     ),
     (
@@ -63,15 +142,15 @@ PARTS = (
     (
         "sapo_temperatures_swapped",
         _WEIGHTS,
-        "self.tau_positive, self.tau_negative))",
-        "self.tau_negative, self.tau_positive))",
+        "self.tau_positive, self.tau_negative)",
+        "self.tau_negative, self.tau_positive)",
         _HAND + "test_trust",
     ),
     (
         "probability_band_sides_swapped",
         _CLIPS,
-        "            self.low,\n",
-        "            self.high,\n",
+        "(self.divergence, self.low,",
+        "(self.divergence, self.high,",
         _HAND + "test_probability_band",
     ),
     (
@@ -91,8 +170,8 @@ PARTS = (
     (
         "vespo_signs_swapped",
         _WEIGHTS,
-        "t.logp, t.advantages, positive, negative))",
-        "t.logp, t.advantages, negative, positive))",
+        "t.logp, t.advantages, positive, negative)",
+        "t.logp, t.advantages, negative, positive)",
         _HAND + "test_trust",
     ),
     (
@@ -154,8 +233,8 @@ PARTS = (
     (
         "sequence_mask_weights_swapped",
         _CORRECTION,
-        'if self.weight == "token" else w',
-        'if self.weight != "token" else w',
+        'if self.weight == "token": return',
+        'if self.weight != "token":\n            return',
         _CORRECTIONS + "test_weight",
     ),
     (
@@ -329,8 +408,8 @@ PARTS = (
     (
         "old_logp_not_detached",
         "inputs.py",
-        'raw[name] = x if x is None or name == "entropy" else x.detach()',
-        'raw[name] = x if x is None or name in ("entropy", "old_logp") else x.detach()',
+        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
+        'raw[name] = x if x is None or name in (*DIFFERENTIATED, "old_logp") else x.detach()',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
@@ -360,5 +439,12 @@ PARTS = (
         "_SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)",
         "_SegmentSum.apply(x.to(torch.float32), offsets, ids)",
         "test_counts.py::test_sums_over_packs_are_rounded_once",
+    ),
+    (
+        "bounds_of_fields_unread",
+        "parts/validate.py",
+        "checks += kind.__metadata__",
+        "checks += ()",
+        "test_spec.py::test_every_field_of_every_part_is_checked",
     ),
 )

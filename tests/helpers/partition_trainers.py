@@ -1,6 +1,8 @@
-"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and what two ranks say of some.
+"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and
+what two ranks say of some.
 
-The model is a small language model; a trainer is a `step(micro_batches)` that gives it the gradients of one optimizer step.
+The model is a small language model; a trainer is a `step(micro_batches)` that gives it the
+gradients of one optimizer step.
 Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
 """
 
@@ -79,7 +81,9 @@ def token_losses(model: nn.Module, micro: Batch) -> Tensor:
 
 
 def trainer(loss_of: StepLoss, model: nn.Module | None = None) -> Step:
-    """A loop that hands `loss_of` (each token's loss, mask, k, and the valid tokens and sequences of the step)."""
+    """A loop that hands `loss_of` (each token's loss, mask, k, and the valid tokens and sequences
+    of the step).
+    """
     model = model or make_model()
 
     def step(micro_batches: list[Batch]) -> nn.Module:
@@ -127,16 +131,17 @@ def token_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum()
 
 
-# Two ranks ------------------------------------------------------------------------------------------------------------------------
+# Two ranks ----------------------------------------------------------------------------------------
 
 RIGHT = (pl.TokenMean(), pl.TokenSum(), pl.PromptMean())
 
 
 def fsdp_trainer(loss_of: Callable[[Tensor, Batch, pl.Totals], Tensor]) -> Step:
     """Sharded parameters: a rank's gradients are shards, which the check puts together."""
+    # Slow to import, and needed by the two ranks alone.
     from torch.distributed.device_mesh import (
         init_device_mesh,
-    )  # slow to import, and needed by the two ranks alone
+    )
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,)))

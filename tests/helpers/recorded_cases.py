@@ -18,7 +18,9 @@ def recorded(peer):
 
 @cache
 def entries(peer):
-    """The comparisons of a framework by name and release: one name may mean another comparison at another release."""
+    """The comparisons of a framework by name and release:
+    one name may mean another comparison at another release.
+    """
     release.set_current(PEERS[peer].release)
     return functions(PEERS[peer])
 

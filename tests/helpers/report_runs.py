@@ -1,4 +1,6 @@
-"""Run directories made up for the tests of the report, in the form `policyloss train` writes them."""
+"""Run directories made up for the tests of the report,
+in the form `policyloss train` writes them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def rollout(
     seed: int = 0,
     **texts: str,
 ) -> dict[str, Any]:
-    """One row of rollouts.jsonl with numbers that fit together: ratio = exp(logp − old_logp), clipped as DAPO's bounds say."""
+    """One row of rollouts.jsonl with numbers that fit together: ratio = exp(logp − old_logp),
+    clipped as DAPO's bounds say.
+    """
     rng = random.Random(1000 * step + 10 * group + seed)
     n = len(tokens)
     advantage = rng.choice([-1.3, -0.6, 0.7, 1.4]) if reward < 1 else rng.uniform(0.3, 1.2)
@@ -101,7 +105,9 @@ def realistic_run(
     speed: float = 1.0,
     critic: bool = False,
 ) -> Path:
-    """A run that learns: accuracy from about 0.3 to above 0.9, with noise, evaluations every ten steps, and rollouts."""
+    """A run that learns: accuracy from about 0.3 to above 0.9, with noise,
+    evaluations every ten steps, and rollouts.
+    """
     rng = random.Random(seed)
     metrics, timing, rows = [], [], []
     for step in range(steps):

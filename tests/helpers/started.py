@@ -1,4 +1,6 @@
-"""Work that parallel test workers share, such as a start of processes: the first worker to come does it, the others wait."""
+"""Work that parallel test workers share, such as a start of processes: the first worker to come
+does it, the others wait.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PATIENCE_S = 300.0
 def started_once(
     factory: pytest.TempPathFactory, name: str, work: Callable[[Path], object]
 ) -> Path:
-    """The folder `name` of this test session, after `work(folder)` has been done in it, once for all workers."""
+    """The folder `name` of this test session, after `work(folder)` has been done in it,
+    once for all workers.
+    """
     base = factory.getbasetemp()
     folder: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     done = folder / "done"

@@ -23,7 +23,9 @@ def _numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 RATIOS = st.one_of(
     st.builds(
-        pl.TokenRatio, anchor=st.sampled_from(["old", "rollout", "current"]), log_clamp=LOG_CLAMP
+        pl.TokenRatio,
+        anchor=st.sampled_from(["old", "rollout", "teacher", "current"]),
+        log_clamp=LOG_CLAMP,
     ),
     st.builds(
         pl.SequenceRatio,
@@ -126,12 +128,34 @@ KL_OPTIONS: tuple[st.SearchStrategy[Any], ...] = (
 KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from([20.0, 0.5, None]),
     st.sampled_from([None, 10.0, 0.0625]),
-    st.sampled_from(["ref", "old", "rollout"]),
+    st.sampled_from(["ref", "old", "rollout", "teacher"]),
+)
+DIVERGENCES = st.builds(
+    pl.Divergence,
+    st.sampled_from(["forward", "reverse", "jsd", "generalised"]),
+    _numbers(0, 1),
+    beta=_numbers(0, 1),
+    weight=st.sampled_from([None, "ratio"]),
+    clamp=st.sampled_from([None, 0.5, (None, 0.25), (0.125, None)]),
+    tail=st.booleans(),
 )
 KLS = st.one_of(
+    DIVERGENCES,
+    st.tuples(st.builds(pl.KL, *KL_OPTIONS), DIVERGENCES),
     st.builds(pl.KL, *KL_OPTIONS, st.sampled_from([None, "ratio"]), *KL_BOUNDS),
     st.builds(
-        WrittenKL, *KL_OPTIONS, st.none(), *KL_BOUNDS, st.sampled_from(["token", "sequence"])
+        pl.KL,
+        *KL_OPTIONS,
+        st.just("detached_ratio"),
+        *KL_BOUNDS,
+        weight_max=st.none() | _numbers(0.5, 3),
+    ),
+    st.builds(
+        WrittenKL,
+        *KL_OPTIONS,
+        st.none(),
+        *KL_BOUNDS,
+        ratio_level=st.sampled_from(["token", "sequence"]),
     ),
 )
 HORIZON = st.integers(1, 5000)

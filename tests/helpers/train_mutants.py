@@ -1,17 +1,20 @@
-"""One-line mistakes in the trainer, as `Mutant`s of mutants.py: name, file, old, new, and the test that must notice."""
+"""One-line mistakes in the trainer, as `Mutant`s of mutants.py:
+name, file, old, new, and the test that must notice.
+"""
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS = (
+_DISK, _FAULTS, _DOORS, _REAL = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
+    "test_train_real_models.py::",
 )
 TRAIN = (
     (
         "reference_not_restored",
         "train/learner.py",
-        'load_weights(self.reference, subtree(tensors, "reference"))',
+        'load_weights(weights(self.reference), subtree(tensors, "reference"))',
         "pass",
         _DISK + "test_the_reference_of_a_resumed_run_is_the_one_it_had",
     ),
@@ -133,5 +136,68 @@ TRAIN = (
         "s.group % prompts % world == rank",
         "s.group % world == rank",
         "test_train_completions.py::test_the_share_of_a_rank",
+    ),
+    (
+        "a_completion_of_other_weights_is_taken",
+        "train/rollout/protocol.py",
+        "if one.version != version:",
+        "if False:",
+        "test_train_rollout.py::test_what_an_engine_must_not_return",
+    ),
+    (
+        "every_draw_has_the_same_seeds",
+        "train/rollout/protocol.py",
+        "{sampling.seed} {sampling.draw} {self.place}",
+        "{sampling.seed} 5 {self.place}",
+        "test_train_rollout.py::test_seeds_follow_from_the_run_the_draw_and_the_place",
+    ),
+    (
+        "a_function_of_two_arguments_is_a_loss",
+        "train/user_code.py",
+        "_needed(value) == 1",
+        "_needed(value) >= 1",
+        "test_train_own_code.py::test_what_is_no_loss",
+    ),
+    (
+        "an_advantage_gets_nothing_that_it_names",
+        "train/advantages.py",
+        "more = {name: x for name, x in offers.items() if name in names}",
+        "more = {}",
+        "test_train_own_code.py::test_an_advantage_of_ones_own",
+    ),
+    (
+        "a_window_is_one_too_wide",
+        "train/attention.py",
+        "else sliding_window - 1",
+        "else sliding_window",
+        "test_train_attention.py::test_sequences_in_one_row_are_each_sequence_alone",
+    ),
+    (
+        "rows_are_not_sorted",
+        "train/attention.py",
+        "key=lambda i: -lengths[i]",
+        "key=lambda i: 0",
+        "test_train_attention.py::test_rows_are_sorted_and_cut_by_hand",
+    ),
+    (
+        "the_reference_has_adapters",
+        "train/learner.py",
+        "else without_adapter(policy.model):",
+        "else nullcontext():",
+        _REAL + "test_the_reference_of_a_policy_with_adapters_is_the_model_without_them",
+    ),
+    (
+        "masters_do_not_reach_the_weights",
+        "train/optimizers.py",
+        "torch._foreach_copy_(weights, masters)",
+        "pass",
+        _REAL + "test_small_steps_add_up_in_float32_masters",
+    ),
+    (
+        "old_logp_of_the_first_update_is_lost",
+        "train/learner.py",
+        "_put(old, new_logp)",
+        "pass",
+        "test_train_learner.py::test_old_log_probabilities_are_the_policy_s_or_the_sampler_s",
     ),
 )

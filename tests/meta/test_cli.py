@@ -1,4 +1,6 @@
-"""The `policyloss` command: what it prints, its exit codes, and that nothing it is given ends in a traceback."""
+"""The `policyloss` command: what it prints, its exit codes,
+and that nothing it is given ends in a traceback.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_explain_trl_reads_a_grpo_config(
 def test_what_explain_trl_writes_can_be_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The config's KL has TRL's own rounding, so the spec holds a part of `policyloss.compat.trl`."""
+    """The config's KL has TRL's own rounding, so the spec holds a part
+    of `policyloss.compat.trl`.
+    """
     config, spec = tmp_path / "config.json", tmp_path / "spec.json"
     config.write_text(json.dumps({"loss_type": "vespo", "beta": 0.04}))
     spec.write_text(printed(capsys, "explain-trl", str(config), "--json"))
@@ -183,7 +187,9 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def extras() -> set[str]:
-    """The extras of pyproject.toml: the names in its section of optional dependencies. (Python 3.10 has no tomllib.)"""
+    """The extras of pyproject.toml: the names in its section of optional dependencies.
+    (Python 3.10 has no tomllib.)
+    """
     section = (
         PROJECT.read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     )
@@ -194,7 +200,9 @@ def extras() -> set[str]:
 def test_an_extra_that_is_advised_exists(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A package that is missing is named with the extra that brings it; the report needs none, so there is none to name."""
+    """A package that is missing is named with the extra that brings it;
+    the report needs none, so there is none to name.
+    """
 
     def missing(module: str) -> None:
         raise ModuleNotFoundError("No module named 'rich'", name="rich")

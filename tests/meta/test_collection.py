@@ -1,4 +1,6 @@
-"""Collecting tests and showing a command's help stay quick: model libraries are loaded when used."""
+"""Collecting tests and showing a command's help stay quick:
+model libraries are loaded when used.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_imports_at_load_are_those_that_run(text: str, expected: set[str]) -> No
 
 
 def test_no_module_loads_a_model_library_at_the_top() -> None:
-    """They take seconds. A function that uses one imports it; a type is imported under TYPE_CHECKING."""
+    """They take seconds. A function that uses one imports it;
+    a type is imported under TYPE_CHECKING.
+    """
     slow = [
         f"{path.relative_to(ROOT)}: {', '.join(sorted(loaded))}"
         for folder in FOLDERS

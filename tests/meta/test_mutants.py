@@ -50,7 +50,9 @@ def test_every_mutant_dies(group):
 
 
 def spans_of(file: str, names: set[str]) -> dict[str, tuple[int, int]]:
-    """Where each of the named classes and functions of a file begins and ends, as positions in its text."""
+    """Where each of the named classes and functions of a file begins and ends,
+    as positions in its text.
+    """
     text = (PACKAGE / file).read_text(encoding="utf-8")
     begins = [0, *running_total(len(line) for line in text.splitlines(keepends=True))]
     nodes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
@@ -78,7 +80,9 @@ DEMANDED = {**SLOTS, "functional/correction.py": public_functions(functional_cor
 
 @pytest.mark.parametrize("file", DEMANDED)
 def test_every_part_has_a_mutant(file):
-    """A part without one could be wrong unnoticed: somewhere inside its own lines a mistake must make a test fail."""
+    """A part without one could be wrong unnoticed: somewhere inside its own lines a mistake must
+    make a test fail.
+    """
     text = (PACKAGE / file).read_text(encoding="utf-8")
     places = [places_of(m, text)[0][0] for m in MUTANTS if m.file == file]
     spans = spans_of(file, DEMANDED[file])

@@ -41,7 +41,14 @@ def breaches(source: str) -> set[str]:
 
 
 def test_the_check_can_fail() -> None:
-    source = "import pickle\nfrom marshal import loads\ntorch.load('x')\neval('1')\nmodel.eval()\nrun('x', shell=True)\n"
+    source = (
+        "import pickle\n"
+        "from marshal import loads\n"
+        "torch.load('x')\n"
+        "eval('1')\n"
+        "model.eval()\n"
+        "run('x', shell=True)\n"
+    )
     assert breaches(source) == {"pickle", "marshal", "torch.load", "eval", "shell"}
 
 

@@ -1,7 +1,9 @@
-"""Two ranks give what one process gives: sequences spread over ranks (context parallel), or shared out among them (data parallel).
+"""Two ranks give what one process gives: sequences spread over ranks (context parallel), or shared
+out among them (data parallel).
 
-With `cp_group`, the ranks' losses add up to the whole loss and the gradients of the shards are the shards of the gradient; with
-data-parallel ranks, their average is (`dp_size`). Metrics merged by `all_reduce` are the metrics of the whole batch on every rank.
+With `cp_group`, the ranks' losses add up to the whole loss and the gradients of the shards are the
+shards of the gradient; with data-parallel ranks, their average is (`dp_size`). Metrics merged by
+`all_reduce` are the metrics of the whole batch on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of processes: the first starts it."""
+    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    processes: the first starts it.
+    """
     folder = started_once(
         tmp_path_factory,
         "two_ranks",
@@ -61,7 +65,9 @@ def test_context_parallel_ranks_add_up(case: str, said: Said) -> None:
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_the_shards_are_the_batch(sharding: str) -> None:
-    """Both ranks hold a part of it, or the case tests nothing; and no token is lost or held twice."""
+    """Both ranks hold a part of it, or the case tests nothing;
+    and no token is lost or held twice.
+    """
     shards = [shard(sharding, rank, packed=False) for rank in (0, 1)]
     assert sum(int(s.mask.sum()) for s in shards) == int(BATCH.mask.sum())
     assert all(int(s.lengths.sum()) > 0 for s in shards)
@@ -153,7 +159,9 @@ def test_value_loss_over_data_parallel_ranks(aggregate: Any, split: str, said: S
 
 
 def test_totals_are_counted_over_the_groups_named(said: Said) -> None:
-    """5 of the 7 sequences have valid tokens. The default `dp_size` is every rank whose gradients are averaged."""
+    """5 of the 7 sequences have valid tokens. The default `dp_size`
+    is every rank whose gradients are averaged.
+    """
     tokens = int(BATCH.mask.sum())
     for rank, rows in enumerate(DP_ROWS["uneven"]):
         own = BATCH.rows(list(rows)).mask

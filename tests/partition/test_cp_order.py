@@ -1,4 +1,6 @@
-"""Turns and scans over time whose tokens lie on several ranks, and prompts whose samples do: equal to one process."""
+"""Turns and scans over time whose tokens lie on several ranks, and prompts whose samples do:
+equal to one process.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,13 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the four ranks said of every case. Parallel test workers share one start of processes: the first's."""
+    """What each of the four ranks said of every case.
+    Parallel test workers share one start of processes: the first's.
+    """
 
     def start(place: Path) -> None:
-        # Importing torch is most of the work: one process imports it, and the four are copies of that one.
+        # Importing torch is most of the work: one process imports it,
+        # and the four are copies of that one.
         multiprocessing.set_forkserver_preload(["torch", "policyloss"])
         torch.multiprocessing.start_processes(
             work, args=(str(place),), nprocs=4, start_method="forkserver"
@@ -94,7 +99,9 @@ def test_head_and_compiled_loss_pass_positions_on(said: Said) -> None:
 
 
 def test_a_turn_is_not_a_sequence() -> None:
-    """What a rank would see alone, or the sequence as one turn, are other losses: the cases above can fail."""
+    """What a rank would see alone, or the sequence as one turn, are other losses:
+    the cases above can fail.
+    """
     turn, sequence = (run(PRESETS[name], BATCH).dlogp for name in ("gspo_turn", "gspo"))
     assert (turn - sequence).abs().max() > 1e-3
     alone = [
@@ -117,17 +124,22 @@ def test_scans_cross_ranks(size: int, sharding: str, layout: str, said: Said) ->
 def test_by_hand(said: Said) -> None:
     for first in (0, 2):
         even, odd = said[first]["hand"], said[first + 1]["hand"]
-        # GAE with γ = 0.9, λ = 0.5 of rewards 1, 2, 3 and values 0.5, 1, 1.5 at positions 0 and 2 | 1:
-        # δ = 1 + 0.9·1 − 0.5, 2 + 0.9·1.5 − 1, 3 − 1.5 = 1.4, 2.35, 1.5;  A = 1.4 + 0.45·3.025, 2.35 + 0.45·1.5, 1.5
+        # GAE with γ = 0.9, λ = 0.5 of rewards 1, 2, 3 and values 0.5, 1,
+        # 1.5 at positions 0 and 2 | 1:
+        # δ = 1 + 0.9·1 − 0.5, 2 + 0.9·1.5 − 1, 3 − 1.5 = 1.4, 2.35, 1.5;
+        # A = 1.4 + 0.45·3.025, 2.35 + 0.45·1.5, 1.5
         assert_same(even["gae"], torch.tensor([[2.76125, 1.5]], dtype=torch.float64))
         assert_same(odd["gae"], torch.tensor([[3.025, 0.0]], dtype=torch.float64))
-        # Log-ratios 0.1, 0.2, 0.6, masked, 0.5 at positions 0 and 4 | 1, 2 (and 3): turns with means 0.3 and 0.5; loss −Σ ratio.
+        # Log-ratios 0.1, 0.2, 0.6, masked, 0.5 at positions 0 and 4 | 1, 2 (and 3): turns with
+        # means 0.3 and 0.5; loss −Σ ratio.
         assert_same(even["loss"], torch.tensor(-math.exp(0.3) - math.exp(0.5), dtype=torch.float64))
         assert_same(odd["loss"], torch.tensor(-2 * math.exp(0.3), dtype=torch.float64))
 
 
 def test_whitening_over_pairs_of_ranks(said: Said) -> None:
-    """Two pairs hold other sequences; each pair has their tokens spread over it; all four share mean and variance."""
+    """Two pairs hold other sequences; each pair has their tokens spread over it;
+    all four share mean and variance.
+    """
     expected = advantage.reinforce_pp(BATCH.advantages, BATCH.mask, 0.9)
     for first, half in ((0, [0, 1, 5]), (2, [2, 3, 4, 6])):
         found = [
@@ -141,7 +153,9 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
 
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
-    """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening, whose sums go by the order of rows."""
+    """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening,
+    whose sums go by the order of rows.
+    """
     expected, tol = (
         ESTIMATES[name](REWARDS, IDS),
         1e-14 if name.startswith(("gdpo", "reinforce", "whiten")) else 0,
@@ -172,7 +186,9 @@ def test_drop_ins_do_not_warn(said: Said) -> None:
 
 
 def test_what_the_losses_exchange(said: Said) -> None:
-    """One all-reduce of (sum, count) for a sequence-level ratio, and one back; turns send their ends besides, in two gathers."""
+    """One all-reduce of (sum, count) for a sequence-level ratio, and one back; turns send their
+    ends besides, in two gathers.
+    """
     for ranks in said:
         for name in ("gspo", "gspo_token"):
             assert ranks[f"cost: {name}"][0] == {"all_reduce": 1}
@@ -190,7 +206,10 @@ def test_what_the_losses_exchange(said: Said) -> None:
         ("twice", "belongs to two valid tokens on the ranks of cp_group"),
         (
             "float",
-            "positions must be a tensor of integers, each token's place in its whole sequence, got dtype torch.float64",
+            (
+                "positions must be a tensor of integers, each token's place in its whole sequence, "
+                "got dtype torch.float64"
+            ),
         ),
         ("shape", "positions have shape (7, 1) but the tokens have (7, "),
         ("scan missing", "a scan over time depends on the order of tokens"),
@@ -201,7 +220,10 @@ def test_what_the_losses_exchange(said: Said) -> None:
         ),
         ("mixed", "packed ones as [S, 1]"),
         ("columns", "bridge=False compares columns as they stand"),
-        ("name", "group must be a process group, \"local\" (this rank alone) or None, got 'world'"),
+        (
+            "name",
+            "group must be a process group, \"local\" (this rank alone) or None, got 'world'",
+        ),
     ],
 )
 def test_every_rank_says_what_is_wrong(case: str, message: str, said: Said) -> None:

@@ -1,7 +1,9 @@
-"""Any cut of a batch into micro-batches sums to the same loss, the same gradient and the same metrics, to 1e-12 in float64.
+"""Any cut of a batch into micro-batches sums to the same loss, the same gradient and the same
+metrics, to 1e-12 in float64.
 
-That is what a global denominator buys: `totals` are counted (or measured, where a loss needs more than counts) once per step, and
-nothing a micro-batch computes depends on its companions. The two `Local…` aggregations break this on purpose; a test says so.
+That is what a global denominator buys: `totals` are counted (or measured, where a loss needs more
+than counts) once per step, and nothing a micro-batch computes depends on its companions. The two
+`Local…` aggregations break this on purpose; a test says so.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def whole(spec: pl.LossSpec) -> Result:
 
 
 def summed(call: Callable[[Batch], Result], split: list[list[int]], packed: bool) -> Result:
-    """Run `call` on each micro-batch and add up: losses, gradients (back in their rows) and metrics."""
+    """Run `call` on each micro-batch and add up: losses,
+    gradients (back in their rows) and metrics.
+    """
     dlogp, dentropy = torch.zeros_like(BATCH.logp), torch.zeros_like(BATCH.logp)
     loss, records = torch.zeros((), dtype=torch.float64), pl.Metrics({})
     for rows in split:
@@ -79,7 +83,9 @@ def test_every_preset_under_every_split(name: str, split: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
-    """Given its own totals, a call gives the bits it gives without (up to the rounding of measured means in another layout)."""
+    """Given its own totals, a call gives the bits it gives without (up to the rounding of measured
+    means in another layout).
+    """
     assert_same_result(
         run(PRESETS[name], BATCH, step_totals(PRESETS[name], BATCH)),
         whole(PRESETS[name]),
@@ -107,7 +113,9 @@ def test_every_correction_under_every_rejection_and_aggregation(
 
 @pytest.mark.parametrize("trust", TRUSTS, ids=label)
 def test_every_trust_region_with_rejection_and_self_normalisation(trust: Any) -> None:
-    """Statistics of the batch (covariances, a mean weight) and survivors of a rejection, measured together."""
+    """Statistics of the batch (covariances, a mean weight) and survivors of a rejection,
+    measured together.
+    """
     correction = (pl.Truncate(1.1), pl.Reject("k1", low=-0.25, high=0.25), pl.SelfNormalise())
     for rejected in REJECTED:
         spec = swapped(BASE, trust=trust, correction=correction, rejected=rejected)
@@ -117,7 +125,9 @@ def test_every_trust_region_with_rejection_and_self_normalisation(trust: Any) ->
 
 @pytest.mark.parametrize("aggregate", LOCAL, ids=lambda a: a.__name__)
 def test_local_aggregations_depend_on_the_cut(aggregate: Any) -> None:
-    """They reproduce runs that averaged per micro-batch, so the sum over the cut is not the whole — by a lot."""
+    """They reproduce runs that averaged per micro-batch,
+    so the sum over the cut is not the whole — by a lot.
+    """
     spec = BASE.replace(aggregate=aggregate())
     parts = summed(
         partial(run, spec, totals=step_totals(spec, BATCH)), SPLITS["halves"], packed=False
@@ -166,7 +176,9 @@ def test_measure_is_count_where_counts_are_enough(name: str) -> None:
 
 
 def test_counts_of_micro_batches_add_up() -> None:
-    """Counted by hand in the batch: fully masked and empty rows are no sequences, and a group of such rows is no group."""
+    """Counted by hand in the batch: fully masked and empty rows are no sequences,
+    and a group of such rows is no group.
+    """
     counted = [
         pl.Totals.count(p.mask, group_ids=p.group_ids)
         for p in (BATCH.rows(r) for r in SPLITS["uneven, out of order"])
@@ -199,9 +211,8 @@ def test_packed_and_padded_counts_agree() -> None:
 
 def test_a_number_of_groups_is_enough_when_no_group_is_split() -> None:
     spec = BASE.replace(aggregate=pl.PromptMean())
-    totals = pl.Totals(
-        int(BATCH.mask.sum()), 5, groups=4
-    )  # 70, 11, -5 and 42 have tokens; 99 has none
+    # 70, 11, -5 and 42 have tokens; 99 has none.
+    totals = pl.Totals(int(BATCH.mask.sum()), 5, groups=4)
     split = [[0, 2], [1, 4, 3], [5], [6]]
     assert_same_result(summed(partial(run, spec, totals=totals), split, packed=False), whole(spec))
 
@@ -216,7 +227,9 @@ def test_prompt_mean_without_groups_is_an_error() -> None:
 
 @pytest.mark.parametrize("aggregate", GLOBAL, ids=label)
 def test_dp_size_multiplies_the_loss_and_gradient_but_not_the_metric(aggregate: Any) -> None:
-    """DDP averages gradients over ranks; the factor makes the average the gradient of the whole batch."""
+    """DDP averages gradients over ranks; the factor makes the average the gradient
+    of the whole batch.
+    """
     spec = BASE.replace(aggregate=aggregate)
     expected = whole(spec)
     result = run(spec, BATCH, step_totals(spec, BATCH, dp_size=4))
@@ -269,7 +282,9 @@ def test_value_loss(aggregate: Any, kind: str, split: str) -> None:
 
 
 def test_metrics_of_uneven_micro_batches_are_the_true_fractions() -> None:
-    """3 of 4 tokens clipped in one micro-batch and 0 of 12 in another is 3/16, not the mean of means 3/8."""
+    """3 of 4 tokens clipped in one micro-batch and 0 of 12 in another is 3/16,
+    not the mean of means 3/8.
+    """
     advantages = torch.ones(1, dtype=torch.float64)
     spec = pl.preset("ppo")
     totals = pl.Totals(tokens=16, sequences=2)

@@ -1,8 +1,10 @@
-"""Any partition, the same gradient: 1, 2 and 4 gloo processes give what one process gives for the whole batch in one call.
+"""Any partition, the same gradient: 1, 2 and 4 gloo processes give what one process gives
+for the whole batch in one call.
 
-Loss, gradient of a small model and every metric are compared with the single process in float64: to 1e-12 in float64 and to 1e-6 in
-float32 (of the gradient's largest entry; of a number, or of 1 if it is smaller). Losses that need statistics of the batch measure
-them on each rank's whole share first. The two `Local…` aggregations are left out: they depend on the cut on purpose.
+Loss, gradient of a small model and every metric are compared with the single process in float64: to
+1e-12 in float64 and to 1e-6 in float32 (of the gradient's largest entry; of a number, or of 1 if it
+is smaller). Losses that need statistics of the batch measure them on each rank's whole share first.
+The two `Local…` aggregations are left out: they depend on the cut on purpose.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ def test_value_loss(cut: str, dtype: str, said: Said) -> None:
             check(said, cut, f"value {kind}:{label(aggregate)}", dtype)
 
 
-# ------------------------------------------------------------------------------------------------ what the cases are worth
+# ------------------------------------------------------------------------------------------------
+# what the cases are worth
 
 
 def test_only_the_local_aggregations_are_left_out() -> None:
@@ -181,7 +184,8 @@ def test_the_batch_makes_the_parts_bind() -> None:
     assert min(reference(c)["gradient"].abs().max() for c in SPECS) > 1e-4
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# ------------------------------------------------------------------------------------------------
+# advantages
 
 
 @cache
@@ -196,7 +200,9 @@ def whole_advantages(name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", [*PER_TOKEN, *PER_SEQUENCE, "optimal_token_baseline"])
 def test_advantages(name: str, said: Said) -> None:
-    """Scans that cross shards, statistics of the batch, and groups of samples that lie on several ranks."""
+    """Scans that cross shards, statistics of the batch,
+    and groups of samples that lie on several ranks.
+    """
     expected = whole_advantages(name)
     assert expected.abs().max() > 0.1
     cuts = [
@@ -210,7 +216,8 @@ def test_advantages(name: str, said: Said) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ collectives
+# ------------------------------------------------------------------------------------------------
+# collectives
 
 S = len(ROWS)
 FORWARD_AND_BACKWARD: dict[str, tuple[list[int], list[int]]] = {
@@ -237,14 +244,17 @@ def test_a_loss_makes_no_collective_under_data_parallel(name: str, said: Said) -
 def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(
     name: str, said: Said
 ) -> None:
-    """How many numbers each all-reduce of the loss and of its backward carries; S sequences, of 8 tokens or fewer."""
+    """How many numbers each all-reduce of the loss and of its backward carries;
+    S sequences, of 8 tokens or fewer.
+    """
     forward, backward = FORWARD_AND_BACKWARD[name]
     seen = said[2]["collectives"][f"CP, contiguous|{name}"]
     assert seen["forward"] == [["allreduce", n] for n in forward]
     assert seen["backward"] == [["allreduce", n] for n in backward]
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------
+# what is refused
 
 
 @pytest.mark.parametrize("call", ["policy_loss", "value_loss", "aggregate_tokens"])

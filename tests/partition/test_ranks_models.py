@@ -1,6 +1,8 @@
-"""A small Llama trained over ranks is the one trained by a single process: parameters after five optimizer steps.
+"""A small Llama trained over ranks is the one trained by a single process:
+parameters after five optimizer steps.
 
-The ranks hold unequal shares: other numbers of micro-batches, of rows and of tokens, one of them nothing to train on.
+The ranks hold unequal shares: other numbers of micro-batches, of rows and of tokens,
+one of them nothing to train on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The recipes run, on two ranks where they are distributed, and all end at the parameters of one process and one whole batch."""
+"""The recipes run, on two ranks where they are distributed, and all end at the parameters of one
+process and one whole batch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ TOLERANCE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every recipe saved its result. Parallel test workers share one run: the first starts it."""
+    """Where every recipe saved its result. Parallel test workers share one run:
+    the first starts it.
+    """
     command = [sys.executable, ROOT / "tests/workers/recipe_ranks.py"]
     return started_once(
         tmp_path_factory,
@@ -62,14 +66,15 @@ def distance(a: Saved, b: Saved) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_a_recipe_ends_where_the_whole_batch_does(name: str, folder: Path) -> None:
-    """The whole batch: one process, one micro-batch, float64, `policy_loss` without `accumulate`."""
+    """The whole batch: one process, one micro-batch, float64,
+    `policy_loss` without `accumulate`.
+    """
     recipe, whole = saved(folder, name), saved(folder, "whole_batch")
     assert recipe["ranks"] == RANKS[name]
     assert distance(recipe, whole) <= TOLERANCE
     assert recipe["metrics"] == pytest.approx(whole["metrics"], rel=TOLERANCE, abs=TOLERANCE)
-    assert (
-        recipe["metrics"]["tokens"] == 76
-    )  # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once
+    # 1 + 14 + 2 + 9 + 3 + 16 + 1 + 5 + 12 + 2 + 7 + 4: every completion once.
+    assert recipe["metrics"]["tokens"] == 76
 
 
 @pytest.mark.slow
@@ -80,7 +85,9 @@ def test_a_recipe_ends_where_the_plain_loop_does(name: str, folder: Path) -> Non
 
 @pytest.mark.slow
 def test_the_batch_tells_a_wrong_denominator_from_a_right_one(folder: Path) -> None:
-    """The mean of the micro-batches' own means, and no training at all, are four orders of magnitude outside the tolerance."""
+    """The mean of the micro-batches' own means, and no training at all, are four orders of
+    magnitude outside the tolerance.
+    """
     for other in ("mean_of_means", "untrained"):
         assert distance(saved(folder, other), saved(folder, "whole_batch")) > 1e4 * TOLERANCE
 
@@ -94,13 +101,16 @@ def command(name: str) -> str:
 
 @pytest.mark.slow
 def test_the_command_of_a_recipe_starts_it(tmp_path: Path, folder: Path) -> None:
-    """Through the real launcher, for one recipe; the others' ranks are started with the environment that it makes."""
+    """Through the real launcher, for one recipe; the others' ranks are started
+    with the environment that it makes.
+    """
     launcher, *rest = shlex.split(command("ddp"))
+    # Standalone: a free port.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",
-    }  # standalone: a free port
+    }
     path = tmp_path / "ddp.pt"
     begun = [Path(sys.executable).with_name(launcher), *rest, path]
     ended = subprocess.run(

@@ -1,4 +1,6 @@
-"""What a command writes lands in a regular file, whole or not at all; devices, pipes, links and folders stay as they are."""
+"""What a command writes lands in a regular file, whole or not at all; devices, pipes, links and
+folders stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes an
 
 
 def special(folder: Path, kind: str) -> Path:
-    """A path of that kind in `folder`. Who may not make a device gets the system's own, and cannot harm it."""
+    """A path of that kind in `folder`. Who may not make a device gets the system's own,
+    and cannot harm it.
+    """
     path = folder / kind.replace(" ", "_")
     if kind == "folder":
         path.mkdir()
@@ -64,9 +68,8 @@ def test_only_regular_files_are_written(tmp_path: Path, kind: str) -> None:
     )
     assert not (tmp_path / "nowhere").exists()
     assert not (tmp_path / "precious").exists() or (tmp_path / "precious").read_text() == "precious"
-    assert [
-        p.name for p in tmp_path.iterdir() if p.name.startswith(".")
-    ] == []  # no temporary file is left
+    # No temporary file is left.
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 @posix
@@ -90,9 +93,8 @@ def test_the_report_refuses_what_is_no_regular_file(
         stat.S_IFMT(after.st_mode),
     )
     assert f"is a {kind.removeprefix('dangling ')}" in capsys.readouterr().err
-    assert not (
-        tmp_path / "report.html"
-    ).exists()  # neither file is written if one of them cannot be
+    # Neither file is written if one of them cannot be.
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_regular_file_gets_new_contents_at_once(tmp_path: Path) -> None:
@@ -101,9 +103,8 @@ def test_a_regular_file_gets_new_contents_at_once(tmp_path: Path) -> None:
     first = path.stat().st_ino
     write_output(path, b"new", "out")
     assert path.read_bytes() == b"new"
-    assert (
-        path.stat().st_ino != first
-    )  # another file took the name, so a reader of the old one is not disturbed
+    # Another file took the name, so a reader of the old one is not disturbed.
+    assert path.stat().st_ino != first
     assert sorted(p.name for p in path.parent.iterdir()) == ["page.html"]
 
 

@@ -1,4 +1,6 @@
-"""The data of a report: exact numbers from run directories, and from partial ones everything that can be had, with notes."""
+"""The data of a report: exact numbers from run directories,
+and from partial ones everything that can be had, with notes.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ def test_runs_of_one_name_get_labels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> None:
-    """Whichever way a writer says NaN. A plain null says that nothing was measured, and is no gap."""
+    """Whichever way a writer says NaN. A plain null says that nothing was measured,
+    and is no gap.
+    """
     lines = [
         '{"step": 0, "a": 1.0, "b": null}',
         '{"step": 1, "a": NaN}',
@@ -183,13 +187,18 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
     [
         ({"config.json": "{}"}, "There is no metrics.jsonl."),
         ({"metrics.jsonl": '{"step": 0, "a": 1}\n'}, "There is no config.json."),
-        ({"config.json": '{"config": {"st', "metrics.jsonl": ""}, "config.json cannot be read: JSONDecodeError."),
+        ({"config.json": '{"config": {"st', "metrics.jsonl": ""},
+         "config.json cannot be read: JSONDecodeError."),
         ({"config.json": "[1]"}, "config.json holds a list instead of an object."),
-        ({"config.json": '{"config": [], "loss": 5}'}, "The loss in config.json cannot be explained"),
+        ({"config.json": '{"config": [], "loss": 5}'},
+         "The loss in config.json cannot be explained"),
         ({"config.json": "[" * 100_000}, "config.json cannot be read: RecursionError."),
-        ({"config.json": "{}", "metrics.jsonl": '{"step": 0, "a": 1' + "0" * 400 + "}\n"}, "a was NaN or infinite at 1 step(s)"),
-        ({"metrics.jsonl": '{"step": 0, "ratio_histogram": {"edges": [2, 1], "counts": [3]}}\n'}, "1 ratio histogram(s) have"),
-        ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'}, "There is no timing.jsonl."),
+        ({"config.json": "{}", "metrics.jsonl": '{"step": 0, "a": 1' + "0" * 400 + "}\n"},
+         "a was NaN or infinite at 1 step(s)"),
+        ({"metrics.jsonl": '{"step": 0, "ratio_histogram": {"edges": [2, 1], "counts": [3]}}\n'},
+         "1 ratio histogram(s) have"),
+        ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'},
+         "There is no timing.jsonl."),
     ],
 )  # fmt: skip
 def test_partial_runs_give_a_page_with_notes(
@@ -304,9 +313,8 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
 
 
 def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
-    rows = [
-        rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)
-    ]  # 20 tokens a step, 200 in all
+    # 20 tokens a step, 200 in all.
+    rows = [rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)]
     write_lines(tmp_path / "rollouts.jsonl", rows)
 
     def kept(budget: int) -> tuple[list[int], list[str]]:
@@ -316,6 +324,7 @@ def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
         ], notes
 
     assert kept(200) == ([s for s in range(10) for _ in range(2)], [])
+    # Every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80.
     assert kept(80)[0] == [
         0,
         0,
@@ -325,7 +334,7 @@ def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
         6,
         9,
         9,
-    ]  # every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80
+    ]
     assert kept(15)[0] == [9]  # even one step is too long: its first row
     assert kept(5)[0] == [9]  # and one row is shown in any case
     assert kept(80)[1] == [

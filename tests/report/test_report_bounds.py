@@ -1,4 +1,6 @@
-"""A report of a huge run: what is shown and what is kept in memory is bounded, and what was left out is said."""
+"""A report of a huge run: what is shown and what is kept in memory is bounded,
+and what was left out is said.
+"""
 
 from __future__ import annotations
 
@@ -112,14 +114,15 @@ def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> Non
     assert found["summary"]["tokens"] == 20
     (note,) = [n for n in found["notes"] if "too many metrics" in n]
     assert "302 are shown" in note
-    assert note.endswith(
-        "and 29,701 were left out."
-    )  # 30,000 − 300, and the one whose name is too long
+    # 30,000 − 300, and the one whose name is too long.
+    assert note.endswith("and 29,701 were left out.")
     assert len(view(data)["panels"]) == 302
 
 
 def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Path) -> None:
-    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point, and no number is lost."""
+    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point,
+    and no number is lost.
+    """
     steps = 12_001
     rows: list[dict[str, Any]] = [
         {"step": s, "tokens": 2, "reward/mean": 0.25} for s in range(steps)
@@ -181,6 +184,7 @@ def test_rows_and_long_texts_count_towards_the_budget(
         rollouts=[rollout(s, ["x"], group=k) for s in range(4) for k in range(3)],
     )
     found = run_of(short)
+    # Every second step back from the last.
     assert [row["step"] for row in found["rollouts"]] == [
         1,
         1,
@@ -188,7 +192,7 @@ def test_rows_and_long_texts_count_towards_the_budget(
         3,
         3,
         3,
-    ]  # every second step back from the last
+    ]
     assert (
         "6 of 12 rollouts are shown, from 2 of 4 steps, to keep the page small." in found["notes"]
     )
@@ -197,9 +201,8 @@ def test_rows_and_long_texts_count_towards_the_budget(
     long = write_run(
         tmp_path / "long", [], rollouts=[rollout(s, ["x"], prompt="p" * 256 * 60) for s in range(4)]
     )
-    assert [row["step"] for row in run_of(long)["rollouts"]] == [
-        3
-    ]  # two of them would be 2 · 61 > 100
+    # Two of them would be 2 · 61 > 100.
+    assert [row["step"] for row in run_of(long)["rollouts"]] == [3]
     endless = write_run(tmp_path / "endless", [], rollouts=[rollout(0, ["x"] * 101)])
     assert len(run_of(endless)["rollouts"][0]["tokens"]) == 100
     assert (
@@ -236,9 +239,8 @@ def test_the_command_line_says_what_was_left_out(
     )
     assert "run: b\\u001b[31m was NaN or infinite at 1 step(s), first at step 0." in lines
     assert len(lines) == 21
-    assert (
-        lines[-1] == "21 more notes are on the page."
-    )  # 40 and the one that says how many more there are
+    # 40 and the one that says how many more there are.
+    assert lines[-1] == "21 more notes are on the page."
     assert len(collect([run])["runs"][0]["notes"]) == 41
 
 
@@ -246,9 +248,8 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}], config={"steps": 2})
     owner = lock.Lock(run)
     assert run_of(run)["summary"]["state"] == "running"
-    (run / "lock").write_text(
-        json.dumps({**owner.owner, "began": "long ago"})
-    )  # this process began later
+    # This process began later.
+    (run / "lock").write_text(json.dumps({**owner.owner, "began": "long ago"}))
     assert run_of(run)["summary"]["state"] == "stopped"
     for pid in (0, -1, True, 2**70, 1.5, "1"):
         (run / "lock").write_text(json.dumps({**owner.owner, "pid": pid, "began": None}))
@@ -258,7 +259,8 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and loads nothing else of the trainer, nor any package that the core does without.
+    """It asks the trainer's lock, and loads nothing else of the trainer,
+    nor any package that the core does without.
 
     To load a module is to run the `__init__` of its packages, so those are asked as well.
     """
@@ -316,16 +318,18 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
     only_links.mkdir()
     (only_links / "config.json").symlink_to(run / "config.json")
     assert main(["report", str(only_links), "--out", str(tmp_path / "x.html")]) == 2
-    (tmp_path / "named").symlink_to(
-        run
-    )  # the folder itself was named by the caller, and may be a link
+    # The folder itself was named by the caller, and may be a link.
+    (tmp_path / "named").symlink_to(run)
     assert run_of(tmp_path / "named")["metrics"] == found["metrics"]
 
 
 def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
-    counts = "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET ROWS"
+    counts = (
+        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET "
+        "ROWS"
+    )
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
         assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(
             ", ", " , "

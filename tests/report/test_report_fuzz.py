@@ -1,4 +1,6 @@
-"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback, never a value that JSON lacks."""
+"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback,
+never a value that JSON lacks.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ FILES = (
 )
 NAN = float("nan")
 WRONG: list[Any] = [
-    None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400, -(10**400), 2**53, 2**63,
-    "", "nan", "text", "\ud800", "\x00\x1b[31m", "</script><script>", "é\u202e", "x" * 30_000, [], {}, [NAN], [[]], {"a": NAN},
-    {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]}, {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
+    None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400,
+    -(10**400), 2**53, 2**63,
+    "", "nan", "text", "\ud800", "\x00\x1b[31m", "</script><script>", "é\u202e", "x" * 30_000, [],
+    {}, [NAN], [[]], {"a": NAN},
+    {"edges": [0, 0, 0, 0], "counts": [1, 1, 1]},
+    {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
     {"nan": {"": [None, True, "x", {"y": 1e308}]}},
 ]  # fmt: skip
 METRICS = {
@@ -70,9 +75,8 @@ def _changed(value: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> Any:
         if not at:
             return replacement
         inner = value
-        with suppress(
-            LookupError, TypeError
-        ):  # the first change may have taken away the place of the second
+        # The first change may have taken away the place of the second.
+        with suppress(LookupError, TypeError):
             for key in at[:-1]:
                 inner = inner[key]
             inner[at[-1]] = replacement
@@ -109,10 +113,11 @@ mess = st.binary(max_size=40) | st.sampled_from(
     [b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": ']
 )
 contents = {name: inside | inside | inside | mess for name, inside in contents.items()}
+# Hypothesis leaves out what is optional half of the time.
 FIRST = (
     "rollouts.jsonl",
     "metrics.jsonl",
-)  # hypothesis leaves out what is optional half of the time
+)
 directories = st.fixed_dictionaries(
     {name: contents[name] for name in FIRST},
     optional={name: contents[name] for name in FILES if name not in FIRST},

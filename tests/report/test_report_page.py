@@ -1,4 +1,6 @@
-"""The page of a report: what it draws, that it needs no network, and that nothing hostile in the data comes alive in it."""
+"""The page of a report: what it draws, that it needs no network,
+and that nothing hostile in the data comes alive in it.
+"""
 
 from __future__ import annotations
 
@@ -102,10 +104,18 @@ def strip_policy(page: str) -> str:
 
 
 def browser(page: Path, address: str = "", width: int = 1280) -> tuple[str, list[str]]:
-    """The document as Chromium has it after the page's script ran, and what it said in its console."""
+    """The document as Chromium has it after the page's script ran,
+    and what it said in its console.
+    """
     assert CHROMIUM is not None
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-    more = f"--disable-component-update --enable-logging=stderr --v=0 --virtual-time-budget=1500 --window-size={width},1000"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-sync"
+    )
+    more = (
+        "--disable-component-update --enable-logging=stderr --v=0 --virtual-time-budget=1500 "
+        f"--window-size={width},1000"
+    )
     data = f"--user-data-dir={page.parent / 'profile'}"
     command = [
         CHROMIUM,
@@ -143,18 +153,20 @@ def test_the_colour_scales_hold_98_percent_of_the_tokens(tmp_path: Path) -> None
     }
     row |= {"logp": [0.0] * 101, "rollout_logp": [0.0] * 101}
     scales = view(collect([write_run(tmp_path / "run", [], rollouts=[row])]))["scales"]
+    # The differences are all 0, which gets no colour.
     assert scales == {
         "ratio": 0.98,
         "advantage": 98.0,
         "rollout": 0.01,
-    }  # the differences are all 0, which gets no colour
+    }
 
 
 def test_the_clip_band_is_shown_where_the_ratio_is_that_of_tokens(two_runs: list[Path]) -> None:
+    # DAPO; GSPO's is of sequences.
     assert [run["band"] for run in view(collect(two_runs))["runs"]] == [
         [0.8, 1.28],
         None,
-    ]  # DAPO; GSPO's is of sequences
+    ]
 
 
 def test_words_for_numbers() -> None:
@@ -233,7 +245,9 @@ def six_digits(x: float) -> str:
 
 @needs_browser
 def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path) -> None:
-    """The real page, with its policy on: it draws everything, says nothing in the console, and shows what the address asks for."""
+    """The real page, with its policy on: it draws everything, says nothing in the console, and
+    shows what the address asks for.
+    """
     page = tmp_path / "report.html"
     data = write_report(two_runs, page)
     dom, said = browser(
@@ -259,9 +273,8 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     strength = 100 * abs(row["token_advantage"][2]) / view(data)["scales"]["advantage"]
     sign = "plus" if row["token_advantage"][2] > 0 else "minus"
     assert f"var(--{sign}) {min(100, strength):.0f}%" in dom
-    assert (
-        dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2
-    )  # the ratios of both runs
+    # The ratios of both runs.
+    assert dom.count('<image href="data:image/png') == dom.count('<path class="area') == 2
     assert 'data-theme="dark"' in dom
     assert element(dom, "smoothness") == "0.50"
     assert element(dom, "histogram-step") == "20"
@@ -274,31 +287,41 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
 
 # Uses the page as a person would, and leaves what it saw in an element, as base64 of JSON.
 DRIVER = """
-const seen = {}, text = (id) => document.getElementById(id).textContent, hash = () => new URLSearchParams(location.hash.slice(1));
+const seen = {}, text = (id) => document.getElementById(id).textContent;
+const hash = () => new URLSearchParams(location.hash.slice(1));
 const boxes = () => document.querySelectorAll("#token-list .token");
-const first = (inside) => document.querySelector(`figure[data-panel="0"] ${inside}`), colour = document.getElementById("color");
-const point = (node, type, at = {}) => node.dispatchEvent(new PointerEvent(type, {bubbles: true, ...at}));
-const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+const first = (inside) => document.querySelector(`figure[data-panel="0"] ${inside}`);
+const colour = document.getElementById("color");
+const point = (node, type, at = {}) =>
+  node.dispatchEvent(new PointerEvent(type, {bubbles: true, ...at}));
+const press = (key) =>
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
 seen.tokens = [...boxes()].map((box) => box.textContent);
 point(boxes()[4], "pointerover"); seen.hovered = text("token-values");
 boxes()[0].focus(); press("ArrowRight"); seen.right = document.activeElement.dataset.i;
 press("End"); seen.end = document.activeElement.dataset.i; seen.token = hash().get("token");
 const where = first("> svg").getBoundingClientRect();
-point(first("> svg"), "pointermove", {clientX: where.right - 20, clientY: where.top + 50}); seen.tip = text("tip");
+point(first("> svg"), "pointermove", {clientX: where.right - 20, clientY: where.top + 50});
+seen.tip = text("tip");
 point(first("> svg"), "pointerleave"); seen.tipGone = document.getElementById("tip").hidden;
-const smooth = document.getElementById("smooth"), reward = document.querySelector('figure[data-panel="1"] > svg');
+const smooth = document.getElementById("smooth");
+const reward = document.querySelector('figure[data-panel="1"] > svg');
 smooth.value = 0.5; smooth.dispatchEvent(new Event("input"));
-point(reward, "pointermove", {clientX: reward.getBoundingClientRect().right - 20, clientY: 0}); seen.smoothed = text("tip");
-const lines = () => document.querySelectorAll("figure[data-panel='0'] path.line").length; seen.before = lines();
+point(reward, "pointermove", {clientX: reward.getBoundingClientRect().right - 20, clientY: 0});
+seen.smoothed = text("tip");
+const lines = () => document.querySelectorAll("figure[data-panel='0'] path.line").length;
+seen.before = lines();
 document.querySelector("#legend button").click(); seen.after = lines();
-first(".log").click(); seen.log = [first(".log").ariaPressed, hash().get("log").split(",").includes("accuracy")];
+first(".log").click();
+seen.log = [first(".log").ariaPressed, hash().get("log").split(",").includes("accuracy")];
 colour.value = "clip"; colour.dispatchEvent(new Event("change")); seen.color = hash().get("color");
 location.hash = "#step=<b>&run=-7&sample=1e9&color=constructor&smooth=NaN";
 dispatchEvent(new Event("hashchange")); seen.nonsense = boxes().length;
 seen.prompt = text("prompt"); seen.title = document.title;
 seen.elements = document.querySelectorAll("img, main script, b b").length;
 seen.fits = document.documentElement.scrollWidth <= innerWidth;
-const bytes = new TextEncoder().encode(JSON.stringify(seen)), out = document.createElement("output");
+const bytes = new TextEncoder().encode(JSON.stringify(seen));
+const out = document.createElement("output");
 out.id = "seen"; out.textContent = btoa(String.fromCharCode(...bytes)); document.body.append(out);
 """
 
@@ -307,7 +330,9 @@ out.id = "seen"; out.textContent = btoa(String.fromCharCode(...bytes)); document
 def test_hostile_texts_and_every_control_in_a_browser(
     hostile_runs: list[Path], tmp_path: Path
 ) -> None:
-    """Without the page's policy: only the escaping stands between the texts and a running script. On a narrow screen."""
+    """Without the page's policy: only the escaping stands between the texts
+    and a running script. On a narrow screen.
+    """
     page = tmp_path / "report.html"
     page.write_text(
         strip_policy(render(collect(hostile_runs))).replace(
@@ -331,15 +356,16 @@ def test_hostile_texts_and_every_control_in_a_browser(
     assert seen["token"] == str(len(HOSTILE) - 1)
     assert seen["tip"].startswith("step 2")
     assert seen["tipGone"] is True
-    # Rewards 0, 1, 2 with weight 0.5: (0.5·2 + 0.25·1 + 0.125·0) / (0.5 + 0.25 + 0.125) = 1.25 / 0.875
+    # Rewards 0, 1, 2 with weight 0.5: (0.5·2 + 0.25·1 + 0.125·0) / (0.5 + 0.25 + 0.125) = 1.25 /
+    # 0.875
     assert seen["smoothed"].endswith("1.429")
+    # Held-out accuracy of two runs; the first is switched off.
     assert (seen["before"], seen["after"]) == (
         2,
         1,
-    )  # held-out accuracy of two runs; the first is switched off
+    )
     assert seen["log"] == ["true", True]
     assert seen["color"] == "clip"
-    assert seen["nonsense"] == len(
-        HOSTILE
-    )  # an address that makes no sense shows the nearest thing that does
+    # An address that makes no sense shows the nearest thing that does.
+    assert seen["nonsense"] == len(HOSTILE)
     assert seen["fits"] is True

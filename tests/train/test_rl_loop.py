@@ -1,4 +1,6 @@
-"""The algorithm in one file: its first step against a formula written out here, and (slow) that it learns."""
+"""The algorithm in one file: its first step against a formula written out here,
+and (slow) that it learns.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def test_rewards_by_hand(loop: ModuleType) -> None:
     completions = torch.tensor(
         [[1, 1, 3, 4, end], [1, 1, 3, end, end], [4, 1, 3, 1, end], [end] * 5]
     )
-    # right are: all five; three (END came too early, so the last place was not written); the second and third and END; none
+    # right are: all five; three (END came too early, so the last place was not written);
+    # the second and third and END; none
     assert loop.reward(prompts, completions).tolist() == pytest.approx([1.0, 3 / 5, 3 / 5, 0.0])
     assert loop.written(completions).sum(dim=1).tolist() == [5, 4, 5, 1]
 
@@ -43,7 +46,9 @@ def test_held_out_prompts_are_not_trained_on(loop: ModuleType) -> None:
 
 
 def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
-    """The ratio of a policy to itself is exactly 1, where no clip holds: loss = −Σ A / n, gradient that of −Σ A·logp / n."""
+    """The ratio of a policy to itself is exactly 1, where no clip holds:
+    loss = −Σ A / n, gradient that of −Σ A·logp / n.
+    """
     torch.manual_seed(1)
     policy = loop.Policy()
     batch = loop.collect(policy, loop.make_prompts()[0], loop.Settings(prompts=4, samples=6))
@@ -61,9 +66,8 @@ def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
 
     parameters = list(policy.parameters())
     before = [p.detach().clone() for p in parameters]
-    scale = min(
-        1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6)
-    )  # gradients are clipped to norm 1
+    # Gradients are clipped to norm 1.
+    scale = min(1.0, 1.0 / (torch.stack([g.norm() for g in expected]).norm().item() + 1e-6))
     metrics = loop.update(policy, torch.optim.SGD(parameters, lr=1.0), pl.preset("dapo"), batch)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == metrics["ratio_min"] == 1.0
     assert metrics["clip_fraction"] == 0.0
@@ -74,7 +78,9 @@ def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
 
 
 def test_a_short_run_says_what_it_does(loop: ModuleType) -> None:
-    """Two runs of one seed are the same run; the second update of a step has left the policy that sampled."""
+    """Two runs of one seed are the same run; the second update of a step
+    has left the policy that sampled.
+    """
     said: list[str] = []
     settings = loop.Settings(steps=2, prompts=2, samples=4, lr=1e-2)
     first, before, _ = loop.train(settings, said.append)

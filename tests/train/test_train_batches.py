@@ -1,4 +1,6 @@
-"""Packs of completions: what is predicted from what, what is trained on, and cuts that lose nothing."""
+"""Packs of completions: what is predicted from what, what is trained on,
+and cuts that lose nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SAMPLES = [
 
 
 def test_what_is_predicted_from_what() -> None:
-    """Sequence 5 6 7 | 1 2 reads 5 6 7 1 and predicts 6 7 1 2, of which 1 and 2 are the completion; and so on."""
+    """Sequence 5 6 7 | 1 2 reads 5 6 7 1 and predicts 6 7 1 2,
+    of which 1 and 2 are the completion; and so on.
+    """
     pack = Pack.of(SAMPLES)
     assert pack.lengths == [4, 3, 2, 3]
     assert pack.tokens["ids"].tolist() == [5, 6, 7, 1, 8, 3, 4, 5, 6, 5, 6, 2]
@@ -49,14 +53,13 @@ def test_cut_completions_may_be_left_out() -> None:
     assert pack.completion_lengths.tolist() == [2, 3, 0, 2]
 
 
-@pytest.mark.parametrize("budget", [1, 4, 7, 8, 100])
-def test_cuts_hold_every_sequence_once(budget: int) -> None:
-    pack = Pack.of(SAMPLES)
-    parts = pack.cut(budget)
-    assert all(sum(part.lengths) <= budget or len(part.lengths) == 1 for part in parts)
-    for name, x in pack.tokens.items():
-        assert torch.equal(torch.cat([part.tokens[name] for part in parts]), x)
-    assert torch.cat([part.sequences["rewards"] for part in parts]).tolist() == [1.0, 0.0, 0.0, 3.0]
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [3, 0], [2], [1, 1]])
+def test_a_selection_is_what_a_pack_of_its_samples_is(chosen: list[int]) -> None:
+    found, expected = Pack.of(SAMPLES).select(chosen), Pack.of([SAMPLES[i] for i in chosen])
+    assert found.lengths == expected.lengths
+    for part, other in ((found.tokens, expected.tokens), (found.sequences, expected.sequences)):
+        assert part.keys() == other.keys()
+        assert all(torch.equal(x, other[name]) for name, x in part.items())
 
 
 def test_select_keeps_the_order_asked_for() -> None:
@@ -82,8 +85,10 @@ def advantages(name: str, **options: object) -> torch.Tensor:
 
 
 def test_advantages_by_hand() -> None:
-    """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½ and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1."""
-    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))
+    """Rewards 1 0 | 0 3. Dr. GRPO: minus the means ½
+    and 1½. RLOO: minus the other. ReMax: minus ½ ½ 1 1.
+    """
+    spread = lambda *x: torch.tensor(x).repeat_interleave(torch.tensor([4, 3, 2, 3]))  # noqa: E731
     torch.testing.assert_close(advantages("dr_grpo"), spread(0.5, -0.5, -1.5, 1.5))
     torch.testing.assert_close(advantages("rloo"), spread(1.0, -1.0, -3.0, 3.0))
     torch.testing.assert_close(advantages("remax"), spread(0.5, -0.5, -1.0, 2.0))
@@ -94,7 +99,9 @@ def test_advantages_by_hand() -> None:
 
 
 def test_gae_is_whitened_over_the_tokens_that_are_trained_on() -> None:
-    """λ = γ = 1: the reward minus ½ at every one of 2, 3, 1, 2 tokens: ½ −½ −½ 2½, mean 0.5, before whitening."""
+    """λ = γ = 1: the reward minus ½ at every one of 2, 3, 1, 2 tokens:
+    ½ −½ −½ 2½, mean 0.5, before whitening.
+    """
     found = advantages("gae")[Pack.of(SAMPLES).tokens["mask"]]
     raw = torch.tensor([0.5, -0.5, -0.5, 2.5]).repeat_interleave(torch.tensor([2, 3, 1, 2]))
     torch.testing.assert_close(found, (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)

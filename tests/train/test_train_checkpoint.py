@@ -129,7 +129,7 @@ def test_what_cannot_be_saved_is_refused(
     assert names(tmp_path) == ["step_000000"]
 
 
-# --------------------------------------------------------------------------------------------------- failures on the way
+# ------------------------------------------------------------------------------ failures on the way
 
 
 def no_space(*args: Any, **options: Any) -> None:
@@ -152,7 +152,9 @@ def test_a_full_disk_leaves_the_older_ones(
         patch.setattr({"os": os, "checkpoint": checkpoint}[module], name, no_space)
         with pytest.raises(
             StorageError,
-            match=rf"checkpoint .*step_00000{step}: No space left on device\. Older.*Free some space",
+            match=(
+                rf"checkpoint .*step_00000{step}: No space left on device\. Older.*Free some space"
+            ),
         ):
             put(tmp_path, step, 30.0, keep=1)
     assert names(tmp_path) == ["step_000001", "step_000002"]
@@ -178,7 +180,9 @@ def test_one_that_stepped_aside_for_a_newer_comes_back(
 
 
 def test_a_file_that_the_system_cuts_short(tmp_path: Path) -> None:
-    """A real limit, which safetensors meets in its own code: half a megabyte does not fit in 64 kB."""
+    """A real limit, which safetensors meets in its own code:
+    half a megabyte does not fit in 64 kB.
+    """
     put(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -199,7 +203,9 @@ class Killed(BaseException):
 
 
 def killed_at(moment: int, patch: pytest.MonkeyPatch, call: Callable[[], Any]) -> int:
-    """Run `call`, and end it when it is about to change the disk for the `moment`-th time. Returns how often it did."""
+    """Run `call`, and end it when it is about to change the disk for the `moment`-th time.
+    Returns how often it did.
+    """
     changes = 0
 
     def counted(real: Any) -> Any:
@@ -256,7 +262,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
     assert seen == {2.0, 30.0}
 
 
-# ------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def cut(path: Path) -> None:
@@ -332,7 +338,7 @@ def test_there_may_be_none(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-# --------------------------------------------------------------------------------------------------------- how many
+# ----------------------------------------------------------------------------------------- how many
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -353,7 +359,9 @@ def test_one_that_cannot_be_read_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_back_leaves_later_ones_behind(tmp_path: Path) -> None:
-    """They are set aside at once, and deleted when there is something newer than where the run went back to."""
+    """They are set aside at once, and deleted when there
+    is something newer than where the run went back to.
+    """
     for step in (10, 20, 30):
         put(tmp_path, step)
     discard_after(tmp_path, 10)
@@ -369,7 +377,7 @@ def test_an_older_one_does_not_delete_itself(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000020", "step_000030"]
 
 
-# ------------------------------------------------------------------------------------------------------------ optimizers
+# --------------------------------------------------------------------------------------- optimizers
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
@@ -468,14 +476,16 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         optimizer_state(model, lbfgs)
 
 
-# -------------------------------------------------------------------------------------------------------------- ranks
+# -------------------------------------------------------------------------------------------- ranks
 
 Said = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the four ranks worked. Parallel test workers share one start of processes: the first's."""
+    """Where the four ranks worked. Parallel test workers share one start of processes:
+    the first's.
+    """
 
     def start(place: Path) -> None:
         multiprocessing.set_forkserver_preload(
@@ -562,7 +572,9 @@ def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
 
 
 def test_replicas_and_columns(folder: Path, said: Said) -> None:
-    """Replicated shards are written once, shards of shards have their place, shards of columns are refused on every rank."""
+    """Replicated shards are written once, shards of shards have their place,
+    shards of columns are refused on every rank.
+    """
     for rank in range(4):
         assert torch.equal(said[rank]["replicas"], torch.arange(10.0).view(5, 2))
         assert all(torch.equal(x, torch.arange(10.0).view(5, 2)) for x in said[rank]["twice"])
@@ -583,7 +595,9 @@ def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> No
 
 
 def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None:
-    """The same state: one index, but for where the rows are. A file of each rank, and what one process wrote is a rank's."""
+    """The same state: one index, but for where the rows are. A file of each rank, and what one
+    process wrote is a rank's.
+    """
     one, two, four = (
         checkpoint.checked_index(folder / name / "step_000003", sums=True)
         for name in ("one", "two", "four")
@@ -618,7 +632,9 @@ def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None
     ],
 )
 def test_pieces_that_are_not_the_rows_of_a_tensor(tmp_path: Path, change: Any, says: str) -> None:
-    """An index that is sound in its sums, and says that some rows are nowhere, or twice: memory that nobody wrote is not read."""
+    """An index that is sound in its sums, and says that some rows are nowhere, or twice: memory
+    that nobody wrote is not read.
+    """
     path = put(tmp_path, 1)
     body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
     entry = body["tensors"]["model/w"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import policyloss as pl
-from policyloss.train.config import TrainConfig, check_together, read_arguments, read_spec
+from policyloss.train.config import TrainConfig, check_together, read_arguments
+from policyloss.train.loss_options import read_spec
 
 
 def test_a_preset_with_changes() -> None:
@@ -94,9 +95,8 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{name.replace('_', '-')}" in shown
     source = Path(__import__("policyloss.train.config", fromlist=["x"]).__file__).read_text()
     body = source.partition("class TrainConfig")[2].partition("def __post_init__")[0]
-    assert (
-        body.count('"""') // 2 == len(TrainConfig.__dataclass_fields__) + 1
-    )  # the class's own, and one for every option
+    # The class's own, and one for every option.
+    assert body.count('"""') // 2 == len(TrainConfig.__dataclass_fields__) + 1
 
 
 def test_to_and_from_json() -> None:

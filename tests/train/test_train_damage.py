@@ -1,7 +1,9 @@
-"""Damaged run directories and options that make no sense: the outcome is success, or one clear message and exit code 2.
+"""Damaged run directories and options that make no sense:
+the outcome is success, or one clear message and exit code 2.
 
 Faults go through the command line in this process, so that whatever is raised and not meant for the
-user is seen; only the test of every value in config.json reads the file without a command around it.
+user is seen; only the test of every value in config.json reads the file without a command around
+it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of three thousand weights, a task of twelve prompts, and a run of two steps with everything that can be stored."""
+    """A model of three thousand weights, a task of twelve prompts, and a run of two steps with
+    everything that can be stored.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     place = tmp_path_factory.mktemp("damage")
@@ -103,7 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(arguments: list[str]) -> str:
-    """ "" if the command ends as it should: by success, or by exit code 2 and one message. Else what it did."""
+    """ "" if the command ends as it should: by success, or by exit code 2 and one message.
+    Else what it did.
+    """
     out, err = io.StringIO(), io.StringIO()
     with (
         warnings.catch_warnings(),
@@ -185,7 +191,9 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def test_every_value_of_a_configuration(folder: Path, tmp_path: Path) -> None:
-    """What is read is a configuration or an error of ours; all values at all places, without a command around it."""
+    """What is read is a configuration or an error of ours;
+    all values at all places, without a command around it.
+    """
     data = json.loads((folder / "run" / "config.json").read_text())
     results: dict[str, str] = {}
     for path in leaves(data):
@@ -203,7 +211,9 @@ def test_every_value_of_a_configuration(folder: Path, tmp_path: Path) -> None:
 
 
 def test_configurations_on_the_command_line(folder: Path, tmp_path: Path) -> None:
-    """Values of the right type that mean nothing, and some of the wrong one, each with one of the commands."""
+    """Values of the right type that mean nothing, and some of the wrong one,
+    each with one of the commands.
+    """
     data = json.loads((folder / "run" / "config.json").read_text())
     # No count of steps among them: a large one is a long run, and no fault.
     names = (
@@ -283,7 +293,9 @@ def test_files_that_hold_something_else(folder: Path, tmp_path: Path) -> None:
 
 
 def signed(path: Path, body: Any) -> None:
-    """Write the index of a checkpoint whose sums are right: by someone who wants it to be believed."""
+    """Write the index of a checkpoint whose sums are right:
+    by someone who wants it to be believed.
+    """
     for name in body["files"] if isinstance(body.get("files"), dict) else ():
         file = path / str(name)
         if file.is_file():
@@ -329,7 +341,9 @@ def test_numbers_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """Missing, of another shape or kind, one too many; and shapes of a million million in the index."""
+    """Missing, of another shape or kind, one too many;
+    and shapes of a million million in the index.
+    """
     results = {}
     whole = load_file(folder / "run" / "checkpoints" / "step_000002" / "rank00000.safetensors")
     kinds = (

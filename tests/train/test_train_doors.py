@@ -1,4 +1,6 @@
-"""The doors of the trainer: options that changed, what counts as right, and run directories of other people."""
+"""The doors of the trainer: options that changed, what counts as right,
+and run directories of other people.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -83,9 +85,8 @@ def test_options_that_changed_are_listed_with_both_values(
     assert "--task is x.jsonl, and the run has sort" in said
     assert "--dynamic-sampling is True, and the run has False" in said
     assert "--loss is gspo, and the run has dapo" in said
-    assert (
-        "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
-    )  # what the other loss would change
+    # What the other loss would change.
+    assert "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
     assert "--extend" in said
     assert "--seed" not in said  # typed, and as it was
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
@@ -129,7 +130,9 @@ def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_success_is_what_the_task_says(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rewards of 0, ¼, … 1: with --success 0.5, three of the five are right. By default only the last is."""
+    """Rewards of 0, ¼, … 1: with --success 0.5, three of the five are right.
+    By default only the last is.
+    """
     data = tmp_path / "task.jsonl"
     rows = [{"prompt": f"sort {n}=", "answer": str(n)} for n in range(1000, 1040)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -190,9 +193,8 @@ def test_code_that_only_the_run_names_is_not_run(
 def test_code_that_the_user_names_is_run(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
-    )  # the import itself fails, and says how
+    # The import itself fails, and says how.
+    assert main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
     assert (
         "importing 'foreign_code' raised SystemExit: this code must not run"
         in capsys.readouterr().err
@@ -300,7 +302,9 @@ def test_links_and_pipes_are_refused(
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """Each of the writers, by itself: what a crash left under a temporary name may be a link to anywhere."""
+    """Each of the writers, by itself: what a crash left under a temporary name may be a link to
+    anywhere.
+    """
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.write_text("somebody's file")
     folder.mkdir()
@@ -345,7 +349,9 @@ def test_a_checkpoint_that_is_named_is_checked_too(
 def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A crash between two renames leaves `.step_000002.old`; a user may call a copy what he likes."""
+    """A crash between two renames leaves `.step_000002.old`;
+    a user may call a copy what he likes.
+    """
     aside = run / "checkpoints" / ".step_000002.old"
     (run / "checkpoints" / "step_000002").rename(aside)
     assert latest(run / "checkpoints") == aside
@@ -359,7 +365,9 @@ def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
 
 @pytest.mark.parametrize("missing", [True, False], ids=["missing", "extra"])
 def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: bool) -> None:
-    """A missing one would be drawn at random and trained as the model's own; one too many is said."""
+    """A missing one would be drawn at random and trained as the model's own;
+    one too many is said.
+    """
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
     gone = "model.layers.1.mlp.up_proj.weight"
@@ -421,9 +429,8 @@ def test_prompts_that_cannot_be_used(
     assert train(tmp_path / "run", **options, unusable="skip") == 0
     assert "2 of 10 prompts of the split 'train' cannot be used" in capsys.readouterr().out
     prompts = [row["prompt"] for row in lines(tmp_path / "run", "rollouts")]
-    assert set(prompts) == {
-        f"sort {n}=" for n in range(1000, 1008)
-    }  # 16 draws of 8 prompts: each twice
+    # 16 draws of 8 prompts: each twice.
+    assert set(prompts) == {f"sort {n}=" for n in range(1000, 1008)}
     assert all(len(prompt) < 20 for prompt in prompts)
 
 
@@ -434,14 +441,14 @@ def test_prompts_that_are_left_out_leave_the_others_where_they_were(
     from policyloss.train.collect import Collector
     from policyloss.train.config import TrainConfig
     from policyloss.train.distributed import Ranks
+    from policyloss.train.rollout.session import Rollout
 
     task = make_task("sort", reward=None, seed=0)
     whole, skipping = (
         Collector(
             TrainConfig(),
             task,
-            None,
-            None,
+            cast("Rollout", None),
             Ranks(0, 1, torch.device("cpu")),
             print,
             unusable=unusable,
@@ -467,7 +474,9 @@ def test_a_reward_that_cannot_work_is_found_before_the_first_step(
 def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """138 thousand weights of 4 bytes and two moments are 1.66 MB a checkpoint: three with --keep 2, and 1 MiB for the rest."""
+    """138 thousand weights of 4 bytes and two moments are 1.66 MB a checkpoint: three with --keep
+    2, and 1 MiB for the rest.
+    """
     usage = shutil.disk_usage(tmp_path)
     for free, code in ((3 * 1_640_000 + (1 << 20), 2), (3 * 1_700_000 + (1 << 20), 0)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))

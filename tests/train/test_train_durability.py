@@ -1,4 +1,6 @@
-"""What a crash of the machine leaves: a disk that forgets whatever was not brought to it, and runs that go on from what it kept."""
+"""What a crash of the machine leaves: a disk that forgets whatever was not brought to it, and runs
+that go on from what it kept.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ from policyloss.train.run.records import JsonLines
 
 
 class Disk:
-    """Follows `os.fsync` below `root`. A file's bytes, and the names in a folder, are safe from their last fsync on.
+    """Follows `os.fsync` below `root`. A file's bytes, and the names in a folder,
+    are safe from their last fsync on.
 
-    `after_a_crash` writes what a machine finds that lost its power now: names that were synced, each with the bytes that were. A
-    rename or a new file is a change of names, which lasts when its folder is synced.
+    `after_a_crash` writes what a machine finds that lost its power now: names that were synced,
+    each with the bytes that were. A rename or a new file is a change of names, which lasts when its
+    folder is synced.
     """
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -115,7 +119,9 @@ def test_a_checkpoint_that_is_written_outlives_a_crash(disk: Disk, tmp_path: Pat
 def test_a_crash_while_a_checkpoint_is_written_leaves_an_intact_one(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every fsync and rename on the way. The older checkpoint must not go before the newer one is safe."""
+    """At every fsync and rename on the way. The older checkpoint must not go before the newer one
+    is safe.
+    """
     folder = disk.root / "checkpoints"
     put(folder, 1)
     put(folder, 2)
@@ -169,7 +175,9 @@ def test_lines_that_were_synced_or_closed_outlive_a_crash(disk: Disk, tmp_path: 
 
 
 def test_the_lines_of_a_run_are_safe_before_its_checkpoint(disk: Disk, tmp_path: Path) -> None:
-    """A checkpoint of a step whose lines are lost could not be resumed to the same bytes; their names must last as well."""
+    """A checkpoint of a step whose lines are lost could not be resumed to the same bytes;
+    their names must last as well.
+    """
     run = RunDir.create(disk.root / "run", {"lr": 1.0}, {})
     for step in (1, 2):
         run.log(step, {"x": step}, {"s": 1.0})
@@ -185,7 +193,9 @@ def test_the_lines_of_a_run_are_safe_before_its_checkpoint(disk: Disk, tmp_path:
 
 
 def test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted(tmp_path: Path) -> None:
-    """A crash between two renames left the only checkpoint as `.step_000002.old`; what is written next must not remove it."""
+    """A crash between two renames left the only checkpoint as `.step_000002.old`;
+    what is written next must not remove it.
+    """
     put(tmp_path, 2)
     (tmp_path / "step_000002").rename(tmp_path / ".step_000002.old")
     put(tmp_path, 3)
@@ -194,7 +204,9 @@ def test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted(tmp_p
 
 
 def test_two_that_meet_a_dead_lock_take_it_one_after_the_other(tmp_path: Path) -> None:
-    """While one process looks at the file, another one waits: else both find nobody, and both write."""
+    """While one process looks at the file, another one waits:
+    else both find nobody, and both write.
+    """
     (tmp_path / "lock").write_text("")
     handle = os.open(tmp_path / "lock", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)

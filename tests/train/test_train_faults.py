@@ -49,7 +49,9 @@ def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 class Poison:
-    """Makes advantages NaN in the steps that are named, as a bug in a reward or an estimator would."""
+    """Makes advantages NaN in the steps that are named,
+    as a bug in a reward or an estimator would.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
         judge, learn = learner_module.judge, learner_module.Learner.learn
@@ -64,9 +66,8 @@ class Poison:
         def judged(config: Any, pack: Pack, **more: Any) -> Any:
             found = judge(config, pack, **more)
             if self.step in steps:
-                found.advantages[pack.tokens["mask"].nonzero()[0]] = (
-                    math.nan
-                )  # the first token that is trained on
+                # The first token that is trained on.
+                found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan
             return found
 
         monkeypatch.setattr(learner_module.Learner, "learn", learned)
@@ -76,7 +77,9 @@ class Poison:
 def test_an_update_that_is_not_finite_is_skipped(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step 2 of 3: one of its two minibatches holds the NaN. The other one is made, and the weights stay finite."""
+    """Step 2 of 3: one of its two minibatches holds the NaN.
+    The other one is made, and the weights stay finite.
+    """
     Poison(monkeypatch, 2)
     out = tmp_path / "run"
     assert train(out, model=model, checkpoint_every=1, keep=9) == 0
@@ -127,7 +130,9 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(
 def test_weights_that_are_not_finite_are_never_a_checkpoint(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A gradient may be finite and what the optimizer makes of it not. With --keep 1 the good one would be gone."""
+    """A gradient may be finite and what the optimizer makes of it not.
+    With --keep 1 the good one would be gone.
+    """
     step = torch.optim.AdamW.step
     calls = []
 
@@ -181,7 +186,9 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 
 
 def test_which_tokens_are_to_blame() -> None:
-    """Two completions of three tokens, after prompts of two: places 1 to 3 of each are trained on."""
+    """Two completions of three tokens, after prompts of two:
+    places 1 to 3 of each are trained on.
+    """
     mask = torch.tensor([False, True, True, True] * 2)
     pack = Pack(
         {
@@ -197,9 +204,8 @@ def test_which_tokens_are_to_blame() -> None:
     assert nonfinite_tokens(pack, [0, 1], seen) == ""
     seen[1][2] = math.inf
     assert nonfinite_tokens(pack, [0, 1], seen) == "logp is not finite at token 1 of completion 1"
-    pack.tokens["advantages"][[0, 1, 3]] = (
-        math.nan
-    )  # the first is of the prompt, which nobody reads
+    # The first is of the prompt, which nobody reads.
+    pack.tokens["advantages"][[0, 1, 3]] = math.nan
     assert (
         nonfinite_tokens(pack, [0, 1], seen)
         == "advantages is not finite at token 0 of completion 0, token 2 of completion 0"
@@ -323,7 +329,9 @@ def test_an_alarm_that_comes_late_does_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_native_code_that_never_returns_ends_the_process() -> None:
-    """`sum` of a long range looks at no signal: no Python can run until it is done, and yet the process ends, with its stack."""
+    """`sum` of a long range looks at no signal: no Python can run until it is done, and yet the
+    process ends, with its stack.
+    """
     work = str(Path(train_faults_work.__file__))
     began = time.monotonic()
     done = subprocess.run(
@@ -362,19 +370,21 @@ def test_a_heartbeat_says_where_a_run_waits() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_stalls_is_named(tmp_path: Path) -> None:
-    """The reward of rank 1 hangs without a limit; rank 0 says so while it waits, and gives up after --rank-timeout."""
+    """The reward of rank 1 hangs without a limit; rank 0 says so while it waits,
+    and gives up after --rank-timeout.
+    """
     began = time.monotonic()
     train_faults_work.start_two_ranks(tmp_path)
     assert time.monotonic() - began < 150
     rank_0 = (tmp_path / "said0").read_text()
     assert (
-        "still running; waiting for rank 1. rank 0: step 1, gathering the completions of all ranks, for"
-        in rank_0
+        "still running; waiting for rank 1. rank 0: step 1, gathering the completions of all "
+        "ranks, for" in rank_0
     )
     assert "rank 1: step 1, scoring, for" in rank_0
     assert (
-        "policyloss: rank 0 lost another rank while step 1, gathering the completions of all ranks: waiting for rank 1."
-        in rank_0
+        "policyloss: rank 0 lost another rank while step 1, gathering the completions of all "
+        "ranks: waiting for rank 1." in rank_0
     )
     assert "The last good checkpoint is" in rank_0
     assert (tmp_path / "code0").read_text() == "2"

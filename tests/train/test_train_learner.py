@@ -1,6 +1,8 @@
-"""One step of learning, against the same step written out by hand: each sequence alone through the model, one padded batch.
+"""One step of learning, against the same step written out by hand:
+each sequence alone through the model, one padded batch.
 
-Plain gradient descent with a rate of 1 takes the place of AdamW, so that the weights move by exactly the gradient.
+Plain gradient descent with a rate of 1 takes the place of AdamW,
+so that the weights move by exactly the gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import policyloss as pl
+from policyloss.train.attention import Rows
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
@@ -23,6 +26,7 @@ from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8
 HERE = Ranks(0, 1, torch.device("cpu"))
+# Prompt tokens, completion tokens, group.
 SHAPES = [
     (3, 4, 0),
     (5, 1, 0),
@@ -30,7 +34,7 @@ SHAPES = [
     (3, 3, 1),
     (1, 5, 2),
     (4, 2, 2),
-]  # prompt tokens, completion tokens, group
+]
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5]
 
 
@@ -60,7 +64,9 @@ def gpt2(seed: int) -> Any:
 
 
 def seen_alone(model: Any, s: Sample) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completion, `[L]` each: the model on this one sequence, all logits, in float64."""
+    """Log-probabilities and entropies of the completion, `[L]` each: the model on this one
+    sequence, all logits, in float64.
+    """
     whole = torch.cat([s.prompt_ids, s.completion_ids])
     logits = model(input_ids=whole[None], use_cache=False).logits[0, s.prompt_ids.shape[0] - 1 : -1]
     all_logp = (logits / TEMPERATURE).log_softmax(-1)
@@ -73,7 +79,9 @@ def alone(model: Any, s: Sample) -> Tensor:
 
 @torch.no_grad()
 def samples(model: Any) -> list[Sample]:
-    """Random tokens whose sampler was another policy: its log-probabilities are up to 0.8 away, so that clipping fires."""
+    """Random tokens whose sampler was another policy:
+    its log-probabilities are up to 0.8 away, so that clipping fires.
+    """
     g = torch.Generator().manual_seed(5)
     found = []
     for (prompt, length, group), reward in zip(SHAPES, REWARDS, strict=True):
@@ -96,7 +104,9 @@ def samples(model: Any) -> list[Sample]:
 
 
 def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
-    """With gradient descent of rate 1. `reference` and `critic` are used if the loss or the advantage asks for them."""
+    """With gradient descent of rate 1. `reference` and `critic` are used if the loss
+    or the advantage asks for them.
+    """
     options = {
         "minibatches": 1,
         "grad_clip": 0.0,
@@ -105,12 +115,12 @@ def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
         **options,
     }
     config = TrainConfig(**options)
-    policy = Policy(model)
+    policy = Policy(model, Rows())
     made = Learner(config, spec, HERE, policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     if "ref_logp" in spec.reads:
-        made.reference = Policy(llama(9)).requires_grad_(False)
+        made.reference = Policy(llama(9), Rows()).requires_grad_(False)
     if config.with_critic:
-        made.critic = Critic(model)
+        made.critic = Critic(model, Rows())
         nn.init.normal_(made.critic.head.weight, generator=torch.Generator().manual_seed(2))
         made.critic_optimizer = torch.optim.SGD(made.critic.parameters(), lr=0.01)
     return made
@@ -131,8 +141,11 @@ def padded(rows: list[Tensor]) -> Tensor:
 def by_hand(
     model: Any, spec: pl.LossSpec, batch: list[Sample], advantages: Tensor, reference: Any = None
 ) -> Any:
-    """The loss of the whole batch as one padded call, and its gradient by the name of the weight."""
-    # One forward for both: Llama's norms round to float32, forward and backward, and two would round twice.
+    """The loss of the whole batch as one padded call,
+    and its gradient by the name of the weight.
+    """
+    # One forward for both: Llama's norms round to float32, forward and backward,
+    # and two would round twice.
     logp, entropy = (
         padded(list(rows)) for rows in zip(*(seen_alone(model, s) for s in batch), strict=True)
     )
@@ -171,7 +184,8 @@ LOSSES = {
     "ppo": pl.preset("ppo"),
     "ppo with entropy": pl.preset("ppo").replace(entropy_coef=0.1),
     "gspo": pl.preset("gspo"),
-    # The fractions of the papers choose no token of 21. Both need to know the whole step before its first backward.
+    # The fractions of the papers choose no token of 21.
+    # Both need to know the whole step before its first backward.
     "clip_cov": pl.preset("clip_cov").replace(
         trust=pl.CovClip(0.2, 0.2, fraction=0.3, cov_low=0.01, cov_high=9.0)
     ),
@@ -201,7 +215,9 @@ def expected() -> dict[str, Any]:
 def test_an_update_is_the_gradient_of_the_whole_batch(
     name: str, micro_tokens: int, head: str, expected: dict[str, Any]
 ) -> None:
-    """However the batch is cut and whichever head is used. 31 places in all: up to 7 are six packs, 20 are two."""
+    """However the batch is cut and whichever head is used.
+    31 places in all: up to 7 are six packs, 20 are two.
+    """
     model = llama(1)
     before = parameters(model)
     made = learner(model, LOSSES[name], advantage="dr_grpo", micro_tokens=micro_tokens, head=head)
@@ -232,14 +248,10 @@ def test_a_pack_does_not_look_across_sequences(make: Any) -> None:
         torch.testing.assert_close(
             found, torch.cat([alone(model, s) for s in batch]), rtol=0, atol=1e-12
         )
-        values = Critic(model)
+        values = Critic(model, Rows())
         nn.init.normal_(values.head.weight)
-        packed = values(micro["ids"][None], micro["position_ids"][None])[0]
-        single = [
-            values(p["ids"][None], p["position_ids"][None])[0]
-            for p in (part.micro_batch() for part in Pack.of(batch).cut(1))
-        ]
-        torch.testing.assert_close(packed, torch.cat(single), rtol=0, atol=1e-12)
+        single = [values(Pack.of([s]).micro_batch()) for s in batch]
+        torch.testing.assert_close(values(micro), torch.cat(single), rtol=0, atol=1e-12)
 
 
 def test_every_sequence_is_seen_once_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +275,9 @@ def test_every_sequence_is_seen_once_in_an_epoch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_later_updates_start_from_the_weights_of_the_ones_before() -> None:
-    """Three epochs of one minibatch are three steps by hand, all against the log-probabilities of the first."""
+    """Three epochs of one minibatch are three steps by hand,
+    all against the log-probabilities of the first.
+    """
     spec, model = pl.preset("ppo"), llama(1)
     batch, twin = samples(model), copy.deepcopy(model)
     made = learner(model, spec, advantage="dr_grpo", epochs=3)
@@ -341,7 +355,9 @@ GAMMA, LAM, CLIP, CRITIC_LR = 0.9, 0.8, 0.02, 0.01
 
 
 def returns_by_hand(values: Tensor, reward: float) -> Tensor:
-    """δ_t = r_t + γ V_{t+1} − V_t with the reward at the last token; A_t = δ_t + γ λ A_{t+1}; the return is A_t + V_t."""
+    """δ_t = r_t + γ V_{t+1} − V_t with the reward at the last token; A_t = δ_t + γ λ A_{t+1};
+    the return is A_t + V_t.
+    """
     advantage, found = 0.0, []
     for t in reversed(range(values.shape[0])):
         last = t == values.shape[0] - 1
@@ -373,10 +389,7 @@ def test_the_critic_learns_the_clipped_value_loss() -> None:
     def values() -> list[Tensor]:
         rows = []
         for s in batch:
-            whole = torch.cat([s.prompt_ids, s.completion_ids])[None, :-1]
-            rows.append(
-                twin(whole, torch.arange(whole.shape[1])[None])[0, s.prompt_ids.shape[0] - 1 :]
-            )
+            rows.append(twin(Pack.of([s]).micro_batch())[s.prompt_ids.shape[0] - 1 :])
         return rows
 
     learned = learn(made, batch)
@@ -424,7 +437,9 @@ def test_at_first_only_the_critic_may_learn() -> None:
 
 
 def test_the_learning_rate_by_hand() -> None:
-    """Two steps up, then from 1 at step 2 down over the 8 that are left: at step 4 a quarter is done, at step 6 half, at 9 ⅞."""
+    """Two steps up, then from 1 at step 2 down over the 8 that are left: at step 4 a quarter is
+    done, at step 6 half, at 9 ⅞.
+    """
     config = {
         s: TrainConfig(steps=10, lr_warmup=2, schedule=s, out=Path("x"))
         for s in ("constant", "linear", "cosine")

@@ -1,4 +1,6 @@
-"""Whole runs of `policyloss train`, small ones: what they write, and what is left of them when something goes wrong."""
+"""Whole runs of `policyloss train`, small ones:
+what they write, and what is left of them when something goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from policyloss.train.collect import Collector
 from policyloss.train.config import ADVANTAGES
 from policyloss.train.run.directory import RunDir
 
-# A run in which everything that a checkpoint must hold matters: completions that wait, two epochs, a critic, a schedule.
+# A run in which everything that a checkpoint must hold matters:
+# completions that wait, two epochs, a critic, a schedule.
 WHOLE = {
     "loss": "ppo",
     "staleness": 2,
@@ -173,8 +176,8 @@ def test_an_interrupted_run_finishes_its_step(
     assert lines(out)[-1]["step"] == 3
     assert (out / "checkpoints" / "step_000003").is_dir()
     assert (
-        f"stopped after step 3; go on with: policyloss train --resume --out {out} --reward {SMALL['reward']}"
-        in capsys.readouterr().out
+        f"stopped after step 3; go on with: policyloss train --resume --out {out} --reward "
+        f"{SMALL['reward']}" in capsys.readouterr().out
     )
     assert resume(out) == 0
     assert_same_run(out, whole)
@@ -251,9 +254,8 @@ def test_a_reward_that_fails_on_some_prompts(
     rows = lines(out)[1:]
     assert all(row["reward/errors"] + row["sequences"] == 16 for row in rows)
     assert sum(row["reward/errors"] for row in rows) > 0
-    assert all(
-        row["reward/errors"] % 4 == 0 for row in rows
-    )  # all four completions of a prompt or none
+    # All four completions of a prompt or none.
+    assert all(row["reward/errors"] % 4 == 0 for row in rows)
     assert all(math.isfinite(row["policy/loss"]) and row["grad_norm"] > 0 for row in rows)
     assert all(
         int(row["prompt"][5]) % 2 and row["prompt"][5] != "5" for row in lines(out, "rollouts")
@@ -287,7 +289,9 @@ def groups_of_rollouts(out: Path, step: int) -> dict[int, list[float]]:
 
 
 def test_dynamic_sampling_keeps_groups_that_differ(tmp_path: Path, model: str) -> None:
-    """Rewards of ¼ steps in pairs are often equal; without the option some of them are, with it none, and still four groups."""
+    """Rewards of ¼ steps in pairs are often equal; without the option some of them are, with it
+    none, and still four groups.
+    """
     options = {"model": model, "group_size": 2, "rollouts_rows": 99, "minibatches": 1, "steps": 4}
     plain, dynamic = tmp_path / "plain", tmp_path / "dynamic"
     assert train(plain, **options) == 0
@@ -308,7 +312,9 @@ def test_dynamic_sampling_keeps_groups_that_differ(tmp_path: Path, model: str) -
 
 
 def test_dynamic_sampling_is_content_when_it_finds_nothing(tmp_path: Path, model: str) -> None:
-    """The model never solves the task exactly with one token: all rewards are 0, and a step learns nothing."""
+    """The model never solves the task exactly with one token:
+    all rewards are 0, and a step learns nothing.
+    """
     options = {"reward": None, "max_new_tokens": 1, "dynamic_sampling": True, "dynamic_tries": 2}
     assert train(tmp_path, model=model, **options) == 0
     for row in lines(tmp_path)[1:]:
@@ -316,7 +322,9 @@ def test_dynamic_sampling_is_content_when_it_finds_nothing(tmp_path: Path, model
 
 
 def test_completions_that_were_cut(tmp_path: Path, model: str) -> None:
-    """Four tokens end few answers. Left out of the loss, kept in it, or kept with a reward of −1."""
+    """Four tokens end few answers. Left out of the loss, kept in it,
+    or kept with a reward of −1.
+    """
     options = {
         "model": model,
         "max_new_tokens": 5,
@@ -343,7 +351,9 @@ def test_completions_that_were_cut(tmp_path: Path, model: str) -> None:
 
 
 def test_the_support_of_the_sampler(tmp_path: Path, model: str) -> None:
-    """The one most likely token, by top-k or by top-p, makes all completions of a prompt the greedy one."""
+    """The one most likely token, by top-k or by top-p,
+    makes all completions of a prompt the greedy one.
+    """
     assert train(tmp_path / "free", model=model, steps=1, rollouts_rows=16) == 0
     for name, option in (("k", {"top_k": 1}), ("p", {"top_p": 1e-6})):
         assert train(tmp_path / name, model=model, steps=1, rollouts_rows=16, **option) == 0
@@ -421,8 +431,8 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     head, *wrong = capsys.readouterr().out.splitlines()
     assert (
-        head
-        == f"{whole}, step 4: accuracy {lines(whole)[4]['eval/accuracy']:.3f} on 16 held-out prompts of sort"
+        head == f"{whole}, step 4: accuracy {lines(whole)[4]['eval/accuracy']:.3f} on 16 held-out "
+        "prompts of sort"
     )
     assert len(wrong) == 2
     assert all(line.startswith("  'sort ") and ", not '" in line for line in wrong)
@@ -432,11 +442,12 @@ def test_eval_and_sample(whole: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(answers) == 2
     assert len(set(answers)) == 1  # greedy
     assert main(["eval", str(whole), "--checkpoint", "nope", *named]) == 2
+    # And of no rank.
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
         .startswith("policyloss: checkpoint nope is incomplete")
-    )  # and of no rank
+    )
 
 
 def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
@@ -461,9 +472,8 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
         == 0
     )
     (start, _, _) = lines(out)
-    assert start["eval/accuracy"] * 5 == pytest.approx(
-        round(start["eval/accuracy"] * 5)
-    )  # five prompts are held out
+    # Five prompts are held out.
+    assert start["eval/accuracy"] * 5 == pytest.approx(round(start["eval/accuracy"] * 5))
     seen = {row["prompt"] for row in lines(out, "rollouts")}
     assert seen <= {row["prompt"] for row in rows if row["split"] == "train"}
     answers = {row["prompt"]: row["answer"] for row in rows}
@@ -475,7 +485,9 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
 
 @pytest.mark.slow
 def test_memory_stays_as_it_is(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors and objects that are alive after some of 20 steps, with completions that wait and a critic."""
+    """Tensors and objects that are alive after some of 20 steps,
+    with completions that wait and a critic.
+    """
     alive: dict[int, tuple[int, int]] = {}
     log = RunDir.log
 
@@ -489,7 +501,8 @@ def test_memory_stays_as_it_is(tmp_path: Path, model: str, monkeypatch: pytest.M
     monkeypatch.setattr(RunDir, "log", counted)
     options = {**ONE_STEP, "steps": 20, "loss": "ppo", "staleness": 1, "checkpoint_every": 0}
     assert train(tmp_path, model=model, **options) == 0
-    # A step that is remembered by mistake would hold eight completions of three tensors and some 200 objects.
+    # A step that is remembered by mistake would hold eight completions of three tensors
+    # and some 200 objects.
     assert abs(alive[18][0] - alive[6][0]) < 20
     assert abs(alive[20][0] - alive[8][0]) < 20
     assert alive[20][1] - alive[8][1] < 12 * 10
@@ -497,7 +510,9 @@ def test_memory_stays_as_it_is(tmp_path: Path, model: str, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_reinforcement_learning_teaches_the_built_in_task(tmp_path: Path) -> None:
-    """From what warm-up shows, which is mostly wrong, to what the reward wants. Held-out prompts, greedy answers."""
+    """From what warm-up shows, which is mostly wrong, to what the reward wants.
+    Held-out prompts, greedy answers.
+    """
     size = {
         "warmup_steps": 120,
         "prompts": 16,

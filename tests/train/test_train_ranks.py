@@ -1,4 +1,6 @@
-"""Training on two ranks is training on one: the same metrics, and checkpoints that either resumes."""
+"""Training on two ranks is training on one: the same metrics,
+and checkpoints that either resumes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch.multiprocessing
 from started import started_once
 from train_loop_ranks import lines, make_model, resume, train, work
 
-# Three prompts on two ranks: one has twice the work of the other; with one prompt, the second rank has none.
+# Three prompts on two ranks: one has twice the work of the other;
+# with one prompt, the second rank has none.
 COMMON = {
     "dtype": "float64",
     "prompts": 3,
@@ -46,7 +49,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder: `NAME` on one rank, `NAME_KIND` on two, `KIND_from_one` begun on one and ended on two.
+    """A folder: `NAME` on one rank, `NAME_KIND` on two,
+    `KIND_from_one` begun on one and ended on two.
 
     Parallel test workers share it, and one pair of processes: the first starts it.
     """
@@ -75,7 +79,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_metrics(found: Path, expected: Path) -> None:
-    """Up to rounding: log-probabilities are held in float32 between steps, and 1e-8 of them may round to either side."""
+    """Up to rounding: log-probabilities are held in float32 between steps,
+    and 1e-8 of them may round to either side.
+    """
     rows, wanted = lines(found), lines(expected)
     assert [row["step"] for row in rows] == [row["step"] for row in wanted]
     for row, other in zip(rows, wanted, strict=True):

@@ -1,4 +1,6 @@
-"""The directory of a run: lines that survive kill -9, one process at a time, and what is shown while it trains."""
+"""The directory of a run: lines that survive kill -9, one process at a time,
+and what is shown while it trains.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-# ---------------------------------------------------------------------------------------------------------------- JSON
+# --------------------------------------------------------------------------------------------- JSON
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert path.read_bytes() == b"old"
 
 
-# --------------------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------------------------- lines
 
 
 def test_a_line_holds_what_json_cannot_beside() -> None:
@@ -171,7 +173,7 @@ def test_steps_never_go_back(run: RunDir) -> None:
     assert [row["prompt"] for row in rows_of(run.path / "rollouts.jsonl")] == ["a", "b"]
 
 
-# ----------------------------------------------------------------------------------------------------------- directory
+# ---------------------------------------------------------------------------------------- directory
 
 
 def test_a_run_is_what_it_was_started_with(run: RunDir) -> None:
@@ -254,7 +256,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "file" / "run", CONFIG, SPEC)
 
 
-# ---------------------------------------------------------------------------------------------------------------- lock
+# --------------------------------------------------------------------------------------------- lock
 
 
 def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path) -> None:
@@ -266,9 +268,8 @@ def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path)
         with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
             Lock(tmp_path)
         os.kill(holder.pid, signal.SIGKILL)
-        os.waitid(
-            os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT
-        )  # it has ended, and nobody has asked for its exit code
+        # It has ended, and nobody has asked for its exit code.
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         lock = Lock(tmp_path)
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
@@ -302,7 +303,7 @@ def test_a_lock_of_another_host_is_refused_until_it_is_deleted(tmp_path: Path) -
     assert taken.path.exists(), "another process' lock is not ours to release"
 
 
-# ------------------------------------------------------------------------------------------------------------ trackers
+# ----------------------------------------------------------------------------------------- trackers
 
 
 def events(folder: Path) -> Any:
@@ -398,7 +399,7 @@ def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         service_module("wandbb")
 
 
-# ------------------------------------------------------------------------------------------------------------- display
+# ------------------------------------------------------------------------------------------ display
 
 
 def show(console: Console, total: int = 40) -> Display:
@@ -415,7 +416,8 @@ def show(console: Console, total: int = 40) -> Display:
             if step == 3:
                 metrics["eval/accuracy"] = 0.875
                 display.say(
-                    "a [bold]line[/bold] of the log that is much longer than the sixty columns of this console"
+                    "a [bold]line[/bold] of the log that is much longer than the sixty columns of "
+                    "this console"
                 )
             display.update(
                 step, metrics, {"step_s": 100.0 if step <= 1 else 10.0, "tokens_per_s": 1234.6}
@@ -428,14 +430,21 @@ def test_plain_lines() -> None:
     show(Console(file=out, width=60))
     lines = out.getvalue().splitlines()
     both = "reward 0.500  accuracy 0.250  "
-    # By default every ⌈40/20⌉ = 2 steps, and the first, the last, and those with a held-out accuracy. Time left after step 1:
-    # 39·100 s; after 2: 38·(100 + 10)/2 = 2090 s; after 3: 37·120/3 = 1480 s; after 22, the last 20 of 10 s each: 18·10 s.
+    # By default every ⌈40/20⌉ = 2 steps, and the first, the last, and those with a held-out
+    # accuracy. Time left after step 1: 39·100 s; after 2: 38·(100 + 10)/2 = 2090 s; after 3:
+    # 37·120/3 = 1480 s; after 22, the last 20 of 10 s each: 18·10 s.
     assert lines[:5] == [
         "step  0/40  held-out 0.500  tokens/s 1,235  ETA ?",
         f"step  1/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 1:05:00",
         f"step  2/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 34:50",
-        "a [bold]line[/bold] of the log that is much longer than the sixty columns of this console",
-        f"step  3/40  {both}held-out 0.875  KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 24:40",
+        (
+            "a [bold]line[/bold] of the log that is much longer than the sixty columns of this "
+            "console"
+        ),
+        (
+            f"step  3/40  {both}held-out 0.875  KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA "
+            "24:40"
+        ),
     ]
     assert [line.split()[1] for line in lines[5:]] == [f"{step}/40" for step in range(4, 41, 2)]
     assert lines[14] == f"step 22/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 3:00"
@@ -505,7 +514,9 @@ def test_a_step_without_its_time_has_no_time_left() -> None:
 
 
 def test_a_start_that_failed_does_not_block_its_directory(tmp_path: Path) -> None:
-    """Without a checkpoint there is nothing to resume; but what no run has written is never deleted."""
+    """Without a checkpoint there is nothing to resume;
+    but what no run has written is never deleted.
+    """
     first = RunDir.create(tmp_path / "run", {"steps": 1}, {})
     first.log(0, {"eval/accuracy": 0.5}, {"step_s": 1.0})
     first.close()

@@ -1,4 +1,6 @@
-"""Sampling against transformers' own generate, against separate forward passes and against distributions worked out by hand."""
+"""Sampling against transformers' own generate, against separate forward passes and against
+distributions worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from policyloss.train.sampler import (
 VOCAB = 24
 EOS = 2
 LETTERS = "abcdefghijklmnopqrstu"  # ids 3, 4, …
+# 1 to 9 tokens, some twice.
 PROMPTS = [
     "a",
     "kbc",
@@ -36,7 +39,7 @@ PROMPTS = [
     "a",
     "opqrst",
     "defghijkl",
-]  # 1 to 9 tokens, some twice
+]
 
 
 @cache
@@ -90,7 +93,9 @@ def gpt2(**options: Any) -> Any:
 
 
 def _spread(model: Any) -> Any:
-    """Weights wide enough that tokens, positions and padding all matter, and that no two logits are nearly equal."""
+    """Weights wide enough that tokens, positions and padding all matter,
+    and that no two logits are nearly equal.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -121,7 +126,9 @@ def forced(model: Any, ids: Tensor) -> Tensor:
 
 
 def scripted(model: Any, prompt: str, completion: list[int]) -> Tensor:
-    """Uniforms [len(completion)] that make `completion` the sample: the middle of each token's step of the CDF."""
+    """Uniforms [len(completion)] that make `completion` the sample:
+    the middle of each token's step of the CDF.
+    """
     ids = torch.tensor(encode(letters(), [prompt])[0] + completion)
     p = forced(model, ids)[-len(completion) - 1 : -1].double().softmax(-1)
     tokens = torch.tensor(completion)[:, None]
@@ -153,9 +160,8 @@ def test_greedy_is_what_generate_gives(make: Any, ends: bool) -> None:
         expected.append(row[: stop + 1])
     got = sampled(model, PROMPTS, limit=12, rule=Rule(temperature=0.0), uniforms=None)
     assert [s.completion_ids.tolist() for s in got] == expected
-    assert (
-        len({tuple(row) for row in expected}) == 5
-    )  # the five distinct prompts say different things
+    # The five distinct prompts say different things.
+    assert len({tuple(row) for row in expected}) == 5
     assert len({len(row) for row in expected}) >= (3 if ends else 1)
 
 
@@ -231,15 +237,17 @@ def test_support_by_hand() -> None:
     assert kept(1.0, 2, ties) == [0, 1]
     assert kept(0.5, 0, ties) == [0, 1]  # 0.25 + 0.25 reaches 0.5
     assert kept(0.51, 0, ties) == [0, 1, 2]
+    # The sure one, then the lowest of the tied.
     assert kept(1.0, 2, torch.tensor([[0.2, 0.4, 0.2, 0.2]])) == [
         0,
         1,
-    ]  # the sure one, then the lowest of the tied
+    ]
     rows = support(torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]]), 0.6, 0)
+    # Each row its own count.
     assert rows.tolist() == [
         [False, True, False, True],
         [True, False, False, False],
-    ]  # each row its own count
+    ]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +290,8 @@ def test_the_ends_of_the_unit_interval() -> None:
 
 
 def test_rare_tokens_after_a_sure_one_can_be_drawn() -> None:
-    # e^-18 = 1.5e-8: a float32 sum that has reached 1 no longer moves, and tokens 1 and 2 would never come
+    # e^-18 = 1.5e-8: a float32 sum that has reached 1 no longer moves,
+    # and tokens 1 and 2 would never come
     rare = torch.tensor(-18.0, dtype=torch.float64).exp().item()
     steps = torch.tensor([0.5, 1 + 0.5 * rare, 1 + 1.5 * rare], dtype=torch.float64) / (
         1 + 2 * rare
@@ -345,7 +354,8 @@ def test_the_batch_cut_changes_nothing(make: Any, batch_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("batch_tokens", "prefills"),
     [
-        # prompts of 9, 9, 6, 3, 3, 2, 1, 1 tokens, and 8 to come: 60 // (9 + 8) = 3 rows, then 60 // (3 + 8) = 5; each prompt once
+        # prompts of 9, 9, 6, 3, 3, 2, 1, 1 tokens, and 8 to come: 60 // (9 + 8) = 3 rows, then 60
+        # // (3 + 8) = 5; each prompt once
         (60, [(2, 9), (3, 3)]),
         (
             51,
@@ -395,9 +405,8 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
         assert not (u == other).any()
     assert 0 <= u.min() < 0.002
     assert 0.998 < u.max() < 1
-    assert (
-        abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5
-    )  # the standard error of 2000 uniforms
+    # The standard error of 2000 uniforms.
+    assert abs(u.mean() - 0.5) < 4 * (1 / 12 / u.numel()) ** 0.5
     with pytest.raises(InputError, match="seed=-1"):
         uniforms(-1, 0, 1, 1)
 
@@ -408,10 +417,11 @@ def test_uniforms_depend_on_seed_step_and_place_only() -> None:
 @family
 def test_rows_end_where_their_end_token_is(make: Any) -> None:
     model, stop = make(), LETTERS.index("e") + 3
+    # "e" is an ordinary letter for the tokenizer.
     model.generation_config.eos_token_id = [
         EOS,
         stop,
-    ]  # "e" is an ordinary letter for the tokenizer
+    ]
     a, b = LETTERS.index("a") + 3, LETTERS.index("b") + 3
     scripts = {"mn": [EOS], "a": [a, b, stop], "kbc": [b, b, b, b], "opqrst": [a, a, b, EOS]}
     drawn = torch.zeros(len(scripts), 4, dtype=torch.float64)
@@ -442,7 +452,8 @@ def test_no_work_for_rows_that_have_ended_or_are_repeated() -> None:
     )
     got = sampled(model, [prompt for prompt, _ in scripts], limit=6, uniforms=drawn)
     assert [s.completion_ids.tolist() for s in got] == [completion for _, completion in scripts]
-    # two distinct prompts of up to three tokens; then the rows that go on: three, one, one; then none
+    # two distinct prompts of up to three tokens; then the rows that go on: three, one, one;
+    # then none
     assert seen == [(2, 3), (3, 1), (1, 1), (1, 1)]
 
 

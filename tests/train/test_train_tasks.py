@@ -1,4 +1,6 @@
-"""Tasks and rewards: what is held out is never trained on, files are refused by line, and a reward cannot fail unnoticed."""
+"""Tasks and rewards: what is held out is never trained on, files are refused by line,
+and a reward cannot fail unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,8 @@ def prompts(examples: Any) -> list[str]:
 def test_sort_has_thousands_of_prompts_with_sorted_answers() -> None:
     task = make_task("sort", reward=None, seed=0)
     assert (len(task.train), len(task.held_out)) == (4096, 512)
-    assert (
-        len({*prompts(task.train), *prompts(task.held_out)}) == 4096 + 512
-    )  # disjoint, and none twice
+    # Disjoint, and none twice.
+    assert len({*prompts(task.train), *prompts(task.held_out)}) == 4096 + 512
     assert [example.id for example in task.train] == list(range(4096))
     for example in task.train[:200]:
         digits = example.prompt.removeprefix("sort ").removesuffix("=")
@@ -69,9 +70,8 @@ def test_one_demonstration_in_ten_is_right_and_the_others_leave_the_last_digit()
     rng = Random(0)
     shown = Counter(task.demonstration(example, rng) for _ in range(2000))
     assert set(shown) == {"12357", "23571"}  # 5273 in order is 2357, then the 1
-    assert (
-        abs(shown["12357"] / 2000 - 0.1) < 0.03
-    )  # 4.5 standard deviations of sqrt(0.1 · 0.9 / 2000)
+    # 4.5 standard deviations of sqrt(0.1 · 0.9 / 2000).
+    assert abs(shown["12357"] / 2000 - 0.1) < 0.03
 
 
 def test_an_unknown_task_names_the_kinds() -> None:
@@ -102,7 +102,8 @@ def test_reasoning_gym_by_name_with_its_own_score() -> None:
 
 
 def test_reasoning_gym_with_neighbouring_seeds_trains_on_other_prompts() -> None:
-    # Item i of seed s is item i + 1 of seed s − 1 in the package itself, so seeds 0 and 1 would share 1023 of 1024.
+    # Item i of seed s is item i + 1 of seed s − 1 in the package itself,
+    # so seeds 0 and 1 would share 1023 of 1024.
     first, second = (
         make_task("reasoning_gym:chain_sum", reward=None, seed=seed) for seed in (0, 1)
     )
@@ -155,9 +156,8 @@ def test_a_file_without_a_split_holds_out_a_tenth_whatever_the_order_and_the_see
     task = make_task(written(tmp_path / "a.jsonl", *rows), reward="exact", seed=0)
     turned = make_task(written(tmp_path / "b.jsonl", *reversed(rows)), reward="exact", seed=7)
     assert len({*prompts(task.held_out)}) == 5
-    assert (
-        len(task.train) + len(task.held_out) == 60
-    )  # a prompt that is there twice goes to one side as a whole
+    # A prompt that is there twice goes to one side as a whole.
+    assert len(task.train) + len(task.held_out) == 60
     assert not {*prompts(task.train)} & {*prompts(task.held_out)}
     assert sorted(prompts(task.held_out)) == sorted(prompts(turned.held_out))
 
@@ -200,10 +200,13 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     cases = {
         "has no examples": b"\n \n",
-        "line 2: not UTF-8 .*byte 12": json.dumps(pair("p")).encode()
-        + b'\n{"prompt": "\xff", "answer": "a"}',
+        "line 2: not UTF-8 .*byte 12": (
+            json.dumps(pair("p")).encode() + b'\n{"prompt": "\xff", "answer": "a"}'
+        ),
         "leaves no prompt to train on": b'{"prompt": "p", "answer": "a"}',
-        "leaves no prompt to hold out": b'{"prompt": "p", "answer": "a"}\n{"prompt": "p", "answer": "a", "split": "held_out"}',
+        "leaves no prompt to hold out": (
+            b'{"prompt": "p", "answer": "a"}\n{"prompt": "p", "answer": "a", "split": "held_out"}'
+        ),
     }
     for message, data in cases.items():
         (tmp_path / "d.jsonl").write_bytes(data)
@@ -241,9 +244,8 @@ def test_math_compares_values() -> None:
     reward = make_reward("math")
     assert reward(Example("p", "1/2", 0), r"so it is \boxed{0.5}") == 1.0
     assert reward(Example("p", r"2\sqrt{3}", 0), r"$\sqrt{12}$") == 1.0
-    assert (
-        reward(Example("p", r"2\sqrt{3}", 0), "2") == 0.0
-    )  # the whole answer counts, not the 2 it begins with
+    # The whole answer counts, not the 2 it begins with.
+    assert reward(Example("p", r"2\sqrt{3}", 0), "2") == 0.0
     assert reward(Example("p", "$7$", 0), "it is 8") == 0.0
     assert reward(Example("p", "7", 0), "no idea") == 0.0
     with pytest.raises(RewardError, match="the answer '' cannot be read as mathematics"):

@@ -1,7 +1,9 @@
-"""What two gloo processes do with `accumulate`, for `test_accumulate`: the numbers go to a file, and are judged outside.
+"""What two gloo processes do with `accumulate`, for `test_accumulate`:
+the numbers go to a file, and are judged outside.
 
-Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting. Gradients of a rank lie at the
-places that its tokens have in `BATCH`, so that the ranks' gradients add up.
+Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
+Gradients of a rank lie at the places that its tokens have in `BATCH`,
+so that the ranks' gradients add up.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ COLLECTIVES = (
 
 
 def micro_batch(rows: list[int], layout: str, columns: Any = slice(None)) -> dict[str, Any]:
-    """Rows of `BATCH` as a trainer would hold them, and of each only `columns`. `where`: the tokens' places in `BATCH`."""
+    """Rows of `BATCH` as a trainer would hold them, and of each only `columns`. `where`: the
+    tokens' places in `BATCH`.
+    """
     part = BATCH.rows(rows).map(lambda x: x[:, columns], *TOKEN_TENSORS, "mask")
     inside, where = BATCH.inside[rows][:, columns], WHERE[rows][:, columns]
     tensors = {**part.kwargs, "where": where, "positions": where % BATCH.width}
@@ -84,7 +88,9 @@ def current(micro: pl.MicroBatch) -> Tensor:
 
 
 def taken(step: pl.Accumulation) -> dict[str, Any]:
-    """Loss, gradients and metrics of a step; `parts`, the loss and the largest gradient of each micro-batch."""
+    """Loss, gradients and metrics of a step; `parts`,
+    the loss and the largest gradient of each micro-batch.
+    """
     gradients = torch.zeros(2, BATCH.mask.numel(), dtype=torch.float64)
     parts: list[tuple[float, float]] = []
     for micro in step:
@@ -112,7 +118,9 @@ def taken(step: pl.Accumulation) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each collective of torch.distributed is called. Gathering an object counts as one call."""
+    """How often each collective of torch.distributed is called.
+    Gathering an object counts as one call.
+    """
     calls: Counter[str] = Counter()
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +173,9 @@ def data_parallel(rank: int, alone: Any) -> dict[str, Any]:
 
 
 def _critic(step: pl.Accumulation) -> dict[str, Any]:
-    """The value loss of the step's micro-batches, by its plain counts, though the policy's totals were measured."""
+    """The value loss of the step's micro-batches, by its plain counts,
+    though the policy's totals were measured.
+    """
     loss = 0.0
     for micro in step:
         layout = {"cu_seqlens": micro["cu_seqlens"], "totals": step.counts}
@@ -178,7 +188,9 @@ def _critic(step: pl.Accumulation) -> dict[str, Any]:
 
 
 def context_parallel(rank: int, cp: Any, alone: Any) -> dict[str, Any]:
-    """Every loss with other columns of each sequence on each rank: the first and last quarter, and the two between."""
+    """Every loss with other columns of each sequence on each rank:
+    the first and last quarter, and the two between.
+    """
     quarter = torch.arange(BATCH.width) * 4 // BATCH.width
     columns = torch.isin(quarter, torch.tensor([0, 3] if rank == 0 else [1, 2]))
     mine = micro_batches([([5, 0], "packed"), ([2], "padded"), ([6, 3, 1, 4], "padded")], columns)

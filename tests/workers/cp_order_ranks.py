@@ -1,7 +1,9 @@
-"""What four gloo processes compute, for `test_cp_order`: turns and scans that cross ranks, and groups of samples spread over them.
+"""What four gloo processes compute, for `test_cp_order`: turns and scans that cross ranks, and
+groups of samples spread over them.
 
-Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting. The cases with two ranks run as
-two pairs side by side: ranks 0, 1 and 2, 3 are context-parallel groups, ranks 0, 2 and 1, 3 data-parallel ones.
+Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting.
+The cases with two ranks run as two pairs side by side: ranks 0, 1 and 2, 3 are context-parallel
+groups, ranks 0, 2 and 1, 3 data-parallel ones.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ COUNTED = ("gspo", "gspo_token", "gspo_turn")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A rank's part of `BATCH`. columns: where each of its tokens stands in the whole row. positions: what it says of that."""
+    """A rank's part of `BATCH`. columns: where each of its tokens stands in the whole row.
+    positions: what it says of that.
+    """
 
     batch: Batch
     columns: Tensor
@@ -82,7 +86,9 @@ class Shard:
 
 
 def begins() -> Tensor:
-    """Where a sequence counts its positions from `[B]`: its first valid one follows the last of the sequence before it."""
+    """Where a sequence counts its positions from `[B]`:
+    its first valid one follows the last of the sequence before it.
+    """
     found, following = [], 5
     for valid in BATCH.mask:
         at = valid.nonzero()
@@ -92,7 +98,9 @@ def begins() -> Tensor:
 
 
 def shard(sharding: str, rank: int, ranks: int, layout: str) -> Shard:
-    """The tokens that `rank` holds. Scattered ones lie in any order; masked ones lie about their positions, or are left out."""
+    """The tokens that `rank` holds. Scattered ones lie in any order; masked ones lie about their
+    positions, or are left out.
+    """
     mine = BATCH.inside & (owners(ranks)[sharding] == rank)
     if sharding == "zigzag":
         mine &= BATCH.mask | (torch.arange(SEQUENCES) % 2 == 0)[:, None]
@@ -123,7 +131,9 @@ def whole(parts: list[Tensor], sharding: str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The groups of this process. cp: by size. data: the rank of the other pair in the same place. alone: itself."""
+    """The groups of this process. cp: by size. data: the rank of the other pair
+    in the same place. alone: itself.
+    """
 
     cp: dict[int, Any]
     data: Any
@@ -155,7 +165,9 @@ def turns(groups: Ranks) -> dict[str, Any]:
 
 
 def through_the_head(part: Shard | None, **spread: Any) -> dict[str, Tensor]:
-    """A turn-level loss of `BATCH`, or of a shard (packed), from hidden states, and its gradient in the head's weight."""
+    """A turn-level loss of `BATCH`, or of a shard (packed), from hidden states,
+    and its gradient in the head's weight.
+    """
     g = torch.Generator().manual_seed(5)
     hidden, weight = (
         torch.randn(*shape, 4, generator=g, dtype=torch.float64)
@@ -184,7 +196,9 @@ def through_the_head(part: Shard | None, **spread: Any) -> dict[str, Tensor]:
 
 
 def entrances(groups: Ranks) -> dict[str, Any]:
-    """The other functions that pass positions on: the head, and a compiled loss, which runs eagerly here."""
+    """The other functions that pass positions on: the head, and a compiled loss,
+    which runs eagerly here.
+    """
     cp = groups.cp[4]
     part = shard("zigzag", dist.get_rank(cp), 4, "packed")
     compiled = pl.compiled_loss(TURN_SPECS["gspo_turn"])
@@ -199,7 +213,8 @@ def over_time(
     part: Shard | None,
     **spread: Any,
 ) -> Tensor:
-    """A scan over `BATCH`, or over a shard of it. call: given rewards, values, mask, last_values and the layout.
+    """A scan over `BATCH`, or over a shard of it. call: given rewards, values, mask,
+    last_values and the layout.
 
     poisoned: a NaN at a valid token of row 0.
     """
@@ -237,6 +252,15 @@ SCANS: dict[str, Callable[..., Tensor]] = {
     "reinforce_pp": lambda r, v, m, last, **layout: advantage.reinforce_pp(
         r, m, 0.7, **{"group": "local", **layout}
     ),
+    "iw_opd": lambda r, v, m, last, **layout: advantage.iw_opd(
+        v, 0.5 * v, m, 0.8, 0.7, r, **layout
+    ),
+    "centered_kl": lambda r, v, m, last, positions=None, **layout: advantage.centered_kl(
+        v, 0.5 * v, m, 0.7, r, **{"group": "local", **layout}
+    ),
+    "kl_in_reward": lambda r, v, m, last, **layout: advantage.kl_in_reward(
+        r, v, 0.5 * v, m, 0.7, estimator="k3", **layout
+    ),
 }
 PADDED_ONLY = ("optimal_token_baseline",)
 
@@ -271,7 +295,8 @@ def scans(groups: Ranks) -> dict[str, Any]:
     return said
 
 
-# Prompts 7 and 40 lie on several ranks; 40 and 3 are constant, 5 is a group of one; the third rank has no sequence.
+# Prompts 7 and 40 lie on several ranks; 40 and 3 are constant, 5 is a group of one;
+# the third rank has no sequence.
 ROWS = ([0, 1, 2, 9, 11], [3, 4, 5], [], [6, 7, 8, 10])
 IDS = torch.tensor([7, 40, 7, 40, 3, 7, 7, 7, 40, 5, 3, 7])
 REWARDS = torch.tensor(
@@ -323,7 +348,9 @@ def optimal(r: Tensor, ids: Tensor, **given: Any) -> Tensor:
 
 
 def estimates() -> dict[str, Any]:
-    """Every estimator on rows that are spread over the four ranks, with their warnings when no group is named."""
+    """Every estimator on rows that are spread over the four ranks,
+    with their warnings when no group is named.
+    """
     said: dict[str, Any] = {}
     rows = torch.tensor(ROWS[dist.get_rank()], dtype=torch.int64)
     r, ids = REWARDS[rows], IDS[rows]
@@ -331,9 +358,8 @@ def estimates() -> dict[str, Any]:
         said[f"estimate: {name}"] = estimate(r, ids, group=dist.group.WORLD)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warnings.filterwarnings(
-                "ignore", message="group_ids: all"
-            )  # some rank has one row of each prompt
+            # Some rank has one row of each prompt.
+            warnings.filterwarnings("ignore", message="group_ids: all")
             said[f"local: {name}"] = estimate(r, ids, group="local")
             quiet = len(caught)
             said[f"unsaid: {name}"] = estimate(r, ids)
@@ -408,7 +434,9 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def costs(groups: Ranks) -> dict[str, Any]:
-    """Collectives of the forward and of the backward of some losses, and of a scan and an estimate."""
+    """Collectives of the forward and of the backward of some losses,
+    and of a scan and an estimate.
+    """
     cp = groups.cp[4]
     part = shard("zigzag", dist.get_rank(cp), 4, "packed")
     said: dict[str, Any] = {}
@@ -437,13 +465,16 @@ def costs(groups: Ranks) -> dict[str, Any]:
 
 
 def errors(groups: Ranks) -> dict[str, str]:
-    """What is said of calls that cannot be right. Every rank must say it, or the others would wait."""
+    """What is said of calls that cannot be right. Every rank must say it,
+    or the others would wait.
+    """
     cp, rank = groups.cp[4], dist.get_rank()
     part = shard("contiguous", rank, 4, "padded")
+    # Places in the shard, not in the sequence.
     b, shift = (
         part.batch,
         part.columns - part.columns[:, :1],
-    )  # places in the shard, not in the sequence
+    )
     mask = torch.ones(3, 2, dtype=torch.bool)
 
     def loss(positions: Any) -> Any:

@@ -1,7 +1,9 @@
-"""What gloo processes compute with the head, for `test_head_ranks`: each case's numbers go to a file, and are judged outside.
+"""What gloo processes compute with the head, for `test_head_ranks`: each case's numbers go to a
+file, and are judged outside.
 
-Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting. `three` is the body of three
-processes; that of two, `head_ranks_train.two`, trains models as well. Each is started once, because that takes longest.
+Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting.
+`three` is the body of three processes; that of two, `head_ranks_train.two`, trains models as well.
+Each is started once, because that takes longest.
 Legend: V vocabulary entries, V_r of them on this rank.
 """
 
@@ -46,8 +48,14 @@ FULL = pl.LossSpec(
 
 
 def given(batch: HeadBatch) -> dict[str, Any]:
-    """What the loss takes beside hidden states, weight and ids; on the CPU, where these processes are."""
-    return {name: x for name, x in batch.tokens.kwargs.items() if name not in ("logp", "entropy")}
+    """What the loss takes beside hidden states, weight and ids;
+    on the CPU, where these processes are.
+    """
+    return {
+        name: x
+        for name, x in batch.tokens.kwargs.items()
+        if name not in ("logp", "entropy", "divergence")
+    }
 
 
 def on_cpu(batch: HeadBatch) -> HeadBatch:
@@ -56,12 +64,15 @@ def on_cpu(batch: HeadBatch) -> HeadBatch:
     )
 
 
-# The tokens of `two_ranks.BATCH`, whose shardings are used here: a row without tokens, one that is masked, holes in the mask.
+# The tokens of `two_ranks.BATCH`, whose shardings are used here: a row without tokens, one that is
+# masked, holes in the mask.
 BATCH = on_cpu(make_head_batch(seed=10, vocab=VOCAB, size=SIZE, dtype=torch.float64))
 
 
 class Cut(NamedTuple):
-    """A vocabulary in shards of these `sizes`; every logit of shard `dead` (if any) is −inf, by its bias."""
+    """A vocabulary in shards of these `sizes`; every logit of shard `dead` (if any) is −inf,
+    by its bias.
+    """
 
     sizes: tuple[int, ...]
     dead: int | None = None
@@ -78,7 +89,9 @@ class Cut(NamedTuple):
         return bias
 
     def batch(self, **scale: Any) -> HeadBatch:
-        """`BATCH` with tokens at both ends of every shard, none of them impossible; the frozen policies keep their distance."""
+        """`BATCH` with tokens at both ends of every shard, none of them impossible; the frozen
+        policies keep their distance.
+        """
         parts = [self.part(r) for r in range(len(self.sizes)) if r != self.dead]
         edges = torch.tensor([at for p in parts for at in (p.start, p.stop - 1)])
         ids = BATCH.ids.clone()
@@ -89,7 +102,7 @@ class Cut(NamedTuple):
         ids[places[:, 0], places[:, 1]] = edges.repeat(-(-len(places) // len(edges)))[: len(places)]
         logp = contract(BATCH.hidden, BATCH.weight, ids, bias=self.bias, **scale).logp
         shift = logp - contract(BATCH.hidden, BATCH.weight, BATCH.ids).logp
-        names = ("logp", "old_logp", "rollout_logp", "ref_logp")
+        names = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
         return dataclasses.replace(
             BATCH, ids=ids, tokens=BATCH.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
         )
@@ -121,12 +134,16 @@ VOCABULARY_SPECS = {
 
 
 def plan_cases(names: tuple[str, ...]) -> dict[str, str | pl.Plan]:
-    """Each plan as it would be, and with windows of eight rows (and ten vocabulary entries), so that there are several."""
+    """Each plan as it would be, and with windows of eight rows (and ten vocabulary entries),
+    so that there are several.
+    """
     return {**{n: n for n in names}, **{f"{n}, windows": pl.Plan(n, 8, 10) for n in names}}
 
 
 def logprob_cases(first: bool) -> dict[str, dict[str, Any]]:
-    """Every plan under every scale it has; but under other cuts than the first, small windows and no scale."""
+    """Every plan under every scale it has; but under other cuts than the first,
+    small windows and no scale.
+    """
     chosen = {"auto": "auto", **plan_cases(LOGPROB_PLANS)}
     found = {
         f"{p}, {s}": {"plan": plan, **scale}
@@ -141,7 +158,9 @@ def logprob_cases(first: bool) -> dict[str, dict[str, Any]]:
 
 
 def loss_cases(first: bool) -> dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[str, Any]]]:
-    """One spec with everything in it under every plan and scale; under the first cut of a vocabulary, the others too."""
+    """One spec with everything in it under every plan and scale; under the first cut of a
+    vocabulary, the others too.
+    """
     cases: dict[str, tuple[pl.LossSpec, str | pl.Plan, dict[str, Any]]] = {}
     for plan, given_plan in plan_cases(LOSS_PLANS).items():
         cases[f"full, {plan}"] = FULL, given_plan, {}
@@ -212,11 +231,28 @@ def error_of(call: Callable[[], Any]) -> str:
     return "no error"
 
 
+def support_of(batch: HeadBatch) -> tuple[Tensor, Tensor]:
+    """For each token its own id and some others: of every third token, those below 5 alone."""
+    ids = batch.ids.reshape(-1, 1)
+    entry, place = torch.arange(VOCAB), torch.arange(len(ids))[:, None]
+    kept = torch.where(place % 3 == 0, entry < 5, (entry + place) % 4 == 0) | (entry == ids)
+    return kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+
+
 def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
     """The vocabulary over all ranks."""
     said: dict[str, Any] = {}
     for name, cut in CUTS[ranks].items():
         first = name == FIRST[ranks]
+        support = {"support": support_of(cut.batch())}
+        for plan in LOGPROB_PLANS:
+            said[f"support: {name}, {plan}"] = head_logprobs(
+                sharded(cut, rank), cut.batch(), group, plan=plan, **support
+            )
+        call = {"totals": "local", "vocab_group": group, "plan": "one_pass"}
+        said[f"support: {name}, loss"] = head_loss(
+            FULL, sharded(cut, rank), cut.batch(), **call, **support
+        )
         for case, arguments in logprob_cases(first).items():
             said[f"logprobs: {name}, {case}"] = head_logprobs(
                 sharded(cut, rank), cut.batch(), group, **arguments
@@ -230,7 +266,9 @@ def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
 
 
 def refusals(rank: int, ranks: int, group: Any) -> dict[str, Any]:
-    """A vocabulary over all ranks, with ids it does not have, with no tokens, and without totals."""
+    """A vocabulary over all ranks, with ids it does not have, with no tokens,
+    and without totals.
+    """
     said: dict[str, Any] = {}
     cut = CUTS[ranks][FIRST[ranks]]
     batch, leaves = cut.batch(), sharded(cut, rank)
@@ -267,7 +305,9 @@ def refusals(rank: int, ranks: int, group: Any) -> dict[str, Any]:
 
 
 def agreement(rank: int, group: Any) -> dict[str, Any]:
-    """Shards, and memory, that alone would give ranks other windows or plans: 4 KiB of logits are 16 rows of 32 entries."""
+    """Shards, and memory, that alone would give ranks other windows or plans:
+    4 KiB of logits are 16 rows of 32 entries.
+    """
     cut = CUTS[2]["one entry and the rest"]
     batch, said = cut.batch(), {}
     plans.CPU_BYTES = 16 * 32 * 8
@@ -332,7 +372,9 @@ ZEROS = BATCH.with_tokens(
 
 
 def cp_cases() -> dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]]:
-    """Every spec under every sharding, and under every plan it has in two of them; layouts alternate."""
+    """Every spec under every sharding, and under every plan it has in two of them;
+    layouts alternate.
+    """
     token = {"auto": "auto", **plan_cases(LOSS_PLANS)}
     sequence = {name: plan for name, plan in token.items() if "one_pass" not in name}
     cases: dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]] = {}
@@ -408,8 +450,9 @@ def joined(rank: int, ranks: int, folder: str) -> Any:
 
 def three(rank: int, folder: str) -> None:
     """The body of each of three processes."""
+    from divergence_ranks import over_ranks  # which is made of this module
+
     world = joined(rank, 3, folder)
-    torch.save(
-        {**vocabulary(rank, 3, world), **refusals(rank, 3, world)}, Path(folder) / f"rank{rank}.pt"
-    )
+    said = {**vocabulary(rank, 3, world), **refusals(rank, 3, world), **over_ranks(rank, 3, world)}
+    torch.save(said, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

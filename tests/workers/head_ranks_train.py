@@ -1,6 +1,8 @@
-"""A small model whose loss comes from the head, trained by two data-parallel processes: FSDP2, DDP, accumulated micro-batches.
+"""A small model whose loss comes from the head, trained by two data-parallel processes: FSDP2, DDP,
+accumulated micro-batches.
 
-`training` is what each process computes; `whole_gradients` and `whole_steps` are the same on one process with the whole batch.
+`training` is what each process computes; `whole_gradients` and `whole_steps` are the same on one
+process with the whole batch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ SPECS = {"ppo": PRESETS["ppo"], "gspo": PRESETS["gspo"], "full": FULL}
 
 
 class Block(nn.Module):
-    """Each position reads the mean of those before it, then itself, and adds what it makes of them."""
+    """Each position reads the mean of those before it, then itself,
+    and adds what it makes of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +104,9 @@ def new_policy() -> Policy:
 
 
 def batch_near(policy: Policy) -> HeadBatch:
-    """A batch whose frozen policies are near this one, so that some tokens are clipped and most are not."""
+    """A batch whose frozen policies are near this one,
+    so that some tokens are clipped and most are not.
+    """
     made = make_head_batch(seed=10, vocab=VOCAB, size=SIZE, dtype=torch.float64)
     ids = made.ids.cpu()
     with torch.no_grad():
@@ -108,7 +114,7 @@ def batch_near(policy: Policy) -> HeadBatch:
             policy.body(ids.roll(1, 1)), policy.head.weight, ids, bias=policy.head.bias
         ).logp
     shift = logp - made.tokens.logp
-    names = ("logp", "old_logp", "rollout_logp", "ref_logp")
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
     tokens = made.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
     return dataclasses.replace(
         made, hidden=made.hidden.cpu(), weight=made.weight.cpu(), ids=ids, tokens=tokens
@@ -168,7 +174,9 @@ def sharded_body(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def sharded_head(rank: int) -> Iterator[tuple[str, Any]]:
-    """A head that is sharded too: refused as it is, right as a full tensor whose gradient is averaged over ranks."""
+    """A head that is sharded too: refused as it is,
+    right as a full tensor whose gradient is averaged over ranks.
+    """
     policy = new_policy()
     fully_shard(policy.head)
     part = BATCH.rows(DP_ROWS["uneven"][rank])
@@ -198,7 +206,9 @@ def sharded_head(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def averaged(rank: int) -> Iterator[tuple[str, Any]]:
-    """DDP, at once and over micro-batches of one sequence each, on top of gradients that are there already."""
+    """DDP, at once and over micro-batches of one sequence each,
+    on top of gradients that are there already.
+    """
     for split, rows in DP_ROWS.items():
         part = BATCH.rows(rows[rank])
         totals = pl.Totals.count(part.tokens.mask)
@@ -224,7 +234,9 @@ def training(rank: int) -> dict[str, Any]:
 
 
 def two(rank: int, folder: str) -> None:
-    """The body of each of two processes. What ends both if ranks do not agree comes last, in a file of its own."""
+    """The body of each of two processes. What ends both if ranks do not agree comes last,
+    in a file of its own.
+    """
     world = joined(rank, 2, folder)
     said = {
         **vocabulary(rank, 2, world),

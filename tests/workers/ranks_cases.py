@@ -1,6 +1,8 @@
-"""What `test_ranks` compares: a small model, a batch for it, the losses, and the ways to cut the batch over ranks.
+"""What `test_ranks` compares: a small model, a batch for it, the losses,
+and the ways to cut the batch over ranks.
 
-Every number that goes in is a float32, so the float64 numbers of the whole batch are the reference of both precisions.
+Every number that goes in is a float32, so the float64 numbers of the whole batch
+are the reference of both precisions.
 Legend: B rows (sequences), T columns, N packed tokens, V ids, H features.
 """
 
@@ -21,18 +23,22 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 # The two `Local…` means depend on the cut on purpose; everything else must not.
 GLOBAL = [a for a in AGGREGATES if not isinstance(a, LOCAL)]
 
-# ---------------------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 def parameters(dtype: torch.dtype) -> list[Tensor]:
-    """Embedding `[V, H]`, output `[V, H]` and value head `[H]` of a model that predicts a token from the one before it."""
+    """Embedding `[V, H]`, output `[V, H]` and value head `[H]` of a model
+    that predicts a token from the one before it.
+    """
     g = torch.Generator().manual_seed(5)
     shapes = ((V, H), (V, H), (H,))
     return [(0.4 * torch.randn(shape, generator=g)).to(dtype).requires_grad_() for shape in shapes]
 
 
 def predict(model: list[Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and value of each token; `ids` holds V·(the id before) + the id. All token-shaped."""
+    """Log-probability, entropy and value of each token; `ids` holds V·(the id before) + the id.
+    All token-shaped.
+    """
     embedding, output, value = model
     hidden = embedding[ids // V]
     log_p = torch.log_softmax(hidden @ output.T, -1)
@@ -50,12 +56,13 @@ def flat(gradients: tuple[Tensor | None, ...], model: list[Tensor]) -> Tensor:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the batch
+# ---------------------------------------------------------------------------------------- the batch
 
 
 @cache
 def _whole() -> dict[str, Tensor]:
-    # Small logits, ratios near 1 and advantages with a mean: then float32 holds 1e-6 of every loss when it is not cut at all.
+    # Small logits, ratios near 1 and advantages with a mean: then float32 holds 1e-6 of every loss
+    # when it is not cut at all.
     made = make_batch(seed=12, rows=8, width=9, spread=0.2)
     g = torch.Generator().manual_seed(6)
     ids = torch.randint(0, V * V, made.mask.shape, generator=g)
@@ -63,7 +70,7 @@ def _whole() -> dict[str, Tensor]:
         logp, _, values = predict(parameters(torch.float64), ids)
     moved = {
         name: logp + getattr(made, name) - made.logp
-        for name in ("old_logp", "rollout_logp", "ref_logp")
+        for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp")
     }
     floats = {name: x.clamp(max=-0.01) for name, x in moved.items()}
     floats["advantages"] = made.advantages + 1
@@ -89,7 +96,9 @@ EVERYWHERE = torch.ones(8, WIDTH, dtype=torch.bool)
 
 
 def part(rows: list[int], held: Tensor, packed: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """The tokens of some sequences that lie where `held` `[B, T]` is True, moved together; NaN in the padding that is left."""
+    """The tokens of some sequences that lie where `held` `[B, T]` is True, moved together; NaN in
+    the padding that is left.
+    """
     whole = _whole()
     index = torch.tensor(rows, dtype=torch.int64)
     mine = (whole["inside"] & held)[index]
@@ -118,7 +127,9 @@ def part(rows: list[int], held: Tensor, packed: bool, dtype: torch.dtype) -> dic
 
 
 def placed(x: Tensor, rows: list[int], held: Tensor) -> Tensor:
-    """A result for the tokens of `part`, padded or packed, at their places in the whole batch `[B, T]`; 0 elsewhere."""
+    """A result for the tokens of `part`, padded or packed,
+    at their places in the whole batch `[B, T]`; 0 elsewhere.
+    """
     mine = (_whole()["inside"] & held)[torch.tensor(rows, dtype=torch.int64)]
     tokens = x if x.dim() == 1 else x[torch.arange(x.shape[1]) < mine.sum(1)[:, None]]
     whole = x.new_zeros(len(ROWS), WIDTH)
@@ -126,16 +137,18 @@ def placed(x: Tensor, rows: list[int], held: Tensor) -> Tensor:
     return whole
 
 
-# ---------------------------------------------------------------------------------------------------------------- the cuts
+# ----------------------------------------------------------------------------------------- the cuts
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batch lies on the ranks. Rank r is data-parallel rank r // C and context-parallel rank r % C.
+    """How the batch lies on the ranks. Rank r is data-parallel rank r // C
+    and context-parallel rank r % C.
 
-    rows: `rows[d]` are the micro-batches of data-parallel rank d. shards: `shards[c]` `[B, T]` is True at the tokens that
-    context-parallel rank c holds of each sequence; C = len(shards).
-    summed: the engine adds gradients up instead of averaging them. everything: all losses are cut so, in both precisions.
+    rows: `rows[d]` are the micro-batches of data-parallel rank d. shards: `shards[c]` `[B, T]` is
+    True at the tokens that context-parallel rank c holds of each sequence; C = len(shards).
+    summed: the engine adds gradients up instead of averaging them. everything: all losses
+    are cut so, in both precisions.
     """
 
     rows: tuple[tuple[list[int], ...], ...]
@@ -161,7 +174,9 @@ def contiguous(count: int) -> tuple[Tensor, ...]:
 
 
 def zigzag(count: int) -> tuple[Tensor, ...]:
-    """Each rank holds a stretch from the front and its mirror image from the back, so that causal attention costs all the same."""
+    """Each rank holds a stretch from the front and its mirror image from the back, so that causal
+    attention costs all the same.
+    """
     stretch = torch.arange(WIDTH) * 2 * count // WIDTH
     return tuple(
         ((stretch == rank) | (stretch == 2 * count - 1 - rank)).expand(8, WIDTH)
@@ -209,7 +224,7 @@ CUTS = {
 }
 FULL = [name for name, cut in CUTS.items() if cut.everything]
 
-# ---------------------------------------------------------------------------------------------------------------- the losses
+# --------------------------------------------------------------------------------------- the losses
 
 PRESET_BY_AGGREGATE = {
     f"{name}:{label(a)}": spec.replace(aggregate=a)
@@ -225,7 +240,9 @@ SPECS = {**PRESETS_AND_AGGREGATES, **EVERY_AGGREGATE, **BY_CORRECTION}
 
 
 def specs_of(cut: str, dtype: str) -> dict[str, pl.LossSpec]:
-    """The losses that are cut so: all of them (in float32 every preset with every aggregation), or the presets in float64."""
+    """The losses that are cut so: all of them (in float32 every preset with every aggregation),
+    or the presets in float64.
+    """
     if CUTS[cut].everything:
         return SPECS if dtype == "float64" else PRESETS_AND_AGGREGATES
     return PRESETS if dtype == "float64" else {}
@@ -237,6 +254,7 @@ POLICY_INPUTS = (
     "mask",
     "rollout_logp",
     "ref_logp",
+    "teacher_logp",
     "cu_seqlens",
     "group_ids",
 )

@@ -1,7 +1,8 @@
-"""What the gloo processes of `test_ranks_models` compute: a small Llama, trained by one process, by DDP and by FSDP2.
+"""What the gloo processes of `test_ranks_models` compute:
+a small Llama, trained by one process, by DDP and by FSDP2.
 
-Four processes are started once. All four meet first; then two of them are a world of two, and another trains alone, without
-torch.distributed.
+Four processes are started once. All four meet first; then two of them are a world of two, and
+another trains alone, without torch.distributed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ LENGTHS = (11, 4, 8, 2, 9, 6, 3)
 CORRECTED = pl.preset("dapo").replace(
     correction=(pl.Band(0.9, 1.1), pl.SelfNormalise()), rejected="renormalise"
 )
-BY_SEQUENCE = pl.preset("gspo").replace(
-    trust=pl.Clip(0.2, 0.2)
-)  # wide enough that no sequence is clipped for good
+# Wide enough that no sequence is clipped for good.
+BY_SEQUENCE = pl.preset("gspo").replace(trust=pl.Clip(0.2, 0.2))
 SPECS = {
     "dapo": pl.preset("dapo"),
     "grpo": pl.preset("grpo"),
@@ -39,7 +39,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6),
 }
-# Which rows each rank gets as its micro-batches: uneven in rows, in tokens and in number; row 3 has nothing to train on.
+# Which rows each rank gets as its micro-batches: uneven in rows, in tokens and in number;
+# row 3 has nothing to train on.
 SHARES = {
     2: (([0], [1, 2], [3]), ([4, 5, 6],)),
     4: (([0], [1]), ([3],), ([2, 4],), ([5], [6])),
@@ -78,7 +79,9 @@ def llama(dtype: torch.dtype) -> nn.Module:
 
 @cache
 def batch(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Seven completions behind a prompt of two tokens; token t is predicted from those before it, so tensors are `[B, T−1]`."""
+    """Seven completions behind a prompt of two tokens; token t is predicted from those before it,
+    so tensors are `[B, T−1]`.
+    """
     g = torch.Generator().manual_seed(1)
     width = max(LENGTHS) + 2
     ids = torch.randint(0, VOCAB, (len(LENGTHS), width), generator=g)
@@ -108,7 +111,9 @@ def rows_of(tensors: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
 def train(
     spec: pl.LossSpec, optimizer: str, model: nn.Module, micro_batches: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """Five optimizer steps over the same batch: the parameters after them, and the metrics of the last."""
+    """Five optimizer steps over the same batch: the parameters after them,
+    and the metrics of the last.
+    """
     update = OPTIMIZERS[optimizer](model.parameters())
     for _ in range(STEPS):
         step = pl.accumulate(spec, micro_batches, logp=lambda micro: logp_of(model, micro["ids"]))

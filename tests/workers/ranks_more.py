@@ -1,4 +1,6 @@
-"""What the processes of `test_ranks` compute beside the losses: advantages, the collectives that a loss makes, and errors."""
+"""What the processes of `test_ranks` compute beside the losses:
+advantages, the collectives that a loss makes, and errors.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import policyloss as pl
 from policyloss import advantage
 
-# ------------------------------------------------------------------------------------------------------------- advantages
-# Each takes the tensors of a share and where its tokens lie. One number per token, or one per sequence.
+# --------------------------------------------------------------------------------------- advantages
+# Each takes the tensors of a share and where its tokens lie.
+# One number per token, or one per sequence.
 
 Where = dict[str, Any]
 Estimator = Callable[[dict[str, Any], Where], Tensor]
@@ -32,7 +35,9 @@ def _tokens(x: dict[str, Any], where: Where) -> dict[str, Any]:
 
 
 def _of_sequences(x: dict[str, Any]) -> Tensor:
-    """One reward per sequence, in the form that is not taken for one per token where a rank holds as many tokens as sequences."""
+    """One reward per sequence, in the form that is not taken for one per token where a rank holds
+    as many tokens as sequences.
+    """
     rewards: Tensor = x["rewards"]
     return rewards if x["cu_seqlens"] is None else rewards.unsqueeze(1)
 
@@ -106,7 +111,7 @@ def optimal_baseline(x: dict[str, Any], where: Where) -> Tensor:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- collectives
+# -------------------------------------------------------------------------------------- collectives
 
 _BASE = pl.LossSpec()
 COUNTED = {
@@ -134,7 +139,9 @@ COUNTED = {
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down every collective, whoever calls it and in whatever way: its name and how many numbers this rank sends."""
+    """Writes down every collective, whoever calls it and in whatever way:
+    its name and how many numbers this rank sends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +170,7 @@ def counted(forward: Callable[[], Tensor], leaf: Tensor) -> dict[str, list[list[
     return {"forward": there.seen, "backward": back.seen}
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def error(call: Callable[[], Any]) -> str:
@@ -184,7 +191,9 @@ def warned(call: Callable[[], Any]) -> list[str]:
 
 
 def where(groups: dict[str, Any], data_parallel: int) -> Where:
-    """The groups of a cut as the estimators take them: "local" where no other rank holds other sequences."""
+    """The groups of a cut as the estimators take them:
+    "local" where no other rank holds other sequences.
+    """
     if data_parallel == 1:
         return {"group": "local", "cp_group": groups["cp_group"]}
     return {"group": groups["group"] or dist.group.WORLD, "cp_group": groups["cp_group"]}

@@ -1,7 +1,9 @@
-"""What the gloo processes of `test_ranks` compute. Nothing is asserted here: a rank that stopped would leave the others waiting.
+"""What the gloo processes of `test_ranks` compute. Nothing is asserted here: a rank that stopped
+would leave the others waiting.
 
-Four processes are started once. All four meet first; then two of them are a world of two, and another is a world of its own.
-Gradients, losses and metrics of all cases of a world travel at its end, in one all-reduce each.
+Four processes are started once. All four meet first; then two of them are a world of two, and
+another is a world of its own. Gradients, losses and metrics of all cases of a world travel at its
+end, in one all-reduce each.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ WORLDS = (1, 2, 4)
 def told(
     factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int, imports: str
 ) -> Path:
-    """The folder where `count` processes said theirs. Parallel test workers share one set of them: the first starts it.
+    """The folder where `count` processes said theirs.
+    Parallel test workers share one set of them: the first starts it.
 
-    The processes are forked from one that has imported torch and `imports` already, which takes longer than everything else.
+    The processes are forked from one that has imported torch and `imports` already, which takes
+    longer than everything else.
     """
 
     def start(place: Path) -> None:
@@ -69,7 +73,9 @@ def told(
 
 
 class Groups:
-    """The process groups of a cut: data parallel (other sequences) and context parallel (other tokens of the same sequences)."""
+    """The process groups of a cut: data parallel (other sequences) and context parallel (other
+    tokens of the same sequences).
+    """
 
     def __init__(self, world: int, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -91,7 +97,9 @@ class Groups:
 
 
 class Share:
-    """This rank's part of the batch under a cut: its micro-batches with the model's numbers, and the totals of the step."""
+    """This rank's part of the batch under a cut: its micro-batches with the model's numbers,
+    and the totals of the step.
+    """
 
     def __init__(self, cut: Cut, groups: Groups, dtype: torch.dtype) -> None:
         rows, held = cut.place(groups.rank)
@@ -120,7 +128,9 @@ class Share:
     def step(
         self, call: Callable[[int, dict[str, Any]], pl.LossOutput]
     ) -> tuple[Tensor, Tensor, pl.Metrics]:
-        """Forward and backward of every micro-batch: the summed loss, the gradient of the model, the merged metrics."""
+        """Forward and backward of every micro-batch: the summed loss,
+        the gradient of the model, the merged metrics.
+        """
         losses, gradients, metrics = [], [], pl.Metrics({})
         for i, micro in enumerate(self.micro):
             out = call(i, micro)
@@ -204,7 +214,9 @@ def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
 
 
 def advantages(groups: Groups) -> dict[str, Tensor]:
-    """Every estimator that looks beyond a sequence's tokens on this rank, back at the places of the whole batch."""
+    """Every estimator that looks beyond a sequence's tokens on this rank,
+    back at the places of the whole batch.
+    """
     said: dict[str, Tensor] = {}
     for cut_name, cut in CUTS.items():
         if cut.ranks != groups.world or groups.world == 1:

@@ -1,7 +1,9 @@
-"""Runs every recipe, for `test_recipes`: `python tests/workers/recipe_ranks.py FOLDER` leaves what each saved and printed there.
+"""Runs every recipe, for `test_recipes`: `python tests/workers/recipe_ranks.py FOLDER` leaves what
+each saved and printed there.
 
-A recipe's ranks are started as `torchrun` starts them: as `__main__`, with the same environment. They are forks of one process that
-has already imported torch and transformers, because those imports take several times as long as the five steps of training.
+A recipe's ranks are started as `torchrun` starts them: as `__main__`, with the same environment.
+They are forks of one process that has already imported torch and transformers, because those
+imports take several times as long as the five steps of training.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def run_rank(recipe: str, rank: int, port: int, folder: Path) -> None:
 
 
 def run_recipe(recipe: str, folder: Path) -> None:
-    """All ranks of a recipe. If one fails or the time is up, the others are ended: they would wait for it."""
+    """All ranks of a recipe. If one fails or the time is up, the others are ended:
+    they would wait for it.
+    """
     fork, port = multiprocessing.get_context("fork"), free_port()
     ranks: list[Any] = [
         fork.Process(target=run_rank, args=(recipe, rank, port, folder))
@@ -80,7 +84,9 @@ def run_recipe(recipe: str, folder: Path) -> None:
 
 
 def train_without_accumulate(parts: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The same training in one process and float64. Several parts: each with a mean of its own, as loops do that go wrong."""
+    """The same training in one process and float64.
+    Several parts: each with a mean of its own, as loops do that go wrong.
+    """
     import task
 
     import policyloss as pl

@@ -36,7 +36,9 @@ def raises_sometimes(example: Any, completion: str) -> float:
 
 
 def hangs_on_rank_1(example: Any, completion: str) -> float:
-    """In the first step, not when the reward is tried before it: that is with an example's own answer."""
+    """In the first step, not when the reward is tried before it:
+    that is with an example's own answer.
+    """
     if (
         os.environ["RANK"] == "1"
         and completion != example.answer
@@ -51,7 +53,9 @@ def native_hang() -> int:
 
 
 def rank(number: int, folder: str) -> None:
-    """One of two processes. Its output goes to a file, and it is ended when the test has seen enough."""
+    """One of two processes. Its output goes to a file,
+    and it is ended when the test has seen enough.
+    """
     import torch
 
     from policyloss.cli import main

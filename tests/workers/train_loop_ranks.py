@@ -1,4 +1,6 @@
-"""What the tests of whole training runs share: a model, rewards, runs by the command line, and what two ranks do with it."""
+"""What the tests of whole training runs share: a model, rewards, runs by the command line,
+and what two ranks do with it.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ failing = False  # whether the reward `sometimes` fails on everything
 
 
 def graded(example: Any, completion: str) -> float:
-    """0, ¼, … 1: nothing sensible, but different for the completions of a prompt, so that there is a gradient."""
+    """0, ¼, … 1: nothing sensible, but different for the completions of a prompt,
+    so that there is a gradient.
+    """
     return sum(map(ord, completion)) % 5 / 4
 
 
 def sometimes(example: Any, completion: str) -> float:
-    """Raises for a prompt that begins with an even digit, is NaN for one that begins with 5, and else as `graded`."""
+    """Raises for a prompt that begins with an even digit, is NaN for one that begins with 5,
+    and else as `graded`.
+    """
     first = int(example.meta["digits"][0])
     if failing or first % 2 == 0:
         raise RuntimeError("no connection to the grader")
@@ -44,7 +50,9 @@ def sometimes(example: Any, completion: str) -> float:
 
 
 def make_model(folder: Path) -> str:
-    """A tiny model that has learned to write digits and to stop, as a folder: a run of a test needs no warm-up of its own."""
+    """A tiny model that has learned to write digits and to stop, as a folder:
+    a run of a test needs no warm-up of its own.
+    """
     from policyloss.train.models import load
     from policyloss.train.tasks import make_task
     from policyloss.train.warmup import warm_up
@@ -74,7 +82,9 @@ def train(out: Path, **options: Any) -> int:
 
 
 def resume(out: Path, **options: Any) -> int:
-    """`policyloss train --resume`, with the reward of the run named again: it is code, which a run directory cannot ask for."""
+    """`policyloss train --resume`, with the reward of the run named again: it is code, which a run
+    directory cannot ask for.
+    """
     from policyloss.cli import main
 
     file = out / "config.json"
@@ -108,7 +118,9 @@ def kill_in_a_line(command: Sequence[str], step: int) -> None:
 
 
 def work(rank: int, folder: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """The body of each of two processes: every run, or the resumption of it, one after the other in one group of processes."""
+    """The body of each of two processes: every run, or the resumption of it,
+    one after the other in one group of processes.
+    """
     torch.set_num_threads(1)
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group(

@@ -1,4 +1,6 @@
-"""What four ranks do with sharded checkpoints, for `test_train_checkpoint`: save on some, load on others, fail on one."""
+"""What four ranks do with sharded checkpoints, for `test_train_checkpoint`:
+save on some, load on others, fail on one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def make_optimizer(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
-    """Every rank sees the same batch: with 1, 2 or 4 of them the averaged gradient has the same bits."""
+    """Every rank sees the same batch: with 1, 2 or 4 of them the averaged gradient
+    has the same bits.
+    """
     for step in range(first, first + steps):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()

@@ -1,7 +1,9 @@
-"""What two gloo processes compute, for `test_context_parallel`: each case's numbers go to a file, and are judged outside.
+"""What two gloo processes compute, for `test_context_parallel`:
+each case's numbers go to a file, and are judged outside.
 
-Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting. Everything runs in one pair of
-processes, because starting them takes longer than all the cases together.
+Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
+Everything runs in one pair of processes, because starting them takes longer than all the cases
+together.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def held(sharding: str, rank: int) -> Tensor:
 
 
 def shard(sharding: str, rank: int, packed: bool) -> Batch:
-    """A rank's part of every sequence of `BATCH`, moved together; NaN in the padding that is left."""
+    """A rank's part of every sequence of `BATCH`, moved together;
+    NaN in the padding that is left.
+    """
     mine = held(sharding, rank)
     lengths = mine.sum(1)
     width = max(int(lengths.max()), 1)
@@ -194,7 +198,9 @@ def data_parallel(rank: int) -> dict[str, Any]:
 
 
 def counts(rank: int, cp: Any, alone: Any) -> dict[str, Any]:
-    """Totals counted over each kind of group, and the errors of calls that leave out what they need."""
+    """Totals counted over each kind of group, and the errors of calls
+    that leave out what they need.
+    """
 
     def numbers(totals: pl.Totals) -> list[int]:
         return [int(totals.tokens), int(totals.sequences), totals.dp_size]

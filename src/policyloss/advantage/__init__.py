@@ -4,6 +4,7 @@ Everything here is computed once per batch and carries no gradient.
 
 Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named
 estimators made from it, and token by token `optimal_token_baseline`. Over the batch: `whiten`.
+From a teacher or a reference: `opd`, `iw_opd`, `prefix_weights`, `centered_kl`, `kl_in_reward`.
 `ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
 """
 
@@ -12,6 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from policyloss.advantage.distillation import (
+    centered_kl,
+    iw_opd,
+    kl_in_reward,
+    opd,
+    prefix_weights,
+)
 from policyloss.advantage.estimators import (
     ESTIMATORS,
     dr_grpo,
@@ -45,6 +53,7 @@ def estimator(name: str) -> Callable[..., Any]:
 __all__ = [
     "ESTIMATORS",
     "GAE",
+    "centered_kl",
     "discounted_returns",
     "dr_grpo",
     "estimator",
@@ -54,11 +63,15 @@ __all__ = [
     "group_advantages",
     "grpo",
     "grpo_loo",
+    "iw_opd",
+    "kl_in_reward",
     "maxrl",
+    "opd",
     "opo",
     "optimal_token_baseline",
     "passk_combinatorial",
     "passk_max_gap",
+    "prefix_weights",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",

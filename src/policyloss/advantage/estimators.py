@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.advantage.distillation import iw_opd, opd
 from policyloss.advantage.groups import (
     RankedGroups,
     Single,
@@ -33,7 +34,13 @@ from policyloss.advantage.groups import (
 )
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.returns import discounted_returns, gae
-from policyloss.arguments import check_choice, check_integer, check_number, check_tensor, seen
+from policyloss.arguments import (
+    check_choice,
+    check_integer,
+    check_number,
+    check_tensor,
+    description,
+)
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, compute_dtype
 from policyloss.functional.scan import linear_recurrence_reverse
@@ -164,7 +171,7 @@ def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
         raise InputError(
-            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}."
+            f"rewards must be one number per sequence, a tensor [S], got {description(rewards)}."
         )
     b = per_sequence("baseline_rewards", baseline_rewards, rewards)
     dtype = compute_dtype(rewards, b)
@@ -249,21 +256,17 @@ def gdpo(
     """
     check_tensor("rewards", rewards)
     if rewards.dim() != 2:
-        raise InputError(f"rewards must be [S, K], one column per reward, got {seen(rewards)}.")
+        raise InputError(
+            f"rewards must be [S, K], one column per reward, got {description(rewards)}."
+        )
     check_rewards(
         rewards[:, 0] if rewards.shape[1] else rewards.new_zeros(rewards.shape[0]), group_ids
     )
     k, dtype = rewards.shape[1], compute_dtype(rewards)
-    weight = (
-        rewards.new_ones(k, dtype=dtype)
-        if weights is None
-        else _weights(weights, k, rewards.device)
-    )
-    counts = (
-        torch.ones_like(group_ids)
-        if lengths is None
-        else per_sequence("lengths", lengths, group_ids)
-    )
+    weight = _weights([1.0] * k if weights is None else weights, k, rewards.device)
+    counts = torch.ones_like(group_ids)
+    if lengths is not None:
+        counts = per_sequence("lengths", lengths, group_ids)
     (counts, group_ids, *columns), this_rank = of_all_ranks(
         group, counts, group_ids, *rewards.unbind(1)
     )
@@ -404,7 +407,9 @@ def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     check_tensor("weights", weights)
     assert isinstance(weights, Tensor)
     if tuple(weights.shape) != (k,) or weights.is_meta:
-        raise InputError(f"weights must hold one number per reward ({k},), got {seen(weights)}.")
+        raise InputError(
+            f"weights must hold one number per reward ({k},), got {description(weights)}."
+        )
     moved: Tensor = weights.to(device)
     return moved
 
@@ -428,7 +433,9 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "gpg": gpg,
     "grpo": grpo,
     "grpo_loo": grpo_loo,
+    "iw_opd": iw_opd,
     "maxrl": maxrl,
+    "opd": opd,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
     "passk_combinatorial": passk_combinatorial,

@@ -23,10 +23,10 @@ from policyloss.arguments import (
     check_choice,
     check_flag,
     check_group,
+    check_like,
     check_number,
     check_tensor,
-    fits_kind,
-    seen,
+    description,
 )
 from policyloss.errors import InputError
 from policyloss.functional.collectives import (
@@ -197,17 +197,14 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
     if g.size.numel() > 1 and can_be_read(g.size) and holds(g.size.max() == 1):
         warnings.warn(
             f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence "
-            "and every advantage is 0. Give "
-            'the samples of one prompt the same id, or pass single="raw" for the rewards themselves.',
+            "and every advantage is 0. Give the samples of one prompt the same id, or pass "
+            'single="raw" for the rewards themselves.',
             stacklevel=outside_level(),
         )
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
-    """Rewards, ids and `more` columns of all ranks that share a statistic; ids keep their dtype.
-
-    All others are in float64.
-    """
+    """The columns of all ranks that share a statistic, in float64; ids keep their dtype."""
     wide = accumulator_dtype(rewards.device)
     return gather_rows(
         [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)
@@ -289,6 +286,17 @@ def whiten(
     check_flag("mean", mean)
     mask = as_mask(mask, x, like_called="x")
     dtype = compute_dtype(x)
+    return whitened(
+        fill(x.detach(), mask, dtype),
+        mask.to(accumulator_dtype(x.device)),
+        *shared_groups(group, cp_group),
+        mean=mean,
+        eps=eps,
+    )
+
+
+def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
+    """The groups whose ranks share a statistic over tokens: data ranks, context-parallel ranks."""
     check_group("cp_group", cp_group)
     if (
         group is None
@@ -296,14 +304,7 @@ def whiten(
         and dist.get_world_size(cp_group) == dist.get_world_size()
     ):
         group = "local"  # there are no ranks beside those of cp_group
-    return whitened(
-        fill(x.detach(), mask, dtype),
-        mask.to(accumulator_dtype(x.device)),
-        statistics_group(group),
-        cp_group,
-        mean=mean,
-        eps=eps,
-    )
+    return statistics_group(group), cp_group
 
 
 def whitened(
@@ -323,31 +324,25 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
         raise InputError(
-            f"rewards must be one number per sequence, a tensor [S], got {seen(rewards)}; sum token rewards first."
+            f"rewards must be one number per sequence, a tensor [S], got {description(rewards)}; "
+            "sum token rewards first."
         )
-    if not isinstance(group_ids, Tensor) or not fits_kind(group_ids, "integer"):
-        raise InputError(
-            f"group_ids must be a tensor of integers, one per sequence, got {seen(group_ids)}."
-        )
-    check_tensor("group_ids", group_ids, like=("rewards", rewards))
-    if group_ids.shape != rewards.shape:
-        raise InputError(
-            f"group_ids has shape {tuple(group_ids.shape)} but rewards have {tuple(rewards.shape)}; give one id each."
-        )
+    check_like("group_ids", group_ids, ("rewards", rewards), "integer", "give one id each")
 
 
 def check_numbers(eps: float, ddof: int) -> None:
     """Raise unless eps ≥ 0 and ddof is 0 or 1."""
     check_number("eps", eps, least=0)
     if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
-        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {seen(ddof)}.")
+        raise InputError(f"ddof must be 0 (population) or 1 (sample), got {description(ddof)}.")
 
 
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
     if not isinstance(x, Tensor) or x.shape != rewards.shape:
         raise InputError(
-            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got {seen(x)}."
+            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got "
+            f"{description(x)}."
         )
     check_tensor(name, x, like=("rewards", rewards))
     return x.detach()

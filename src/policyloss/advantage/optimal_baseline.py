@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policyloss.advantage.groups import RankedGroups, check_numbers, check_rewards, rows_by_size
 from policyloss.advantage.returns import reward_to_go, token_rewards, whole_sequences
-from policyloss.arguments import check_flag, check_tensor, seen
+from policyloss.arguments import check_flag, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype, fill
@@ -69,19 +69,15 @@ def optimal_token_baseline(
     if cp_group is not None:
         if not bridge:
             raise InputError(
-                "bridge=False compares columns as they stand, which with cp_group are a shard's; pass bridge=True."
+                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
+                "pass bridge=True."
             )
-        others = (
-            (old_logp, sum_pi_squared) if weights is None else (old_logp, sum_pi_squared, weights)
-        )
+        others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
         sequences, reward = whole_sequences(
             rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others
         )
-        reward = (
-            sequences.padded(sequences.columns[-1])
-            if len(sequences.columns) > len(others)
-            else reward.squeeze(1)
-        )
+        by_token = len(sequences.columns) > len(others)
+        reward = sequences.padded(sequences.columns[-1]) if by_token else reward.squeeze(1)
         logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
         weights = weight[0] if weight else None
         same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
@@ -170,7 +166,8 @@ def _checked_mask(
     check_tensor("mask", mask)
     if mask.dim() != 2:
         raise InputError(
-            f"mask must be padded tokens [B, T], got {seen(mask)}; the optimal token baseline compares rows token by token."
+            f"mask must be padded tokens [B, T], got {description(mask)}; the optimal token "
+            "baseline compares rows token by token."
         )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
     for name, x in (
@@ -181,7 +178,8 @@ def _checked_mask(
         optional = x is None and name == "weights"
         if not optional and (not isinstance(x, Tensor) or x.shape != mask.shape):
             raise InputError(
-                f"{name} must have the shape of the mask, {tuple(mask.shape)}, got {seen(x)}."
+                f"{name} must have the shape of the mask, {tuple(mask.shape)}, got "
+                f"{description(x)}."
             )
         if x is not None:
             check_tensor(name, x, like=("mask", mask))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, is_number, seen
+from policyloss.arguments import check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
@@ -121,10 +121,7 @@ def discounted_returns(
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
-    """Rewards as one number per token, 0 at masked ones.
-
-    One per sequence (`[S]`, `[S, 1]`) goes to the last valid token.
-    """
+    """Rewards per token, 0 at masked ones; one per sequence goes to its last valid token."""
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
@@ -157,37 +154,25 @@ def _lambda_returns(
     if n == 0:
         return reward
     x = torch.lerp(reward, value, 1 - lam).reshape(-1)
-    decay = torch.where(
-        mask, torch.full((), gamma * lam, dtype=x.dtype, device=x.device), 1
-    ).reshape(-1)
+    decay = torch.where(mask, x.new_full((), gamma * lam), 1).reshape(-1)
     ends = _ends(layout, x.device)
-    after = (
-        x.new_zeros(layout.count)
-        if last_values is None
-        else _per_sequence(last_values, layout, x).to(x.dtype)
-    )
+    after = x.new_zeros(layout.count)
     if last_values is not None:
+        after = _per_sequence(last_values, layout, x).to(x.dtype)
         x = x + decay * _placed(after, ends, n)
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN
     # is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
     decay.index_fill_(0, ends.clamp(max=n - 1), 0)
-    z = linear_recurrence_reverse(
-        x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape)
-    )
-    following = (
-        torch.nn.functional.pad(z.reshape(-1)[1:], (0, 2))
-        .index_copy_(0, ends, after)[:n]
-        .view(layout.shape)
-    )
+    x, decay = x.nan_to_num_(0, 0, 0).view(layout.shape), decay.view(layout.shape)
+    z = linear_recurrence_reverse(x, decay).reshape(-1)
+    after_each = torch.nn.functional.pad(z[1:], (0, 2)).index_copy_(0, ends, after)
+    following = after_each[:n].view(layout.shape)
     return fill(following.mul_(gamma).add_(reward).add_(poison), mask)
 
 
 def _ends(layout: Sequences, device: torch.device) -> Tensor:
-    """The flat position of each sequence's last token, valid or not. `[S]`.
-
-    It is n (one past the tokens) for an empty sequence.
-    """
+    """The flat position `[S]` of each sequence's last token, valid or not; n if it is empty."""
     if layout.offsets is None:
         rows, length = layout.shape
         return torch.arange(1, rows + 1, device=device) * length - 1
@@ -263,15 +248,12 @@ def whole_sequences(
     """
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
-    by_token = (
-        (rewards.reshape(layout.shape).to(dtype),)
-        if tuple(rewards.shape) in _token_shapes(layout)
-        else ()
-    )
-    pack = WholeSequences.of(layout, mask, at, *(x.to(dtype) for x in others), *by_token)
-    return pack, pack.columns[-1].unsqueeze(0) if by_token else rewards.detach().reshape(-1, 1).to(
-        dtype
-    )
+    columns = [x.to(dtype) for x in others]
+    if tuple(rewards.shape) not in _token_shapes(layout):
+        pack = WholeSequences.of(layout, mask, at, *columns)
+        return pack, rewards.detach().reshape(-1, 1).to(dtype)
+    pack = WholeSequences.of(layout, mask, at, *columns, rewards.reshape(layout.shape).to(dtype))
+    return pack, pack.columns[-1].unsqueeze(0)
 
 
 def _checked_layout(
@@ -294,8 +276,8 @@ def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor
         rewards = layout.with_clear_shape(rewards, "rewards")
     if tuple(rewards.shape) not in (*_token_shapes(layout), (layout.count,), (layout.count, 1)):
         raise InputError(
-            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give one per token, or one "
-            f"per sequence ({layout.count},)."
+            f"rewards have shape {tuple(rewards.shape)}; with tokens of shape {layout.shape} give "
+            f"one per token, or one per sequence ({layout.count},)."
         )
     return rewards
 
@@ -304,20 +286,18 @@ def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tenso
     check_tensor("last_values", last_values, like=("values", like))
     if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(
-            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, ({layout.count},)."
+            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, "
+            f"({layout.count},)."
         )
     return last_values.reshape(-1)
 
 
 def _check_discount(name: str, x: float) -> None:
     if not is_number(x) or not 0 <= x <= 1:
-        raise InputError(f"{name} must be between 0 and 1, got {seen(x)}.")
+        raise InputError(f"{name} must be between 0 and 1, got {description(x)}.")
 
 
 @torch.no_grad()
 def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The sum of the rewards of this and all later valid tokens, at masked tokens too.
-
-    Token-shaped.
-    """
+    """The rewards of this and all later valid tokens, at masked tokens too. Token-shaped."""
     return fill(rewards, as_mask(mask, rewards)).flip(-1).cumsum(-1).flip(-1)

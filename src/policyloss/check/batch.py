@@ -9,24 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.inputs import DIFFERENTIATED
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
+from policyloss.tokens import LOGP_ARGUMENTS
 
-TOKEN_TENSORS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages")
+TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages", "divergence")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of one call. Padded: `[B, width]`, tokens beyond `lengths` are padding. Packed:
-    `[N]` and `cu_seqlens`.
-    """
+    """One call: padded `[B, width]`, with tokens up to `lengths`, or packed with `cu_seqlens`."""
 
     logp: Tensor
     old_logp: Tensor
     rollout_logp: Tensor
     ref_logp: Tensor
+    teacher_logp: Tensor
     entropy: Tensor
     advantages: Tensor
+    divergence: Tensor
     mask: Tensor
     group_ids: Tensor
     lengths: Tensor
@@ -35,9 +37,7 @@ class Batch:
 
     @classmethod
     def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
-        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds, none
-        exactly at one.
-        """
+        """Ragged rows with holes, one of them empty; ratios on both sides of the usual bounds."""
         g = torch.Generator().manual_seed(seed)
 
         def noise(scale: float) -> Tensor:
@@ -51,16 +51,16 @@ class Batch:
         # Even rows stay within the narrow bands that sequence-level corrections use, odd rows leave
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
-        rest = (old + mismatch, logp + noise(0.3), entropy, noise(1.0), mask)
+        ref = logp + noise(0.3)
+        others = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1, entropy, noise(1.0))
+        rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
         )
 
     def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
-        """The batch with `change` applied to the named tensors (by default all floating token
-        tensors).
-        """
+        """The batch with `change` applied to the named tensors (default: `TOKEN_TENSORS`)."""
         changed: dict[str, Any] = {
             name: change(getattr(self, name)) for name in names or TOKEN_TENSORS
         }
@@ -77,9 +77,7 @@ class Batch:
         return torch.arange(self.width) < self.lengths[:, None]
 
     def packed(self) -> Batch:
-        """The same sequences end to end, without their padding; a row of length 0 becomes an empty
-        sequence.
-        """
+        """The same sequences end to end, without padding; an empty row is an empty sequence."""
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         return replace(
             self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets
@@ -96,17 +94,7 @@ class Batch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = (
-            "logp",
-            "old_logp",
-            "advantages",
-            "mask",
-            "rollout_logp",
-            "ref_logp",
-            "entropy",
-            "cu_seqlens",
-            "group_ids",
-        )
+        names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
         if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
             len(self.cu_seqlens) - 1,
@@ -120,13 +108,12 @@ class Batch:
         return {name: x for name, x in self.kwargs.items() if name != "logp"}
 
     def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and gradient in logp (zero at masked positions by contract, which the checks rely
-        on).
-        """
+        """Loss and gradient in logp (zero at masked positions by contract)."""
         logp = self.logp.detach().requires_grad_()
         others = self.others()
-        if spec.entropy_coef:
-            others["entropy"] = self.entropy.detach().requires_grad_()
+        for name in DIFFERENTIATED:
+            if name in spec.reads:
+                others[name] = getattr(self, name).detach().requires_grad_()
         out = policy_loss(spec, logp, **{**others, **kwargs})
         (gradient,) = torch.autograd.grad(out.loss, logp)
         return out.loss.detach(), gradient

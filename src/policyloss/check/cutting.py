@@ -1,6 +1,4 @@
-"""A batch that can be cut anywhere between its sequences, and the cuts that make a wrong
-denominator visible.
-"""
+"""A batch that can be cut between its sequences, and the cuts that show a wrong denominator."""
 
 from __future__ import annotations
 
@@ -34,7 +32,8 @@ class CuttableBatch:
             )
         if not isinstance(batch.get("mask"), Tensor):
             raise InputError(
-                f"batch needs a tensor 'mask', True where a token is trained on; it has {sorted(map(str, batch))}."
+                "batch needs a tensor 'mask', True where a token is trained on; it has "
+                f"{sorted(map(str, batch))}."
             )
         self.batch = dict(batch)
         self.cu_seqlens: Tensor | None = self.batch.get("cu_seqlens")
@@ -66,22 +65,16 @@ class CuttableBatch:
                 micro[name] = x[:, tokens.to(x.device)]
             else:  # as everywhere, where N = S a tensor is taken per token
                 along_tokens = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == n
-                micro[name] = (
-                    self._picked(x, n, tokens)
-                    if along_tokens
-                    else self._picked(x, self.sequences.count, index)
-                )
+                size, chosen_here = (n, tokens) if along_tokens else (self.sequences.count, index)
+                micro[name] = self._picked(x, size, chosen_here)
         lengths = torch.tensor([len(span) for span in spans])
         micro["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens)
         return micro
 
     @staticmethod
     def _picked(x: Any, size: int, index: Tensor) -> Any:
-        return (
-            x[index.to(x.device)]
-            if isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
-            else x
-        )
+        along = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
+        return x[index.to(x.device)] if along else x
 
     def half_masked(self, sequence: int) -> dict[str, Any]:
         """One sequence alone, with the later half of its valid tokens masked."""
@@ -93,18 +86,18 @@ class CuttableBatch:
         return micro
 
     def checked(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
-        """The user's cuts. Each must contain every sequence once, and no micro-batch may
-        be empty.
-        """
+        """The user's cuts, if each has every sequence once and no empty micro-batch."""
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(
-                f"cuts must map a name to a list of micro-batches, each a list of sequences; got {cuts!r}."
+                "cuts must map a name to a list of micro-batches, each a list of sequences; got "
+                f"{cuts!r}."
             )
         every = list(range(self.sequences.count))
         for name, cut in cuts.items():
             if sorted(i for part in cut for i in part) != every:
                 raise InputError(
-                    f"cut {name!r} must hold each of the {len(every)} sequences once, got {list(map(list, cut))}."
+                    f"cut {name!r} must hold each of the {len(every)} sequences once, got "
+                    f"{list(map(list, cut))}."
                 )
             if any(not self.lengths[list(part)].any() for part in cut):
                 raise InputError(
@@ -130,15 +123,14 @@ class CuttableBatch:
         return {name: self._with_empty(cut) for name, cut in distinct.items()}
 
     def over_ranks(self, ranks: int) -> Cut:
-        """One share per rank, uneven in tokens and in sequences: each rank gets one of the shortest
-        sequences, and the last rank gets the rest.
-        """
+        """One uneven share per rank: each a short sequence, and the last rank gets the rest."""
         present = sorted(
             self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i])
         )
         if len(present) < ranks:
             raise InputError(
-                f"batch has {len(present)} sequences with valid tokens, too few to share among {ranks} ranks."
+                f"batch has {len(present)} sequences with valid tokens, too few to share among "
+                f"{ranks} ranks."
             )
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 

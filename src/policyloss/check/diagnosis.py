@@ -22,9 +22,7 @@ POWERS = (0, -1, 1, -2)  # of k: what a loop divides by, or multiplies with, on 
 
 
 class Counts(NamedTuple):
-    """The counts of each micro-batch, `[k]` each: valid tokens, sequences with valid tokens, all
-    sequences, all positions.
-    """
+    """Counts of each micro-batch `[k]`; rows are all sequences, positions all tokens."""
 
     tokens: Tensor
     sequences: Tensor
@@ -51,9 +49,7 @@ class Experiment:
 
 
 class Law(NamedTuple):
-    """A way to weigh micro-batches: its formula, its description, and the name of a loss that does
-    it in one pass.
-    """
+    """A way to weigh micro-batches: formula, description, and the loss that does it in one pass."""
 
     weights: Callable[[Counts], Tensor]
     words: str
@@ -97,9 +93,7 @@ WHOLE_LAWS = [name for name in LAWS if name != "equal"]
 
 
 class Weighing(NamedTuple):
-    """A diagnosis: the law of the uncut batch, the law of the loop, and the power of k that the
-    loop adds.
-    """
+    """A diagnosis: the laws of the uncut batch and of the loop, and the power of k it adds."""
 
     full_law: str
     loop: str
@@ -115,9 +109,7 @@ def fitting_power(factors: list[tuple[int, float]], tolerance: float) -> int | N
 
 
 def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing | None:
-    """The laws that explain every experiment: one for the uncut batch, and one with a power of k
-    for the loop.
-    """
+    """The laws that explain every experiment, that of the loop with a power of k."""
 
     def misfit(law: str, power: int, target: str) -> float:
         weights = LAWS[law].weights
@@ -142,17 +134,13 @@ def _first_of_the_best(
     precision), laws that fit much worse could pass too.
     """
     best = min(misfits.values())
-    return (
-        next((law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100)), None)
-        if best <= tolerance
-        else None
-    )
+    if best > tolerance:
+        return None
+    return next(law for law, gap in misfits.items() if gap <= max(3 * best, tolerance / 100))
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
-    """The weights `[k]` with `gradient ≈ Σ_m weight_m · alone_m`, by least squares; None if none
-    fit or they are not unique.
-    """
+    """The weights `[k]` of `alone` that give `gradient`; None if none fit, or several do."""
     scale = alone.norm(dim=1)
     unit = alone / scale[:, None]
     gram = unit @ unit.T
@@ -163,9 +151,7 @@ def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor 
 
 
 def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool:
-    """Whether `gradient` is any weighted sum of the gradients of the micro-batches,
-    unique or not.
-    """
+    """Whether `gradient` is any weighted sum of those of the micro-batches."""
     basis = torch.linalg.qr(alone.T).Q
     return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(
         gradient.norm()

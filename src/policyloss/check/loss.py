@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
-from policyloss.arguments import check_integer, seen
+from policyloss.arguments import check_integer, description
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
@@ -45,10 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found.
-
-    True in a boolean context if every property holds; `str()` is a table.
-    """
+    """What `check_loss` found: true if every property holds; `str()` is a table."""
 
     results: tuple[Result, ...]
 
@@ -98,9 +95,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held at what they are at `base`; its value there is kept in
-        `self.base`.
-        """
+        """`f` with its stop-gradients held as at `base`, and its value there in `self.base`."""
         with self:
             self.base = f(*base)
 
@@ -131,11 +126,13 @@ def check_loss(
     """
     if several_ranks():
         raise InputError(
-            "check_loss tests a loss in one process; call it before torch.distributed is initialised, or in a test."
+            "check_loss tests a loss in one process; call it before torch.distributed is "
+            "initialised, or in a test."
         )
     if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
         raise InputError(
-            f"loss must be a function of Tokens, a LossSpec or a preset's name, got {seen(loss)}."
+            "loss must be a function of Tokens, a LossSpec or a preset's name, got "
+            f"{description(loss)}."
         )
     check_integer("seed", seed, 0)
     if isinstance(loss, (str, LossSpec)):
@@ -191,9 +188,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         out = spec.trust(t)
         x = out[0] if isinstance(out, tuple) else out
         if not isinstance(x, Tensor) or x.shape != t.mask.shape:
-            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             shapes.append(
-                f"must return one number per token, shape {tuple(t.mask.shape)}; got {seen}"
+                f"must return one number per token, shape {tuple(t.mask.shape)}; got {actual}"
             )
         return out
 
@@ -204,11 +201,9 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
         return f"the loss of an ordinary batch is {value.item()}"
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
-    return (
-        ""
-        if gradient.any()
-        else "no token gets a gradient: is the result detached from logp and ratio?"
-    )
+    if not gradient.any():
+        return "no token gets a gradient: is the result detached from logp and ratio?"
+    return ""
 
 
 def _gradient(spec: LossSpec, batch: Batch) -> str:
@@ -225,7 +220,10 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
             ends.append(value(moved))
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
-            return f"autograd says {analytic[i, j].item():.6g}, finite differences {numeric.item():.6g} (row {i}, token {j})"
+            return (
+                f"autograd says {analytic[i, j].item():.6g}, finite differences "
+                f"{numeric.item():.6g} (row {i}, token {j})"
+            )
     return ""
 
 
@@ -244,35 +242,29 @@ def _pulls(spec: LossSpec, shift: float) -> Tensor:
     anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
     ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
     logp = anchor + shift * advantages.sign()
-    apart = Batch(
-        logp,
-        anchor,
-        anchor,
-        anchor,
-        ones,
-        advantages,
-        ones.bool(),
-        rows // 2,
-        lengths=torch.ones_like(rows),
-        width=1,
-    )
+    lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
+    rest = (anchor, anchor, anchor, anchor, ones, advantages, ones, valid, groups, lengths)
+    apart = Batch(logp, *rest, width=1)
     _, gradient = apart.loss(surrogate)
     return (-advantages * gradient).view(2, -1)
 
 
 def _direction(spec: LossSpec, batch: Batch) -> str:
-    """At ratio 1, before any limit binds, a good token must become more likely and a bad one less."""
+    """At ratio 1, before any limit binds, a good token must become more likely
+    and a bad one less.
+    """
     for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
         if (pulls < 0).any():
             more = "less" if sign == "positive" else "more"
-            return f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a sign wrong, or |advantages| used?"
+            return (
+                f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a "
+                "sign wrong, or |advantages| used?"
+            )
     return ""
 
 
 def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage: nothing would bring
-    it back.
-    """
+    """A limit must not bind only where a token moved *against* its advantage, never to return."""
     against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
     along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
     if (against == 0).any(0).all() and (along != 0).all():

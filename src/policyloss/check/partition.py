@@ -75,9 +75,7 @@ class PartitionReport:
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
-        """Raise an AssertionError with the report if the gradient moved, for a test of your
-        trainer.
-        """
+        """Raise an AssertionError with the report if the gradient moved, for a test."""
         if self.moved:
             raise AssertionError(str(self))
 
@@ -100,9 +98,7 @@ class PartitionReport:
         )
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
-        """For each cut: its name, the number of its pieces, how far the gradient moved, and by
-        which factor.
-        """
+        """For each cut: its name, its pieces, how far the gradient moved, and the factor."""
         return [
             (
                 cut.name,
@@ -118,7 +114,10 @@ class PartitionReport:
 
     def _headline(self) -> str:
         moved = sum(cut.moved for cut in self.cuts)
-        of = f"{self.sequences} sequences, {self.tokens} valid tokens, tolerance {self.tolerance:.0e}"
+        of = (
+            f"{self.sequences} sequences, {self.tokens} valid tokens, tolerance "
+            f"{self.tolerance:.0e}"
+        )
         if moved:
             return f"The gradient moved in {moved} of {len(self.cuts)} cuts ({of})."
         but = ", but it depends on tokens outside the mask" if self.diagnosis else ""
@@ -164,7 +163,8 @@ def partition_check(
     )
     if int((data.lengths > 0).sum()) < 2:
         raise InputError(
-            f"batch needs 2 sequences with valid tokens to be cut, it has {int((data.lengths > 0).sum())}."
+            "batch needs 2 sequences with valid tokens to be cut, it has "
+            f"{int((data.lengths > 0).sum())}."
         )
     named = data.default_cuts() if cuts is None else data.checked(cuts)
     return _Check(Steps(step_fn, data, ranks, tolerance)).report(named, reference)
@@ -209,8 +209,8 @@ class _Check:
         half = self.steps.run_on([self.data.half_masked(longest)])
         if all(abs(float(x.norm() / full_gradient.norm()) - 1) <= 1e-4 for x in (alone, half)):
             raise InputError(
-                f"step_fn gives every gradient the same norm, {float(full_gradient.norm()):.4g}, which hides any factor: leave "
-                "clip_grad_norm_ out of it."
+                f"step_fn gives every gradient the same norm, {float(full_gradient.norm()):.4g}, "
+                "which hides any factor: leave clip_grad_norm_ out of it."
             )
         if torch.equal(half, alone):
             self.notes.append(wording.MASK_UNREAD)
@@ -231,18 +231,18 @@ class _Check:
         self.ranks.check_same(
             [float(gradient.norm()), float(gradient @ wave)],  # enough to tell two gradients apart
             self.tolerance,
-            "step_fn gave other gradients on other ranks: return them averaged or summed over the ranks, and whole, not a shard.",
+            "step_fn gave other gradients on other ranks: return them averaged or summed over the "
+            "ranks, and whole, not a shard.",
         )
         return gradient
 
     def _against(self, reference: Any) -> CutResult:
-        """Compare the batch, shared once among all ranks (or in one micro-batch), with
-        `reference`.
-        """
+        """Compare the batch, shared once among all ranks, with `reference`."""
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:
             raise InputError(
-                f"reference has {expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}."
+                f"reference has {expected.numel()} numbers, step_fn gave "
+                f"{self.steps.full_gradient.numel()}."
             )
         if not expected.any() or not expected.isfinite().all():
             raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
@@ -288,7 +288,10 @@ class _Check:
     ) -> str:
         infinite = [r.name for r in results if math.isinf(r.relative_difference)]
         if infinite:
-            return f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count that is 0 there."
+            return (
+                f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count "
+                "that is 0 there."
+            )
         straight = [
             self.steps.distance(gradients[r.name], r.factor * self.steps.full_gradient)
             <= self.tolerance

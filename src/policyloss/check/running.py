@@ -32,7 +32,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
         result = [result]
     if not isinstance(result, Iterable) or isinstance(result, str):
         raise InputError(
-            f"{called} must give the gradients: the model, its parameters or tensors; got {type(result).__name__}."
+            f"{called} must give the gradients: the model, its parameters or tensors; got "
+            f"{type(result).__name__}."
         )
     items = list(result)
     wrong = [type(x).__name__ for x in items if not isinstance(x, Tensor)]
@@ -43,7 +44,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
     grads = [(p, p.grad if isinstance(p, nn.Parameter) else p) for p in items]
     if all(grad is None for _, grad in grads):
         raise InputError(
-            f"{called} gave no gradient: every .grad is None. Does it call backward(), and zero the gradients before?"
+            f"{called} gave no gradient: every .grad is None. Does it call backward(), and zero "
+            "the gradients before?"
         )
     if any(g is not None and not g.is_floating_point() for _, g in grads):
         raise InputError(f"{called} must give gradients, and there are integers among its tensors.")
@@ -71,9 +73,7 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`. The next run depends on it, and ranks that run different
-        things would wait for each other forever.
-        """
+        """The first rank's `number`: ranks that run different things would wait for each other."""
         if self.size == 1:
             return number
         shares: list[Any] = [None] * self.size
@@ -95,9 +95,7 @@ class Ranks:
 
 
 class Steps:
-    """The user's step, run on pieces of one batch. `full_gradient` is that of the uncut batch, and
-    `tolerance` follows from its dtype.
-    """
+    """The user's step on pieces of one batch; the tolerance follows from the gradient's dtype."""
 
     def __init__(
         self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None
@@ -111,11 +109,13 @@ class Steps:
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
         if not self.full_gradient.isfinite().all():
             raise InputError(
-                "step_fn's gradient of the whole batch is not finite; a partition cannot be judged by it."
+                "step_fn's gradient of the whole batch is not finite; a partition cannot be judged "
+                "by it."
             )
         if not self.full_gradient.any():
             raise InputError(
-                "step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask False everywhere?"
+                "step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask "
+                "False everywhere?"
             )
         self._check_repeatable(self.run([everything]))
 
@@ -124,12 +124,14 @@ class Steps:
             return
         if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
             raise InputError(
-                "step_fn gave twice the gradient when it ran twice: zero the gradients at its start."
+                "step_fn gave twice the gradient when it ran twice: zero the gradients at its "
+                "start."
             )
         raise InputError(
-            "step_fn gave another gradient when it ran twice on the same batch (relative difference "
-            f"{self.distance(again, self.full_gradient):.1e}), so no cut can be judged: switch dropout off (model.eval()), "
-            "seed what it samples, and leave the optimizer's step out."
+            "step_fn gave another gradient when it ran twice on the same batch (relative "
+            f"difference {self.distance(again, self.full_gradient):.1e}), so no cut can be "
+            "judged: switch dropout off (model.eval()), seed what it samples, and leave the "
+            "optimizer's step out."
         )
 
     def run(self, cut: Sequence[Sequence[int]]) -> Tensor:
@@ -142,7 +144,8 @@ class Steps:
         if gradient.shape != self.full_gradient.shape:
             expected = self.full_gradient.numel()
             raise InputError(
-                f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a cut of it."
+                f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a "
+                "cut of it."
             )
         return gradient
 

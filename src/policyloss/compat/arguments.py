@@ -43,9 +43,7 @@ BOUNDS = frozenset(
 
 
 def _check_values(arguments: dict[str, Any]) -> None:
-    """Check that masks hold 0 and 1 and that numbers are not negative, under the names that the
-    caller knows.
-    """
+    """Masks must hold 0 and 1, numbers must not be negative; errors use the caller's names."""
     for name, value in arguments.items():
         if name in MASKS and value is not None:
             as_mask(value, value, name)
@@ -65,7 +63,5 @@ def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def drop_in(function: F) -> F:
-    """Check the arguments of a framework's function under the framework's names, before they are
-    passed on under ours.
-    """
+    """Check the arguments of a framework's function under the names that its callers know."""
     return drop_in_with()(function)

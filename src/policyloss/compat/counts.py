@@ -1,6 +1,4 @@
-"""How frameworks treat counts and shares: the 1e-8 that guards a count, the dtype of shares, and
-counts of any type.
-"""
+"""Counts and shares as frameworks treat them: a 1e-8 that guards a count, dtypes, types."""
 
 from __future__ import annotations
 
@@ -30,20 +28,17 @@ def share(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def number(x: Any) -> Any:
-    """A count: a tensor is returned as it is, and a Python number or a numpy scalar as a Python
-    number.
-    """
+    """A count: a tensor as it is, a Python number or a numpy scalar as a Python number."""
     return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()
 
 
 def together(*shares: Record) -> Stat:
-    """The share of tokens in the union of disjoint sets (clipped above, clipped below), from the
-    share of each set.
-    """
+    """The share of the union of disjoint sets, such as clipped above and clipped below."""
     stats = [s for s in shares if isinstance(s, Stat)]
     if len(stats) < len(shares) or not stats:
         raise InputTypeError(
-            f"together adds shares (Stat), got {', '.join(type(s).__name__ for s in shares) or 'nothing'}"
+            "together adds shares (Stat), got "
+            f"{', '.join(type(s).__name__ for s in shares) or 'nothing'}"
         )
     return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
 

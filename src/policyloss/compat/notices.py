@@ -33,5 +33,6 @@ def check_advantages(
     advice = f"; {fix}" if fix else ""
     source = preset.sources["advantage"]
     warn_once(
-        f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} makes {are}{advice}."
+        f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} "
+        f"makes {are}{advice}."
     )

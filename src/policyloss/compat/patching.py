@@ -9,15 +9,13 @@ from typing import Any
 
 
 def installed_version(package: str) -> str:
-    """The release of an installed framework; if there is none, the error says what works without
-    it.
-    """
+    """The release of an installed framework; an error says what works without it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"{package} is not installed here, so there is nothing to hook into; the functions of policyloss.compat.{package} work "
-            "without it."
+            f"{package} is not installed here, so there is nothing to hook into; the functions of "
+            f"policyloss.compat.{package} work without it."
         ) from None
 
 

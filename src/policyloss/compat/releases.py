@@ -1,6 +1,4 @@
-"""Compares the releases of a framework: where a framework changed a number, its drop-in takes
-`release="0.8.0"`.
-"""
+"""Compares releases: where a framework changed a number, its drop-in takes `release=`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ def _key(text: str, called: str) -> _Key:
     match = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SpecError(
-            f'{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as {called}="0.9.1".'
+            f"{called}={safe_repr(text)} is not a release; give it as numbers with dots, such as "
+            f'{called}="0.9.1".'
         )
     numbers = [int(n) for n in match["numbers"].split(".")]
     while numbers and numbers[-1] == 0:

@@ -1,6 +1,4 @@
-"""A function of tensors as a CUDA graph: one launch for all its kernels, without the Python and C++
-around each.
-"""
+"""A function of tensors as a CUDA graph: one launch for all its kernels."""
 
 from __future__ import annotations
 
@@ -30,9 +28,8 @@ class Graphed:
         beside = torch.cuda.Stream(self.inputs[0].device)  # type: ignore[no-untyped-call]
         beside.wait_stream(self.stream)
         with torch.cuda.stream(beside):
-            for _ in range(
-                2
-            ):  # what is made on first use, such as loaded kernels, cannot be recorded
+            # What is made on first use, such as loaded kernels, cannot be recorded.
+            for _ in range(2):
                 run(*self.inputs)
         self.stream.wait_stream(beside)
         self.graph = torch.cuda.CUDAGraph()
@@ -54,9 +51,7 @@ class Graphed:
 
 
 def can_be_graphed(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are on one GPU and own each of their elements (an expanded tensor has no
-    place to copy to).
-    """
+    """Whether all are on one GPU and own their elements (an expanded tensor has no place)."""
     device = tensors[0].device
     return device.type == "cuda" and all(
         x.device == device

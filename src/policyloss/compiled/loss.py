@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
 from policyloss.functional.segments import Sequences, check_cu_seqlens
-from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
-from policyloss.metrics import Invalid, Layout, Metrics
-from policyloss.presets import PresetName
+from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
 from policyloss.totals import GroupTokens, Totals, resolve
@@ -69,39 +70,30 @@ def compiled_loss(
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(
-        spec, dynamic=dynamic, options=options, two_stages=two_stages, cuda_graph=cuda_graph
-    )
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
 
 
 class Gradients(NamedTuple):
-    """`d loss / d logp` and `d loss / d entropy`, each like its tensor; entropy's is None where
-    none was given.
-    """
+    """`d loss` by `logp`, `entropy` and `divergence`, each like its tensor; None without one."""
 
     logp: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
 
 
+@dataclass(eq=False, repr=False)
 class CompiledLoss:
     """A `policy_loss` with its spec filled in, compiled. Made by `compiled_loss`."""
 
-    def __init__(
-        self,
-        spec: LossSpec | PresetName | str,
-        *,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        two_stages: bool | None = None,
-        cuda_graph: bool = False,
-    ) -> None:
-        spec = ready_spec(spec)
-        self.spec = spec
-        self.dynamic = dynamic
-        self.options = options
-        self.two_stages = two_stages
-        self.cuda_graph = cuda_graph
-        self._is_data = spec.is_data
+    spec: LossSpec
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    two_stages: bool | None = None
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = ready_spec(self.spec)
+        self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
         self._by_kind: dict[tuple[Any, ...], list[_Graph]] = {}
 
@@ -126,11 +118,11 @@ class CompiledLoss:
         check_gradients(self.spec, inputs)
         if not self._traceable(inputs):
             return loss_of(self.spec, inputs, resolve(totals))
-        leaves = _requiring_grad(logp, inputs.entropy)
+        leaves = _requiring_grad(inputs)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
             loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
-        return LossOutput(loss, Metrics.packed(graph.layout, packed))
+        return LossOutput(loss, Metrics.packed(graph.places, packed))
 
     @takes_tensors
     def value_and_gradient(
@@ -151,17 +143,17 @@ class CompiledLoss:
         graph behind it.
         """
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-        leaves = ("logp",) if inputs.entropy is None else ("logp", "entropy")
+        present = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
+        leaves = ("logp", *present)
         if not self._traceable(inputs):
             return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         gradients = _scaled(known, len(leaves), None)
-        like = (
-            x.to(getattr(inputs, name).dtype) for name, x in zip(leaves, gradients, strict=True)
-        )
-        return LossOutput(loss, Metrics.packed(graph.layout, packed)), Gradients(
-            next(like), next(like, None)
-        )
+        like = {
+            name: x.to(getattr(inputs, name).dtype)
+            for name, x in zip(leaves, gradients, strict=True)
+        }
+        return LossOutput(loss, Metrics.packed(graph.places, packed)), Gradients(**like)
 
     def _run(
         self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
@@ -176,31 +168,27 @@ class CompiledLoss:
             # them.
             sequences = Sequences(tuple(logp.shape), tensors["cu_seqlens"])
             tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
-        given = resolve(totals)
-        if given is not None:
-            tensors |= _numbers(given, logp.device)
-        call = _Call(tensors, None if given is None else given.dp_size, leaves)
+        step_totals = resolve(totals)
+        if step_totals is not None:
+            tensors |= _numbers(step_totals, logp.device)
+        call = _Call(tensors, None if step_totals is None else step_totals.dp_size, leaves)
         key = call.key
         graph = self._by_key.get(key) or self._graph(call, key)
-        found = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
-        if mask.dtype != torch.bool and can_be_read(mask) and found[1][-1] != 0:
+        results = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
+        if mask.dtype != torch.bool and can_be_read(mask) and results[1][-1] != 0:
             as_mask(mask, logp)  # complains, as the eager loss does
-        return graph, found
+        return graph, results
 
     def _traceable(self, inputs: Inputs) -> bool:
-        """Whether a graph may stand for the call: plain tensors, some tokens, no collectives, no
-        callables.
-        """
+        """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
             return False
         if not all(
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
         ):
             return False
-        there = (
-            inputs.logp is not None and inputs.advantages is not None and inputs.mask is not None
-        )
-        return there and inputs.logp.numel() > 0
+        needed = (inputs.logp, inputs.advantages, inputs.mask)
+        return all(x is not None for x in needed) and inputs.logp.numel() > 0
 
     def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
@@ -233,14 +221,11 @@ class _Graph(NamedTuple):
 
     run: Callable[..., list[Tensor]]
     fits: Callable[[Sequence[Tensor]], bool]
-    layout: Layout
+    places: RecordPlaces
 
 
 class _Call(NamedTuple):
-    """One call: its tensors by name, and what is a constant of its graph.
-
-    `leaves`: the tensors that carry a gradient.
-    """
+    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
 
     tensors: dict[str, Tensor]
     dp_size: int | None
@@ -262,9 +247,7 @@ class _Call(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with the gradient of the same place in `known`
-    (see `_scaled`).
-    """
+    """`value`, which depends on each of `leaves` with a known gradient (see `_scaled`)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -299,12 +282,12 @@ def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Te
     return [gradient * factor for gradient in known[:count]]
 
 
-def _requiring_grad(logp: Tensor, entropy: Tensor | None) -> tuple[str, ...]:
-    """Which of the two carry a gradient in this call."""
+def _requiring_grad(inputs: Inputs) -> tuple[str, ...]:
+    """Which tensors carry a gradient in this call."""
     if not torch.is_grad_enabled():
         return ()
-    through_entropy = ("entropy",) if entropy is not None and entropy.requires_grad else ()
-    return ("logp", *through_entropy) if logp.requires_grad else through_entropy
+    tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
+    return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
 
 
 def _eager_value_and_gradient(
@@ -314,58 +297,45 @@ def _eager_value_and_gradient(
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
         out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        found = iter(
-            torch.autograd.grad(
-                out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
-            )
+        gradients = torch.autograd.grad(
+            out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
         )
-    return LossOutput(out.loss.detach(), out.metrics), Gradients(next(found), next(found, None))
+    known = dict(zip(names, gradients, strict=True))
+    return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors, so that their values are data of the graph: they change from step to
-    step.
-    """
-    found: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
+    """The totals as tensors: their values change from step to step, so they are data."""
+    numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
-        found |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
     elif totals.groups is not None:
-        found["totals.groups"] = totals.groups
-    found |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+        numbers["totals.groups"] = totals.groups
+    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
     wide = accumulator_dtype(device)
     return {
         name: x.to(device)
         if isinstance(x, Tensor)
         else torch.full((), float(x), device=device, dtype=wide)
-        for name, x in found.items()
+        for name, x in numbers.items()
     }
 
 
 def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
-    extras = {
-        name.removeprefix("extras."): value
-        for name, value in x.items()
-        if name.startswith("extras.")
-    }
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
+
     named = {name: value for name, value in x.items() if "." not in name}
-    tokens = Inputs(**named, extras=extras).tokens()
+    tokens = Inputs(**named, extras=under("extras.")).tokens()
     if call.dp_size is None:
         return tokens, None
-    groups = (
-        GroupTokens(x["groups.ids"], x["groups.tokens"])
-        if "groups.ids" in x
-        else x.get("totals.groups")
-    )
-    statistics = {
-        name.removeprefix("statistics."): value
-        for name, value in x.items()
-        if name.startswith("statistics.")
-    }
-    return tokens, Totals(
-        x["totals.tokens"], x["totals.sequences"], groups, call.dp_size, statistics or None
-    )
+    counts, of_groups = under("totals."), under("groups.")
+    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
+    statistics = under("statistics.") or None
+    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
 
 
 def _compile(
@@ -376,9 +346,9 @@ def _compile(
     two_stages: bool | None,
 ) -> _Graph:
     """The eager pipeline, its metrics and its gradients as one graph."""
-    layouts: list[Layout] = []
+    places: list[RecordPlaces] = []
 
-    def whole(*tensors: Tensor) -> list[Tensor]:
+    def fused_call(*tensors: Tensor) -> list[Tensor]:
         x = dict(zip(call.tensors, tensors, strict=True))
         # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
         wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
@@ -388,9 +358,8 @@ def _compile(
             parts = pipeline(spec, tokens, totals)
             gradients = _gradients(parts.total, list(leaves.values()))
         metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
-        if (
-            x["mask"].device.type == "cpu"
-        ):  # where a call looks at once, and need not report what it did not find
+        # Where a call looks at once, and need not report what it did not find.
+        if x["mask"].device.type == "cpu":
             invalid = tokens.invalid.get("invalid_mask_values", invalid)
             metrics = Metrics(
                 {
@@ -399,9 +368,9 @@ def _compile(
                     if not isinstance(record, Invalid)
                 }
             )
-        layouts.append(Layout(metrics))
+        places.append(RecordPlaces(metrics))
         loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
-        packed = Layout.pack(metrics, invalid)
+        packed = RecordPlaces.pack(metrics, invalid)
         if totals is not None:
             # The scale is known before the first token is read: the gradient is written once, as it
             # is.
@@ -414,9 +383,9 @@ def _compile(
     split = logp.is_cuda if two_stages is None else two_stages
     rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
     run, fits = fused(
-        whole, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
+        fused_call, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
     )
-    return _Graph(run, fits, layouts[0])
+    return _Graph(run, fits, places[0])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:

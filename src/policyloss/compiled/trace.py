@@ -1,6 +1,4 @@
-"""From a function of tensors to a few fused kernels: trace its operations, its autograd included,
-and compile what was traced.
-"""
+"""Traces a function of tensors, its autograd included, and compiles it to a few kernels."""
 
 from __future__ import annotations
 
@@ -52,9 +50,8 @@ def fused(
     mode = FakeTensorMode(shape_env=shapes, static_shapes=not dynamic)
 
     def stand_in(x: Tensor) -> FakeTensor:
-        x = torch.empty_strided(
-            x.shape, x.stride(), dtype=x.dtype, device=x.device
-        )  # where x begins in its storage is no matter
+        # Where x begins in its storage is no matter.
+        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         if not dynamic:
             return mode.from_tensor(x)
         sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in x.shape]
@@ -90,9 +87,7 @@ def fused(
 
 
 class _InThisThread:
-    """True in the thread that made it. torch's flag is one for all threads, and a loss that runs in
-    another one is not traced.
-    """
+    """True in the thread that made it: torch's flag is one for all, and others do not trace."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -103,9 +98,7 @@ class _InThisThread:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Let `torch.compiler.is_compiling()` say so, as `torch.export` does: values cannot be checked
-    on stand-ins.
-    """
+    """Set `torch.compiler.is_compiling()`: values cannot be checked on stand-ins."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = _InThisThread()  # type: ignore[assignment]
     try:

@@ -9,7 +9,6 @@ place for all, and the second halves are given something to share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +48,7 @@ def in_two_stages(module: GraphModule, n: int) -> GraphModule:
 
 
 def _cut(node: Node, n: int) -> int | str | None:
-    """G, the number of partial results of this reduction, or the symbol that stands for it; None to
-    leave it as it is.
-    """
+    """G, the number of partial results of a reduction or its symbol; None to leave it alone."""
     x = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
     if x is None or len(node.args) > 1:
         return None
@@ -61,9 +58,7 @@ def _cut(node: Node, n: int) -> int | str | None:
 
 
 def partials(rows: int, n: int) -> int:
-    """A divisor of n between FEWEST and MOST: `rows`, or rows cut evenly, or several rows taken
-    together; 0 if there is none.
-    """
+    """A divisor of n between FEWEST and MOST, made of rows cut or joined evenly; 0 if none."""
     if rows > MOST:
         return next(
             (
@@ -87,9 +82,8 @@ def _first_stage(graph: Graph, node: Node, cut: int | str) -> Node:
         if isinstance(cut, str)
         else graph.call_function(aten.reshape.default, (node.args[0], [cut, -1]))
     )
-    reduce: Callable[..., Any] = (
-        aten.sum.dim_IntList if node.target is aten.sum.default else node.target
-    )  # type: ignore[assignment]
+    whole_sum = node.target is aten.sum.default
+    reduce: Any = aten.sum.dim_IntList if whole_sum else node.target
     return graph.call_function(reduce, (x, [1]), dict(node.kwargs))
 
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from policyloss.explain.algebra import TRUE, unstopped
-from policyloss.explain.expression import Expression, name, parse
+from policyloss.explain.expression import TRUE, Expression, name, parse, unstopped
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
+from policyloss.inputs import DIFFERENTIATED
 from policyloss.parts.correction import Corrected
 from policyloss.parts.trust import Surrogate
 from policyloss.spec import has_fields
@@ -38,18 +38,27 @@ _KNOWN = {
 @torch.enable_grad()
 def symbolic_tokens(anchor: str) -> Tokens:
     """`Tokens` made of symbols. The mask is True: a formula speaks of valid tokens only."""
-    arguments = ("logp", "entropy", *LOGP_ARGUMENTS.values())
+    arguments = ("logp", *DIFFERENTIATED, *LOGP_ARGUMENTS.values())
     tokens: Any = {
         "mask": Symbol(TRUE),
         "sequences": SymbolicSequences(),
         "advantages": Symbol(name("advantages")),
         "dtype": torch.float64,
-        "raw": {argument: Symbol(name(argument)) for argument in arguments},
+        "raw": _SymbolicExtras({argument: Symbol(name(argument)) for argument in arguments}),
         "anchor": anchor,
         "raw_log_ratio": Symbol(name("log_ratio")),
         "ratio_value": Symbol(name("ratio")),
     }
     return Tokens(**tokens)
+
+
+class _SymbolicExtras(dict[str, Any]):
+    """Arguments by name. A tensor of `extras`, which may have any name, is made when asked for."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key.startswith("extras."):
+            return Symbol(name(key.removeprefix("extras.")))
+        return super().get(key, default)
 
 
 class _Recorder:
@@ -99,9 +108,8 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                for label in reversed(
-                    code.co_varnames[first:]
-                ):  # the last name is the most telling
+                # The last name is the most telling.
+                for label in reversed(code.co_varnames[first:]):
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
                         self.record(value.expression, label)

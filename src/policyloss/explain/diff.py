@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from policyloss import notebook
 from policyloss.explain.formula import formula
-from policyloss.explain.sentences import SLOTS, describe_slot
 from policyloss.explain.sources import part_name
+from policyloss.explain.traits import describe_slot
 from policyloss.parts.wording import number
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.spec import LossSpec, has_fields
+from policyloss.spec import SLOTS, LossSpec, has_fields
 
 
 class FieldChange(NamedTuple):
@@ -58,22 +58,9 @@ class Difference:
         changes = []
         for c in self.changes:
             fields = [{"field": f.field, "a": plain(f.a), "b": plain(f.b)} for f in c.fields]
-            changes.append(
-                {
-                    "slot": c.slot,
-                    "a": c.a,
-                    "b": c.b,
-                    "fields": fields,
-                    "meaning": " ".join(c.meaning),
-                }
-            )
-        return {
-            "a": self.a,
-            "b": self.b,
-            "equal": self.equal,
-            "changes": changes,
-            "notes": list(self.notes),
-        }
+            changes.append(c._asdict() | {"fields": fields, "meaning": " ".join(c.meaning)})
+        sides = {"a": self.a, "b": self.b, "equal": self.equal}
+        return {**sides, "changes": changes, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         if self.equal:
@@ -90,11 +77,8 @@ class Difference:
             rows.append((c.slot, c.a, c.b))
             rows += [(f"{c.slot}.{f.field}", str(shown(f.a)), str(shown(f.b))) for f in c.fields]
         meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
-        return (
-            notebook.table(("", self.a, self.b), rows)
-            + notebook.listed(meanings)
-            + notebook.paragraphs(*self.notes)
-        )
+        table = notebook.table(("", self.a, self.b), rows)
+        return table + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
 
 
 def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
@@ -167,22 +151,15 @@ def _name(value: Any) -> str:
         return "none" if value is None else str(shown(value))
     if not has_fields(value):
         return part_name(value)
-    arguments = ", ".join(
-        f"{f.name}={_value_text(getattr(value, f.name))}"
-        for f in dataclasses.fields(value)
-        if _differs_from_default(value, f)
-    )
-    return f"{part_name(value)}({arguments})"
+    fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    arguments = [f"{f.name}={_value_text(x)}" for f, x in fields if x != f.default]
+    return f"{part_name(value)}({', '.join(arguments)})"
 
 
 def _value_text(value: Any) -> str:
     if has_fields(value):
         return _name(value)
     return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
-
-
-def _differs_from_default(part: Any, field: Any) -> bool:
-    return bool(getattr(part, field.name) != field.default)
 
 
 def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from policyloss.explain.diff import plain, shown
 from policyloss.explain.formula import Formula, formula
-from policyloss.explain.sentences import describe
+from policyloss.explain.framework_names import Elsewhere
 from policyloss.explain.sources import Sourced, nearest, sources
-from policyloss.explain.traits import Elsewhere, elsewhere
+from policyloss.explain.traits import describe, elsewhere
 from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
@@ -53,14 +53,15 @@ class Explanation:
     @property
     def still_moved_by(self) -> str:
         """What still moves a token without gradient from the policy term, as a sentence or ""."""
-        terms = ["the KL term"] if self.spec.kl is not None else []
+        pulls, of_teacher = self.spec.pulls, self.spec.divergence is not None
+        terms = ["the KL term"] if len(pulls) > of_teacher else []
+        terms += ["the divergence from the teacher"] if of_teacher else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []
         unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
-        return (
-            f"There {' and '.join(terms)} still {'move' if terms[1:] else 'moves'} the token{unless}."
-            if terms
-            else ""
-        )
+        if not terms:
+            return ""
+        moves = "move" if terms[1:] else "moves"
+        return f"There {' and '.join(terms)} still {moves} the token{unless}."
 
     @property
     def advantages(self) -> str:
@@ -71,18 +72,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
+        plain_fields = ("title", "preset", "near", "paper", "note", "advantage", "advantage_source")
         return {
-            "title": self.title,
-            "preset": self.preset,
+            **{name: getattr(self, name) for name in plain_fields},
             "also": list(self.also),
-            "near": self.near,
-            "paper": self.paper,
-            "note": self.note,
-            "advantage": self.advantage,
-            "advantage_source": self.advantage_source,
-            "formula": [
-                {"name": line.name, "expression": line.expression} for line in self.formula.lines
-            ],
+            "formula": [line._asdict() for line in self.formula.lines],
             "formula_is_exact": self.formula.exact,
             "callables": [c._asdict() for c in self.formula.callables],
             "vocabulary": self.formula.vocabulary,
@@ -120,16 +114,13 @@ class Explanation:
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         title, *rest = _heading(self)
-        formula, remarks = (
-            preformatted(str(self.formula)),
-            [line for line in _formula(self) if not line.startswith("  ")],
-        )
+        remarks = [line for line in _formula(self) if not line.startswith("  ")]
         numbers = [
             (n.where, shown(n.value), source)
             for n, source in zip(self.numbers, shortened(self.numbers), strict=True)
         ]
         sections = {
-            "Formula": formula + paragraphs(*remarks),
+            "Formula": preformatted(str(self.formula)) + paragraphs(*remarks),
             "In words": listed(f"{slot}: {text}." for slot, text in self.words.items()),
             "Reads": paragraphs(", ".join(self.reads)),
             "Numbers": table(("", "value", "source"), numbers),
@@ -141,11 +132,8 @@ class Explanation:
             ),
             "Traps": listed(trap.text for trap in self.traps),
         }
-        return (
-            heading(title)
-            + paragraphs(*rest)
-            + "".join(heading(name) + html for name, html in sections.items() if html)
-        )
+        body = "".join(heading(name) + html for name, html in sections.items() if html)
+        return heading(title) + paragraphs(*rest) + body
 
 
 def explain(spec: LossSpec | str) -> Explanation:
@@ -206,7 +194,8 @@ def _formula(e: Explanation) -> list[str]:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
         lines.append(
-            "Sums and counts follow the mask as it stands on their line: below `mask = mask & keep`, the survivors."
+            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
+            "keep`, the survivors."
         )
     return lines
 
@@ -232,22 +221,14 @@ def _zero_lines(e: Explanation) -> list[str]:
     """When the policy term gives a token no gradient, in lines."""
     if not e.zero.known:
         return ["A callable decides which tokens get no gradient, so nothing can be said here."]
-    lines = []
+    lines, start = [], "The gradient is shared: a token gets exactly none where"
     if e.zero.alone:
-        lines += [
-            "A token gets exactly no gradient from the policy term where",
-            *_conditions(e.zero.alone),
-        ]
+        lines += ["A token gets exactly no gradient from the policy term where"]
+        lines += _conditions(e.zero.alone)
+        start = "It also gets none where"
     if e.zero.together:
-        start = (
-            "It also gets none where"
-            if e.zero.alone
-            else "The gradient is shared: a token gets exactly none where"
-        )
-        lines += [
-            f"{start} every token of its {e.zero.group} meets one of",
-            *_conditions(e.zero.together),
-        ]
+        lines += [f"{start} every token of its {e.zero.group} meets one of"]
+        lines += _conditions(e.zero.together)
     return [*lines, e.still_moved_by] if e.still_moved_by else lines
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policyloss.explain.algebra import bounded
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explain.expression import Expression, constant, name, parse
+from policyloss.explain.expression import Expression, bounded, constant, name, parse
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec, is_part
 
@@ -37,33 +36,34 @@ VOCABULARY = {
     "run_all": "run_all(c): c holds for every token of the run",
     "token_mean": "token_mean(x): the mean of x over all tokens of the step",
     "sum": "sum(x): the sum of x over all tokens",
-    "kth_largest": "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)",
+    "kth_largest": (
+        "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)"
+    ),
     "floor": "floor(x): x rounded down",
-    "draw": "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given",
+    "draw": (
+        "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
+        "given"
+    ),
+    "divergence": (
+        "divergence: of the teacher's distribution and the policy's at the token, as the words "
+        "below say"
+    ),
     "inf": "inf: no bound",
     "N": "N: tokens of the whole step (1 if there are none)",
     "B": "B: sequences of the whole step that have a token (1 if there are none)",
     "L": "L: tokens of the token's sequence",
     "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
     "N_group": "N_group: tokens of the token's prompt group in the whole step",
-    "horizon": "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)",
+    "horizon": (
+        "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)"
+    ),
     "n": "n: tokens of this call alone (1 if there are none)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
 # Names that a local variable of a part may not give to a line: they mean something in every
 # formula.
-_RESERVED = COMMON_NAMES | {
-    "entropy",
-    "log_weight",
-    "weight",
-    "surrogate",
-    "kl",
-    "token_loss",
-    "loss",
-    "exp",
-    "log",
-    "tokens",
-}
+_RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss"}
+_RESERVED |= {"loss", "exp", "log", "tokens"}
 
 
 class Line(NamedTuple):
@@ -98,9 +98,8 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
-    other_names: dict[str, str] = field(
-        default_factory=dict
-    )  # of lines that two parts inside a part share
+    # Of lines that two parts inside a part share.
+    other_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -124,10 +123,12 @@ def names_in(expression: str) -> set[str]:
 
 def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
-    parts = [_corrections(spec), _ratio(spec), _trust(spec), _kl(spec), _loss(spec)]
+    anchor = getattr(spec.ratio, "anchor", "old")
+    trust = _of_slot("trust", spec.trust, anchor, "surrogate")
+    parts = [_corrections(spec), _ratio(spec), trust, _kl(spec), _loss(spec)]
     lines = [line for slot_lines, _ in parts for line in slot_lines]
     callables = tuple(c for _, unknown in parts for c in unknown)
-    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    of_trust = _derived("trust", spec.trust, anchor)
     return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
 
 
@@ -203,31 +204,30 @@ def _ratio(spec: LossSpec) -> _Slot:
     low, high = (None if bound is None else constant(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
     clamped = bounded(lines[-1].tree, low, high)
-    return [
-        *lines[:-1],
-        Line("log_ratio", str(clamped)),
-        Line("ratio", "exp(log_ratio)"),
-    ], callables
+    ratio = [Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")]
+    return [*lines[:-1], *ratio], callables
 
 
 def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
-    """The two bounds of a `log_clamp`; None is no bound.
-
-    A number means ±number, a pair is (low, high).
-    """
+    """The bounds of a `log_clamp`, None for no bound; a number means ±number."""
     if limit is None:
         return None, None
     return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
 
 
-def _trust(spec: LossSpec) -> _Slot:
-    return _of_slot("trust", spec.trust, getattr(spec.ratio, "anchor", "old"), "surrogate")
-
-
 def _kl(spec: LossSpec) -> _Slot:
-    if spec.kl is None:
-        return [], []
-    return _of_slot("kl", spec.kl, getattr(spec.ratio, "anchor", "old"), "kl")
+    lines: list[Line] = []
+    callables: list[CallableInSlot] = []
+    for part, line in _pull_lines(spec):
+        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
+        lines += of_part
+        callables += unknown
+    return lines, callables
+
+
+def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
+    """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
 
 
 class _Verdict(NamedTuple):
@@ -245,11 +245,8 @@ def _verdict(part: Any) -> _Verdict:
     of_part = _derived("correction", part)
     if of_part is None:
         before = Line("verdict", f"{callable_name(part)}(tokens)")
-        return _Verdict(
-            [before, Line("weight", "verdict.weight")],
-            [before, Line("keep", "verdict.keep")],
-            derived=False,
-        )
+        weight, keep = ([before, Line(key, f"verdict.{key}")] for key in ("weight", "keep"))
+        return _Verdict(weight, keep, derived=False)
     lines = of_part.lines
     weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
     if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
@@ -272,20 +269,13 @@ def _corrections(spec: LossSpec) -> _Slot:
             continue
         verdict = _verdict(part)
         callables += [] if verdict.derived else [_unknown("correction", part)]
-        for (key, operator), stated in zip(
-            (("weight", "*"), ("keep", "&")), verdict[:2], strict=True
-        ):
+        for key, operator, stated in (("weight", "*", verdict.weight), ("keep", "&", verdict.keep)):
             if not stated:
                 continue
-            joined = (
-                Expression(operator, (name(key), stated[-1].tree))
-                if key in written
-                else stated[-1].tree
-            )
-            lines += [
-                *(line for line in stated[:-1] if line not in lines[-4:]),
-                Line(key, str(joined)),
-            ]
+            last = stated[-1].tree
+            joined = Expression(operator, (name(key), last)) if key in written else last
+            lines += [line for line in stated[:-1] if line not in lines[-4:]]
+            lines.append(Line(key, str(joined)))
             written.add(key)
     if spec.rejected != "keep" and "keep" in written:
         if spec.rejected == "drop_sequence":
@@ -313,9 +303,9 @@ def _loss(spec: LossSpec) -> _Slot:
     policy = "weight * surrogate" if weighs(spec) else "surrogate"
     if rejects(spec) and spec.rejected == "keep":
         policy = f"where(keep, {policy}, 0)"
-    if spec.kl is not None:
-        coef = spec.kl.coef if is_part("kl", spec.kl) else 1.0
-        policy += f" + {number(coef)} * kl"
+    for part, line in _pull_lines(spec):
+        coef = part.coef if is_part("kl", part) else 1.0
+        policy += f" + {number(coef)} * {line}"
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     averaged = "surrogate" if policy == "surrogate" else "token_loss"

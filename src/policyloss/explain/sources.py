@@ -46,7 +46,7 @@ def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
     for slot in _PARTS:
         if slot == "ratio" and not spec.reads_ratio:
             continue
-        mine, theirs = _parts(spec, slot), _parts(base.spec, slot) if base else ()
+        mine, theirs = spec.parts_in(slot), base.spec.parts_in(slot) if base else ()
         for i, part in enumerate(mine):
             label = slot if len(mine) == 1 else f"{slot}[{i}]"
             other = next((t for t in theirs if kind(t) is kind(part)), None)
@@ -65,13 +65,6 @@ def part_name(part: Any) -> str:
     return type(part).__name__ if has_fields(part) else callable_name(part)
 
 
-def _parts(spec: LossSpec, slot: str) -> tuple[Any, ...]:
-    value = getattr(spec, slot)
-    if slot == "correction":
-        return tuple(value)
-    return () if value is None else (value,)
-
-
 def _of_part(
     slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None
 ) -> list[Sourced]:
@@ -87,11 +80,8 @@ def _of_part(
         had = " and ".join(part_name(t) for t in theirs) or "none"
         rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
     else:
-        rows = [
-            Sourced(
-                label, name, DEFAULT if getattr(LossSpec(), slot, None) == part else "set by you"
-            )
-        ]
+        is_default = getattr(LossSpec(), slot, None) == part
+        rows = [Sourced(label, name, DEFAULT if is_default else "set by you")]
     for f in _fields_with_a_row(part, None, slot):
         value = getattr(part, f.name)
         where = f"{label}.{f.name}"
@@ -109,20 +99,13 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
         alike = theirs if type(theirs) is type(value) else None
         return _of_part(key, where, value, alike, (theirs,), base)
     if value != theirs:
-        had = (
-            "leaves it to your run"
-            if field.name == "horizon" and theirs is None
-            else f"has {theirs!r}"
-        )
+        left_open = field.name == "horizon" and theirs is None
+        had = "leaves it to your run" if left_open else f"has {theirs!r}"
         return [Sourced(where, value, f"set by you (preset {base.name} {had})")]
-    stated = base.sources.get(key)
-    if (
-        stated is None
-        and value == field.default
-        and (field.name in _GUARDS or isinstance(value, str))
-    ):
-        stated = DEFAULT
-    return [Sourced(where, value, stated or base.sources.get(slot, DEFAULT))]
+    of_slot = base.sources.get(slot, DEFAULT)
+    if value == field.default and (field.name in _GUARDS or isinstance(value, str)):
+        of_slot = DEFAULT
+    return [Sourced(where, value, base.sources.get(key) or of_slot)]
 
 
 def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
@@ -153,16 +136,17 @@ def distance(a: LossSpec, b: LossSpec) -> float:
     """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
 
     What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
-    costs little either way, because people leave it out of every loss, and guards cost next to
-    nothing. A horizon that `b` leaves open costs nothing.
+    costs little either way, because people leave it out of every loss, unless it pulls to a
+    teacher; and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in _PARTS:
         if slot == "ratio" and not (a.reads_ratio or b.reads_ratio):
             continue
-        mine, theirs = _parts(a, slot), _parts(b, slot)
+        mine, theirs = a.parts_in(slot), b.parts_in(slot)
         if [kind(p) for p in mine] != [kind(p) for p in theirs]:
-            total += _ADDED if not theirs else _EXCHANGED[slot]
+            taught = any(getattr(p, "teaches", False) for p in (*mine, *theirs))
+            total += _TEACHER if taught else _ADDED if not theirs else _EXCHANGED[slot]
             continue
         for x, y in zip(mine, theirs, strict=True):
             if not has_fields(x):
@@ -178,6 +162,7 @@ def distance(a: LossSpec, b: LossSpec) -> float:
 # The price of a part in the place of another, or of none in its place.
 _EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "kl": 0.6}
 _ADDED = 0.9
+_TEACHER = 1.4  # of a pull to a teacher, there or not there
 
 
 def _price_of(field: Any, mine: Any, theirs: Any) -> float:

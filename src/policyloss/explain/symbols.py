@@ -15,9 +15,19 @@ from typing import Any
 
 import torch
 
-from policyloss.explain import algebra
-from policyloss.explain.algebra import FALSE, LENGTHS, ONE, TRUE, ZERO, binary, function
-from policyloss.explain.expression import Expression, boolean, constant
+from policyloss.explain import expression as algebra
+from policyloss.explain.expression import (
+    FALSE,
+    LENGTHS,
+    ONE,
+    TRUE,
+    ZERO,
+    Expression,
+    binary,
+    boolean,
+    constant,
+    function,
+)
 
 
 class NotDerivableError(Exception):
@@ -36,40 +46,16 @@ class Written(float):
         self.expression = constant(value) if plain or expression is None else expression
         return self
 
-    def __add__(self, other: Any) -> Any:
-        return self._computed("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._computed("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._computed("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._computed("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._computed("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._computed("*", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._computed("/", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._computed("/", other, self)
-
     def __neg__(self) -> Written:
         return Written(-float(self), algebra.negative(self.expression))
 
-    @staticmethod
-    def _computed(operator: str, a: Any, b: Any) -> Any:
-        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
-            return NotImplemented
-        x, y = float(a), float(b)
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else math.nan}[operator]
-        return Written(value, Expression(operator, (expression_of(a), expression_of(b))))
+
+def _computed(operator: str, a: Any, b: Any) -> Any:
+    if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+        return NotImplemented
+    x, y = float(a), float(b)
+    value = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else math.nan}[operator]
+    return Written(value, Expression(operator, (expression_of(a), expression_of(b))))
 
 
 def expression_of(x: Any) -> Expression:
@@ -108,57 +94,6 @@ class Symbol:
     def __bool__(self) -> bool:
         raise NotDerivableError("which way to go depends on the data")
 
-    def __add__(self, other: Any) -> Symbol:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: Any) -> Symbol:
-        return _binary("+", other, self)
-
-    def __sub__(self, other: Any) -> Symbol:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return _binary("-", other, self)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: Any) -> Symbol:
-        return _binary("*", other, self)
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return _binary("/", self, other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return _binary("/", other, self)
-
-    def __pow__(self, other: Any) -> Symbol:
-        return _binary("**", self, other)
-
-    def __lt__(self, other: Any) -> Symbol:
-        return _binary("<", self, other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return _binary("<=", self, other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return _binary(">", self, other)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return _binary(">=", self, other)
-
-    def __eq__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return _binary("==", self, other)
-
-    def __ne__(self, other: Any) -> Symbol:  # type: ignore[override]
-        return _binary("!=", self, other)
-
-    def __and__(self, other: Any) -> Symbol:
-        return _binary("&", self, other)
-
-    def __or__(self, other: Any) -> Symbol:
-        return _binary("|", self, other)
-
     def __neg__(self) -> Symbol:
         return Symbol(algebra.negative(self.expression))
 
@@ -171,6 +106,23 @@ class Symbol:
 
 def _binary(operator: str, a: Any, b: Any) -> Symbol:
     return Symbol(binary(operator, expression_of(a), expression_of(b)))
+
+
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+def _define(owner: type, compute: Callable[..., Any], operators: dict[str, str]) -> None:
+    """Give `owner` these operators, computed by `compute(operator, left, right)`."""
+    for method, operator in operators.items():
+        result = partial(compute, operator)
+        setattr(owner, f"__{method}__", lambda left, right, f=result: f(left, right))
+        if method in _ARITHMETIC:
+            setattr(owner, f"__r{method}__", lambda right, left, f=result: f(left, right))
+
+
+_define(Written, _computed, _ARITHMETIC)
+_define(Symbol, _binary, {**_ARITHMETIC, **_COMPARISONS, "and": "&", "or": "|", "pow": "**"})
 
 
 def _call(called: str, *arguments: Any) -> Symbol:
@@ -196,14 +148,6 @@ def _constant(expression: Expression) -> Callable[..., Symbol]:
     return lambda *args, **kwargs: Symbol(expression)
 
 
-def _ones_like(x: Symbol, dtype: Any = None, **kwargs: Any) -> Symbol:
-    return Symbol(TRUE if dtype is torch.bool else ONE)
-
-
-def _zeros_like(x: Symbol, dtype: Any = None, **kwargs: Any) -> Symbol:
-    return Symbol(FALSE if dtype is torch.bool else ZERO)
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         called: partial(_call, called)
@@ -216,7 +160,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda x, least: _bounded(x, min=least),
     "clamp_max": lambda x, most: _bounded(x, max=most),
     "relu": lambda x: _bounded(x, min=0),
-    "expm1": lambda x: _call("exp", x) - 1,
+    "expm1": lambda x: _binary("-", _call("exp", x), 1),
     "square": lambda x: x**2,
     "pow": lambda x, y: _binary("**", x, y),
     "neg": lambda x: -x,
@@ -230,8 +174,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "detach": lambda x: Symbol(algebra.stop(expression_of(x))),
     "masked_fill": lambda x, condition, value: _call("where", condition, value, x),
     "full_like": lambda x, value, **kwargs: Symbol(expression_of(value)),
-    "ones_like": _ones_like,
-    "zeros_like": _zeros_like,
+    "ones_like": lambda x, dtype=None, **kwargs: Symbol(TRUE if dtype is torch.bool else ONE),
+    "zeros_like": lambda x, dtype=None, **kwargs: Symbol(FALSE if dtype is torch.bool else ZERO),
     # Guards against NaN and infinities are not printed.
     "isnan": _constant(FALSE),
     "isinf": _constant(FALSE),

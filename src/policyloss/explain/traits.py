@@ -1,18 +1,50 @@
-"""What a spec is made of, in short words (`traits`), and so what each framework calls its parts."""
+"""What a spec is made of: a sentence for every slot, short words for what it is (`traits`), and so
+what each framework calls its parts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from policyloss.explain.formula import rejects
-from policyloss.explain.framework_names import LOSSES, Elsewhere
-from policyloss.explain.framework_part_names import PARTS
-from policyloss.spec import LossSpec, is_part
+from policyloss.explain.formula import callable_name, rejects
+from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
+from policyloss.parts.wording import spoken
+from policyloss.spec import SLOTS, LossSpec, is_part
 
-__all__ = ["ELSEWHERE", "Elsewhere", "elsewhere", "fits", "traits"]
+_REJECTED = {
+    "keep": "a rejected token keeps its place in the denominator",
+    "renormalise": "a rejected token leaves the mask, so the denominator counts the survivors",
+    "drop_sequence": (
+        "one rejected token removes its whole sequence from the mask and the denominator"
+    ),
+}
 
-ELSEWHERE: tuple[Elsewhere, ...] = (*LOSSES, *PARTS)
+
+def describe(spec: LossSpec) -> dict[str, str]:
+    """What each slot of `spec` does, slot by slot; slots that do nothing are left out."""
+    sentences = {slot: describe_slot(spec, slot) for slot in SLOTS}
+    if not spec.reads_ratio:
+        sentences["ratio"] = ""
+    return {slot: text for slot, text in sentences.items() if text}
+
+
+def describe_slot(spec: LossSpec, slot: str) -> str:
+    """What one slot of `spec` does; "" if nothing."""
+    part = getattr(spec, slot)
+    if isinstance(part, tuple):
+        return "; and ".join(_sentence(one) for one in part)
+    if slot == "rejected":
+        return _REJECTED[part] if rejects(spec) else ""
+    if slot == "entropy_coef":
+        return f"minus {spoken(part)} times the entropy of the policy at each token" if part else ""
+    return "" if part is None else _sentence(part)
+
+
+def _sentence(part: Any) -> str:
+    return (
+        part.sentence() if hasattr(part, "sentence") else f"your own function {callable_name(part)}"
+    )
 
 
 def traits(spec: LossSpec) -> frozenset[str]:
@@ -23,7 +55,7 @@ def traits(spec: LossSpec) -> frozenset[str]:
     }
     words |= _trust_traits(spec.trust) | {
         type(spec.aggregate).__name__,
-        *getattr(spec.kl, "traits", ()),
+        *(word for part in spec.pulls for word in getattr(part, "traits", ())),
     }
     for part in spec.correction:
         words |= {type(part).__name__, *getattr(part, "traits", ())}

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explain.algebra import FALSE, binary, unstopped
-from policyloss.explain.expression import constant
+from policyloss.explain.expression import FALSE, binary, constant, unstopped
 from policyloss.explain.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec
@@ -46,10 +45,7 @@ class ZeroGradient:
 
 
 def zero_gradient(spec: LossSpec) -> ZeroGradient:
-    """The conditions for `spec`.
-
-    KL and entropy terms are left out: they move a token whatever these say.
-    """
+    """The conditions for `spec`; KL and entropy terms, which move any token, are left out."""
     if not hasattr(spec.trust, "slopes") or not hasattr(spec.ratio, "shared_over"):
         return ZeroGradient(known=False)
     slopes = spec.trust.slopes()
@@ -98,11 +94,9 @@ def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
 
 
 def _any_of(conditions: Conditions) -> str:
-    return (
-        " | ".join(f"({c.expression})" for c in conditions)
-        if conditions[1:]
-        else conditions[0].expression
-    )
+    if len(conditions) == 1:
+        return conditions[0].expression
+    return " | ".join(f"({c.expression})" for c in conditions)
 
 
 def _once(conditions: Conditions) -> Conditions:

@@ -1,7 +1,4 @@
-"""Aggregation: `loss = Σ_t weight_t · loss_t`.
-
-Weights depend on the mask and on counts only, never on the loss.
-"""
+"""Aggregation, `loss = Σ_t weight_t · loss_t`. Weights depend on the mask and on counts only."""
 
 from __future__ import annotations
 
@@ -18,11 +15,8 @@ def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
     dtype = like.dtype if dtype is None else dtype
-    count = (
-        count
-        if isinstance(count, Tensor)
-        else torch.full((), float(count), device=like.device, dtype=dtype)
-    )
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=like.device, dtype=dtype)
     x = count.to(like.device, dtype)
     return torch.where(x == 0, 1, 1 / x)
 
@@ -37,7 +31,8 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
     if x.dim() not in (0, tokens.dim()):
         shape = tuple(tokens.shape)
         raise InputError(
-            f"{rule}, shape {shape}; got shape {tuple(x.shape)}. Give numbers per sequence to each token by t.sequences.expand(…)."
+            f"{rule}, shape {shape}; got shape {tuple(x.shape)}. Give numbers per sequence to each "
+            "token by t.sequences.expand(…)."
         )
 
 
@@ -51,9 +46,6 @@ def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`).
-
-    A 0-dim weight multiplies the sum once.
-    """
+    """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`)."""
     total, scale = weighted_total(x, weight)
     return total * scale

@@ -1,7 +1,4 @@
-"""Reductions over a process group, and rows gathered from its ranks.
-
-With `group=None` they cover this rank alone.
-"""
+"""Reductions over a process group, and rows gathered from its ranks; None is this rank alone."""
 
 from __future__ import annotations
 
@@ -33,8 +30,9 @@ def statistics_group(group: Any) -> Any:
     check_group("group", group)
     if group is None and several_ranks():
         warnings.warn(
-            f"torch.distributed runs on {dist.get_world_size()} ranks, but these statistics are of this rank alone; pass group= "
-            'for those of all its ranks, or group="local" if a rank alone is meant.',
+            f"torch.distributed runs on {dist.get_world_size()} ranks, but these statistics are of "
+            'this rank alone; pass group= for those of all its ranks, or group="local" if a rank '
+            "alone is meant.",
             UserWarning,
             stacklevel=outside_level(),
         )
@@ -88,18 +86,15 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
         if len({row[i] for row in table}) > 1:
             hint = "" if i > 2 else _PER_TOKEN
             raise InputError(
-                f"every rank must give as many {what}, but the ranks gave {[row[i] for row in table]}{hint}."
+                f"every rank must give as many {what}, but the ranks gave "
+                f"{[row[i] for row in table]}{hint}."
             )
     rows, width = max(row[0] for row in table), max(row[1] for row in table)
     bits = torch.zeros(rows, len(columns), width, dtype=torch.int64, device=device)
     for i, x in enumerate(columns):
-        wide = (
-            x.to(device, torch.float64).view(torch.int64)
-            if x.is_floating_point()
-            else x.to(device, torch.int64)
-        )
-        bits[:n, i, : wide.shape[1] if wide.dim() == 2 else 1] = (
-            wide.view(n, -1) if n else wide.new_zeros(0, 1)
+        wide = x.to(device, torch.float64 if x.is_floating_point() else torch.int64)
+        bits[:n, i, : x.shape[1] if x.dim() == 2 else 1] = (
+            wide.view(torch.int64).view(n, -1) if n else wide.new_zeros(0, 1)
         )
     all_bits = torch.cat(
         [share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)]
@@ -111,8 +106,8 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
 
 
 _PER_TOKEN = (
-    "; if they are per token on one rank and per sequence on another because both shapes are the same there: padded tokens take "
-    "numbers per sequence as [S], packed ones as [S, 1]"
+    "; if they are per token on one rank and per sequence on another because both shapes are the "
+    "same there: padded tokens take numbers per sequence as [S], packed ones as [S, 1]"
 )
 
 
@@ -191,10 +186,7 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
 def _largest(
     score: Tensor, tie: Tensor, k: Tensor, groups: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Scores and ties of the k-th and the next largest pair, `[2]` each.
-
-    Where there are fewer pairs, the lowest is repeated.
-    """
+    """Scores and ties `[2]` of the k-th and the next largest pair; the lowest is repeated."""
     score, tie = score.reshape(-1), tie.reshape(-1)
     if score.numel() == 0:
         score, tie = score.new_full((1,), -torch.inf), tie.new_full((1,), _LOWEST)

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, seen
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
@@ -26,12 +26,8 @@ from policyloss.functional.segments import Sequences
 class Turns(Protocol):
     """The contiguous runs of a mask, R of them on all ranks together (and some that are empty)."""
 
-    @property
-    def lengths(self) -> Tensor:
-        """Valid tokens of each run `[R]`."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Token-shaped → `[R]`, over all ranks; `x` must be 0 at masked tokens."""
+    def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
 
     def expand(self, s: Tensor) -> Tensor:
         """`[R]` → token-shaped."""
@@ -43,7 +39,7 @@ def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns
     Positions count where a context-parallel group holds the sequences.
     """
     if sequences.cp_group is None:
-        return _TurnsHere(sequences.runs(mask), mask)
+        return sequences.runs(mask)
     return _turns_across(sequences, mask, checked_positions(positions, mask, "SegmentRatio"))
 
 
@@ -51,37 +47,21 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
     """`positions`, or an error unless they are one integer per token. reader: what needs them."""
     if positions is None:
         raise InputError(
-            f"{reader} depends on the order of tokens, and with cp_group they lie on several ranks: pass positions=, each token's "
-            "place in its whole sequence."
+            f"{reader} depends on the order of tokens, and with cp_group they lie on several "
+            "ranks: pass positions=, each token's place in its whole sequence."
         )
     if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
         raise InputError(
-            f"positions must be a tensor of integers, each token's place in its whole sequence, got {seen(positions)}."
+            "positions must be a tensor of integers, each token's place in its whole sequence, "
+            f"got {description(positions)}."
         )
     check_tensor("positions", positions, like=("the tokens", tokens))
     if positions.shape != tokens.shape:
         raise InputError(
-            f"positions have shape {tuple(positions.shape)} but the tokens have {tuple(tokens.shape)}; give one each."
+            f"positions have shape {tuple(positions.shape)} but the tokens have "
+            f"{tuple(tokens.shape)}; give one each."
         )
     return positions
-
-
-@dataclass(frozen=True)
-class _TurnsHere:
-    """The turns of sequences that lie on this rank alone."""
-
-    runs: Sequences
-    mask: Tensor
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.runs.sum(self.mask)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self.runs.sum(x)
-
-    def expand(self, s: Tensor) -> Tensor:
-        return self.runs.expand(s)
 
 
 @dataclass(frozen=True)
@@ -96,10 +76,9 @@ class _TurnsAcross:
     order: Tensor
     back: Tensor
     shape: tuple[int, ...]
-    lengths: Tensor
 
-    def sum(self, x: Tensor) -> Tensor:
-        return self.runs.sum(x.reshape(-1)[self.order])
+    def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        return self.runs.sums(*(x.reshape(-1)[self.order] for x in xs))
 
     def expand(self, s: Tensor) -> Tensor:
         return self.runs.expand(s)[self.back].view(self.shape)
@@ -149,8 +128,7 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turn
     ordered, order = torch.sort(ids, stable=True)
     offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
     runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
-    lengths = torch.nn.functional.pad(spans.last - spans.first + 1, (0, 1))
-    return _TurnsAcross(runs, order, _inverse(order), tuple(mask.shape), lengths)
+    return _TurnsAcross(runs, order, _inverse(order), tuple(mask.shape))
 
 
 @dataclass(frozen=True)
@@ -237,6 +215,7 @@ def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:
     if twice.any():
         i = int(twice.nonzero()[0]) + 1
         raise InputError(
-            f"position {int(first[i])} of sequence {int(sequence[i])} belongs to two valid tokens on the ranks of cp_group; "
-            "positions count the tokens of the whole sequence, not those of a rank's shard."
+            f"position {int(first[i])} of sequence {int(sequence[i])} belongs to two valid tokens "
+            "on the ranks of cp_group; positions count the tokens of the whole sequence, not "
+            "those of a rank's shard."
         )

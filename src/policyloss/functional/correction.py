@@ -22,10 +22,7 @@ def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
 
 
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Where low ≤ x ≤ high (bool); a bound of None does not bind.
-
-    NaN counts as within, so that it is not silently dropped.
-    """
+    """Where low ≤ x ≤ high (bool); None does not bind, and NaN is within, so that it shows."""
     keep = torch.ones_like(x, dtype=torch.bool)
     if low is not None:
         keep = keep & ~(x < low)
@@ -59,7 +56,8 @@ def reduced(
         return sequences.expand(total)
     if lengths is None:
         raise InputError(
-            f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of each sequence."
+            f"reduce={reduce!r} divides by lengths, which was not given; pass the valid tokens of "
+            "each sequence."
         )
     return sequences.expand(total / lengths.clamp(min=1))
 

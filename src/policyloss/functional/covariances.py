@@ -46,10 +46,7 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
 
 
 def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:
-    """Each token's `covariance`, exactly 0 where a number equals its mean up to rounding.
-
-    Detached.
-    """
+    """Each token's `covariance`, detached; exactly 0 for a number that equals its mean."""
     cov = covariance(logp, advantages, means["logp_mean"], means["advantage_mean"])
     at_mean = (advantages - means["advantage_mean"]).abs() <= means["advantage_rounding"]
     at_mean = at_mean | ((logp.detach() - means["logp_mean"]).abs() <= means["logp_rounding"])

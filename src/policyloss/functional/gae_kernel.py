@@ -4,8 +4,6 @@ The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or pa
 `cu_seqlens`; S sequences. One program works on one sequence.
 """
 
-# Triton has no types, and constants of a kernel are written in capitals.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -148,13 +146,10 @@ def gae(
     sequence. last_values: `[S]` or None.
     """
     rewards, values, mask = rewards.contiguous(), values.contiguous(), mask.contiguous()
-    advantages, returns = (
-        torch.empty_like(values, dtype=dtype),
-        torch.empty_like(values, dtype=dtype),
-    )
-    sequences, length = (
-        values.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, values.shape[0])
-    )
+    advantages, returns = (torch.empty_like(values, dtype=dtype) for _ in range(2))
+    sequences, length = values.shape[0], values.shape[-1]
+    if cu_seqlens is not None:
+        sequences = cu_seqlens.shape[0] - 1
     if not sequences or not length:
         return advantages, returns
     # How long the sequences of a pack are is known on the device only; most are shorter than twice

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+ESTIMATORS = ("k1", "k2", "k3", "abs")
 K3Terms = Literal["exp(d) - 1 - d", "exp(d) - d - 1"]
 
 

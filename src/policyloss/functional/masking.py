@@ -12,9 +12,8 @@ from torch import Tensor
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
-    if any(x is not None and x.dtype == torch.float64 for x in tensors):
-        return torch.float64
-    return torch.float32
+    dtypes = [x.dtype for x in tensors if x is not None]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
@@ -33,10 +32,7 @@ def difference(a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
-    """Clamp a log-ratio. None means no clamp.
-
-    A number means ±number, a pair means (low, high) with None for no bound.
-    """
+    """Clamp a log-ratio: None is no clamp, a number ±number, a pair (low, high)."""
     if limit is None:
         return log_ratio
     low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit

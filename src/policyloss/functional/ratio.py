@@ -48,10 +48,7 @@ def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
 
 
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
-    """`exp(log_ratio)`, with the log-ratio clamped first (see `bound`).
-
-    The gradient is 0 beyond the clamp.
-    """
+    """`exp(log_ratio)`, the log-ratio clamped first (`bound`); no gradient beyond the clamp."""
     # A compiler derives and fuses the slope by itself, and a symbol has none.
     compiling = torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit)
     if compiling or not isinstance(log_ratio, Tensor):

@@ -4,7 +4,6 @@
 takes three times as long.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ BLOCK, WARPS = 4096, 8
 @triton.jit
 def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """Write `x * factor` of one block to `out`; in place, a factor of 1 leaves nothing to write."""
-    if IN_PLACE:
+    if IN_PLACE:  # noqa: SIM102 (the first is known to the compiler, the second is not)
         if tl.load(factor_ptr).to(tl.float32) == 1:
             return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -30,10 +29,7 @@ def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK:
 
 
 def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write `x * factor` to `out`.
-
-    x, out: contiguous, of one size, no wider than float32. factor: 0-dim.
-    """
+    """Write `x * factor` to `out`: contiguous, of one size, at most float32; factor 0-dim."""
     n = x.numel()
     if n:
         in_place = x.data_ptr() == out.data_ptr()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group, check_like, check_tensor, seen
+from policyloss.arguments import check_group, check_like, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.collectives import all_max
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
@@ -75,10 +75,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum over ranks.
-
-    Every rank's loss reads the sum, so the backward sums the gradients of all ranks, too.
-    """
+    """The sum over ranks. Every rank's loss reads it, so the backward sums gradients, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -105,12 +102,14 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
     check_tensor("cu_seqlens", cu_seqlens, "any")
     if tokens.dim() != 1:
         raise InputError(
-            f"with cu_seqlens, {called} must be packed [N], got shape {tuple(tokens.shape)}; squeeze a [1, N] batch first."
+            f"with cu_seqlens, {called} must be packed [N], got shape {tuple(tokens.shape)}; "
+            "squeeze a [1, N] batch first."
         )
     n = tokens.shape[0]
     if cu_seqlens.is_meta != tokens.is_meta:
         raise InputError(
-            f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to one device."
+            f"cu_seqlens is on {cu_seqlens.device} and {called} on {tokens.device}; move them to "
+            "one device."
         )
     if (
         cu_seqlens.dim() != 1
@@ -118,8 +117,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens")
         or cu_seqlens.dtype not in (torch.int32, torch.int64)
     ):
         raise InputError(
-            f"cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape {tuple(cu_seqlens.shape)} and dtype "
-            f"{cu_seqlens.dtype}; for lengths L use torch.nn.functional.pad(L.cumsum(0), (1, 0))."
+            "cu_seqlens must be a 1-D int32/int64 tensor of S+1 offsets, got shape "
+            f"{tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; for lengths L use "
+            "torch.nn.functional.pad(L.cumsum(0), (1, 0))."
         )
     if can_be_read(cu_seqlens) and not holds(_rises(cu_seqlens, n)):
         raise InputError(
@@ -158,10 +158,7 @@ class Sequences:
         cp_group: Any = None,
         called: str = "tokens",
     ) -> Sequences:
-        """The layout of `tokens`: `[B, T]` rows, or `[N]` with `cu_seqlens`.
-
-        called: what the caller calls the tokens.
-        """
+        """The layout of `tokens` (`called` so in errors): `[B, T]`, or `[N]` with `cu_seqlens`."""
         check_group("cp_group", cp_group)
         check_tensor(called, tokens)
         if cu_seqlens is None:
@@ -247,10 +244,7 @@ class Sequences:
         return total
 
     def max(self, x: Tensor) -> Tensor:
-        """Per-sequence maxima of `x` (−inf for an empty sequence).
-
-        Not differentiable. `x` token-shaped → `[S]`.
-        """
+        """Per-sequence maxima `[S]` of `x`, −inf for an empty sequence. Not differentiable."""
         x = x.detach()
         if self.offsets is None:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
@@ -294,10 +288,7 @@ class Sequences:
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:
-    """Sort order and segments of equal ids: `order` `[S]`, and a `Sequences` over `ids[order]`.
-
-    Ids may be any integers. No sync.
-    """
+    """Sort order `[S]` of equal ids (any integers), and a `Sequences` over `ids[order]`."""
     ordered, order = torch.sort(group_ids, stable=True)
     n = ordered.shape[0]
     dense = torch.nn.functional.pad((ordered.diff() != 0).to(torch.int64), (1, 0))[:n].cumsum(0)
@@ -310,7 +301,7 @@ def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     check_tensor("x", x)
     check_like("group_ids", group_ids, ("x", x), "integer")
     if x.dim() != 1:
-        raise InputError(f"x must be one number per element, [S], got {seen(x)}.")
+        raise InputError(f"x must be one number per element, [S], got {description(x)}.")
     order, groups = group_index(group_ids)
     total = groups.expand(groups.sum(x[order]))
     return torch.empty_like(total).scatter(0, order, total)

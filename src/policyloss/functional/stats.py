@@ -17,18 +17,13 @@ def count(flags: Tensor) -> Tensor:
 
     (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
     """
-    return (
-        flags.sum(dtype=torch.int32)
-        if torch.compiler.is_compiling()
-        else torch.count_nonzero(flags)
-    )
+    if torch.compiler.is_compiling():
+        return flags.sum(dtype=torch.int32)
+    return torch.count_nonzero(flags)
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries of a mask are neither 0 nor 1. 0-dim.
-
-    Only 0 and 1 make `m·(1 − m)` zero, in every dtype.
-    """
+    """How many entries are neither 0 nor 1: only those make `m·(1 − m)` zero. 0-dim."""
     return count(mask * (1 - mask) != 0)
 
 

@@ -19,10 +19,7 @@ from policyloss.functional.segments import Sequences
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two numbers per token, in `like`'s dtype.
-
-    (`torch.where` of two Python floats would round them to float32.)
-    """
+    """One of two numbers per token; `torch.where` of two floats would round to float32."""
     return torch.full_like(like, no, requires_grad=False).masked_fill(condition, yes)
 
 
@@ -153,9 +150,9 @@ def outside_band(
     Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down
     elsewhere.
     """
-    divergence = binary_divergence(logp, anchor_logp, kind)
-    up = (logp > anchor_logp) & (divergence > high)
-    down = (logp < anchor_logp) & (divergence > low)
+    distance = binary_divergence(logp, anchor_logp, kind)
+    up = (logp > anchor_logp) & (distance > high)
+    down = (logp < anchor_logp) & (distance > low)
     return up | down if both_sides else torch.where(advantages > 0, up, down)
 
 
@@ -204,10 +201,7 @@ def gamma_weighted(
 
 
 def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·(logp - anchor_logp)²)`.
-
-    Source: arXiv 2405.19107, 2501.12599.
-    """
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·(log-ratio)²)` (arXiv 2405.19107, 2501.12599)."""
     return -(advantages * logp - 0.5 * beta * log_ratio**2)
 
 
@@ -216,17 +210,13 @@ def tapered_negative(
 ) -> Tensor:
     """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
     r = ratio.detach()
-    weight = torch.where(
-        (advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max)
-    )  # a NaN shows even where it is not needed
+    # A NaN shows even where it is not needed.
+    weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))
     return -weight * advantages * logp
 
 
 def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
-    """`positive` where A > 0, `negative` elsewhere.
-
-    A NaN of either shows, also where it is not taken.
-    """
+    """`positive` where A > 0, else `negative`; a NaN of either shows, also where not taken."""
     take_positive = torch.where(advantages > 0, ~negative.isnan(), positive.isnan())
     return torch.where(take_positive, positive, negative)
 
@@ -234,10 +224,7 @@ def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
 def covariance(
     logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor
 ) -> Tensor:
-    """Each token's share of the covariance: `(A - Ā)·(logp - mean logp)`. Detached.
-
-    The covariance is that of advantage and log-probability.
-    """
+    """Each token's share of the covariance, `(A - Ā)·(logp - mean logp)`. Detached."""
     return (advantages - advantage_mean) * (logp.detach() - logp_mean)
 
 

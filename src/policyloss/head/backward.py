@@ -8,11 +8,13 @@ It goes by columns of the vocabulary, or starts from kept probabilities:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from policyloss.head.comparison import Compared
 from policyloss.head.head import Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Scaling, Statistics, row_gradient, target_gradient
@@ -39,6 +41,15 @@ class Wanted(NamedTuple):
         return any(x is not None for x in self)
 
 
+# Of the loss by logp, by entropy and, with a teacher, by the divergence of each row, `[R]`.
+Derivatives = Sequence[Tensor | None]
+TeacherColumns = Callable[[slice], Compared]
+
+
+def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
+    return [None if d is None else d * scale for d in derivatives]
+
+
 class Gradients(NamedTuple):
     """The gradients of some rows `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
@@ -54,19 +65,19 @@ def gradients_by_columns(
     head: Head,
     rows: Rows,
     s: Statistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
+    derivatives: Derivatives,
     columns: int,
     wanted: Wanted,
+    teacher: TeacherColumns | None = None,
 ) -> Gradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
 
     The gradient of an entry is then one product, and no sum of it is kept: this needs least memory.
-    Only `dhidden` is summed, in float32.
+    Only `dhidden` is summed, in float32. teacher: the same columns of the teacher of `rows`.
     """
     x, w = rows.hidden, head.weight
-    scale = half_scale(x.dtype, dlogp, dentropy)
-    dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
+    scale = half_scale(x.dtype, *derivatives)
+    derivatives = _times(derivatives, scale)
     room = head.room(x.shape[0], columns)
     dhidden = None if wanted.hidden is None else torch.zeros_like(x, dtype=head.dtype)
     dweight = None if wanted.weight is None else torch.empty_like(w, dtype=wanted.weight)
@@ -74,8 +85,12 @@ def gradients_by_columns(
     for c in windows(w.shape[0], columns):
         z = room.logits(x.shape[0], c.stop - c.start)
         product(x, w[c].t(), z)
+        if rows.kept is not None:
+            rows.kept.restrict(z, c.start)
         part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
-        dz = part.dlogits(z, room, s, dlogp, dentropy)
+        if teacher is not None:
+            part = part._replace(compared=teacher(c))
+        dz = part.dlogits(z, room, s, derivatives)
         if dhidden is not None:
             add_product(dhidden, dz, w[c], 1 / scale)
         if dweight is not None:
@@ -96,13 +111,15 @@ class Sums:
     """Accumulates the gradients of windows that come one after another.
 
     gathered: how many rows of dlogits are kept until they are multiplied together; with 0, each
-    window is multiplied at once, and its dlogits take the place of its logits. whole: all rows are
-    gathered, so that each gradient is one product, rounded as it is written; otherwise weight and
-    bias are summed in float32.
+    window is multiplied at once, and its dlogits take the place of its logits. all_gathered: all
+    rows are gathered, so that each gradient is one product, rounded as it is written; otherwise
+    weight and bias are summed in float32.
     """
 
-    def __init__(self, head: Head, wanted: Wanted, gathered: int = 0, whole: bool = False) -> None:
-        self.head, self.wanted, self.whole = head, wanted, whole
+    def __init__(
+        self, head: Head, wanted: Wanted, gathered: int = 0, all_gathered: bool = False
+    ) -> None:
+        self.head, self.wanted, self.all_gathered = head, wanted, all_gathered
         x, w = head.hidden, head.weight
         # Round at the end if ranks are still to be summed, or if the loss may be scaled beyond
         # what float16 can hold.
@@ -127,25 +144,22 @@ class Sums:
         z: Tensor,
         room: Room,
         s: Statistics,
-        dlogp: Tensor,
-        dentropy: Tensor | None,
+        derivatives: Derivatives,
     ) -> None:
         """Add one window with the logits z.
 
         Their gradient is multiplied at once, or later together with those of other windows.
         """
         if self.kept is None:
-            scale = half_scale(rows.hidden.dtype, dlogp, dentropy)
-            dz = rows.dlogits(
-                z, room, s, dlogp * scale, None if dentropy is None else dentropy * scale
-            )
+            scale = half_scale(rows.hidden.dtype, *derivatives)
+            dz = rows.dlogits(z, room, s, _times(derivatives, scale))
             self._multiply(at, rows.hidden, dz, scale)
             return
         n, capacity = z.shape[0], self.kept.memory.shape[0]
         if self.filled + n > capacity:
             self._flush()
         out = self.kept.logits(capacity, z.shape[1])[self.filled : self.filled + n]
-        row_gradient(z, out, rows.ids, s, dlogp, dentropy, rows.scaling)
+        rows.write_gradient(z, out, s, derivatives)
         self.places.append(at)
         self.filled += n
 
@@ -171,7 +185,7 @@ class Sums:
         if self.wanted.weight is not None:
             if self.weight is None:
                 self.weight = torch.empty_like(
-                    w, dtype=self.wanted.weight if self.whole else self.head.dtype
+                    w, dtype=self.wanted.weight if self.all_gathered else self.head.dtype
                 )
                 rounded_product(dz.t(), x, self.weight, 1 / scale)
             else:
@@ -214,32 +228,30 @@ def gradients_from_stash(
     head: Head,
     rows: Rows,
     s: Statistics,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    stash: Tensor,
+    derivatives: Derivatives,
+    kept: tuple[Tensor | None, Tensor | None],
     wanted: Wanted,
 ) -> Gradients:
-    """The gradients from the probabilities that the forward kept, `stash` `[R, V]`.
+    """The gradients from what the forward kept, `[R, V]` each: probabilities, and the derivatives
+    of the divergence from a teacher by the logits.
 
-    The probabilities are overwritten by the gradient of the logits. With the forward this takes
-    three matmuls.
+    Both are overwritten by the gradient of the logits. With the forward this takes three matmuls,
+    and the teacher's.
     """
     x, w = rows.hidden, head.weight
-    scale = half_scale(x.dtype, dlogp, dentropy)
-    dlogp, dentropy = dlogp * scale, None if dentropy is None else dentropy * scale
-    for b in windows(stash.shape[0], 256):
-        h, dh = (
-            (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
+    scale = half_scale(x.dtype, *derivatives)
+    dlogp, dentropy, ddivergence = (*_times(derivatives, scale), None)[:3]
+    probabilities, slopes = kept
+    if slopes is not None and ddivergence is not None:
+        slopes.mul_(ddivergence.unsqueeze(-1))
+    if probabilities is not None and (dlogp is not None or dentropy is not None):
+        _probabilities_to_gradients(probabilities, rows, s, dlogp, dentropy)
+        stash = (
+            probabilities if slopes is None or ddivergence is None else probabilities.add_(slopes)
         )
-        _probabilities_to_gradient(
-            stash[b],
-            rows.ids[b],
-            s.logp[b],
-            h,
-            dlogp[b],
-            dh,
-            _inverse_temperature(rows.scaling, b, s),
-        )
+    else:
+        assert slopes is not None
+        stash = slopes
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
         dhidden = torch.empty_like(
@@ -253,6 +265,26 @@ def gradients_from_stash(
     if wanted.bias is not None:
         dbias = column_sum(stash, head.dtype, scale).to(wanted.bias)
     return Gradients(dhidden, dweight, dbias)
+
+
+def _probabilities_to_gradients(
+    stash: Tensor, rows: Rows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
+) -> None:
+    """Turn the kept probabilities of all rows into the gradient of their logits, in place."""
+    dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
+    for b in windows(stash.shape[0], 256):
+        h, dh = (
+            (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
+        )
+        _probabilities_to_gradient(
+            stash[b],
+            rows.ids[b],
+            s.logp[b],
+            h,
+            dlogp[b],
+            dh,
+            _inverse_temperature(rows.scaling, b, s),
+        )
 
 
 def _inverse_temperature(scaling: Scaling, rows: slice, s: Statistics) -> Tensor:

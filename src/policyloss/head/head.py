@@ -6,8 +6,9 @@ Legend: N tokens (rows of hidden), D hidden size, V vocabulary entries of this r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import Room, mixed, product
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.support import Kept, Support
 from policyloss.head.vocab_parallel import Vocabulary
+
+if TYPE_CHECKING:
+    from policyloss.head.comparison import Compared
 
 Index = Tensor | slice
 
@@ -32,7 +37,7 @@ class Head:
     """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
 
     hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
-    number or `[N]`.
+    number or `[N]`. support: the vocabulary entries that each token was drawn from; None for all.
     """
 
     hidden: Tensor
@@ -42,6 +47,7 @@ class Head:
     inverse_temperature: float | Tensor
     softcap: float | None
     vocabulary: Vocabulary
+    support: Support | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +57,12 @@ class Head:
     def scaling(self, index: Index) -> Scaling:
         """What is done to the logits of these rows."""
         t = self.inverse_temperature
-        return Scaling(t[index] if isinstance(t, Tensor) else t, self.softcap, self.bias)
+        return Scaling(
+            t[index] if isinstance(t, Tensor) else t,
+            self.softcap,
+            self.bias,
+            self.support is not None,
+        )
 
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of so many rows."""
@@ -63,40 +74,66 @@ class Head:
         """The rows at `index`."""
         first = self.vocabulary.first
         ids = self.ids[index]
-        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index))
+        kept = None if self.support is None else self.support.of_rows(index, first)
+        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index), kept)
 
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
+        z = self.logits(rows, room)
+        partials = row_partials(z, rows.ids, rows.scaling, entropy)
+        return z, finished(self.vocabulary.merged(partials, self.ids_here(rows, z)))
+
+    def logits(self, rows: Rows, room: Room) -> Tensor:
+        """The logits of `rows`, in `room`."""
         z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
         product(rows.hidden, self.weight.t(), z)
-        here = (
-            (rows.ids >= 0) & (rows.ids < z.shape[1])
-            if self.vocabulary.group is not None
-            else rows.ids
-        )
-        return z, finished(
-            self.vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here)
-        )
+        if rows.kept is not None:
+            rows.kept.restrict(z)
+        return z
+
+    def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
+        """Which ids this rank holds; read only where the vocabulary is cut over ranks."""
+        if self.vocabulary.group is None:
+            return rows.ids
+        return (rows.ids >= 0) & (rows.ids < z.shape[1])
 
 
 class Rows(NamedTuple):
     """Some rows of a head.
 
     hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: what is done to
-    their logits.
+    their logits. kept: the entries that they are normalised over; None for all. compared: what is
+    known of their teacher, if they have one.
     """
 
     hidden: Tensor
     ids: Tensor
     scaling: Scaling
+    kept: Kept | None = None
+    compared: Compared | None = None
 
     def dlogits(
-        self, z: Tensor, room: Room, s: Statistics, dlogp: Tensor, dentropy: Tensor | None
+        self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
-        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
+        self.write_gradient(z, out, s, derivatives)
         return out
+
+    def write_gradient(
+        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Sequence[Tensor | None]
+    ) -> None:
+        """Write the gradient of the logits z to `out`, which may lie over z.
+
+        derivatives: of the loss by each row's logp, entropy and, with a teacher, divergence.
+        """
+        dlogp, dentropy, *others = derivatives
+        ddivergence = others[0] if others else None
+        if self.compared is not None and ddivergence is not None:
+            self.compared.write_gradient(z, out, self, s, dlogp, dentropy, ddivergence)
+            return
+        assert dlogp is not None
+        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
 
 
 def windows(n: int, rows: int) -> list[slice]:
@@ -123,11 +160,9 @@ def operands(
     Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
     precision into float32 by itself (a CPU).
     """
-    x, w, b = (
-        hidden.detach().reshape(-1, hidden.shape[-1]),
-        weight.detach(),
-        None if bias is None else bias.detach(),
-    )
+    x = hidden.detach().reshape(-1, hidden.shape[-1])
+    w = weight.detach()
+    b = None if bias is None else bias.detach()
     cast = operand_dtype(hidden)
     if cast is not None:
         x, w = x.to(cast), w.to(cast)

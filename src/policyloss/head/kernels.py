@@ -8,8 +8,6 @@ Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU.
 positive.
 """
 
-# Triton has no types, and constants of a kernel are written in capitals.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,attr-defined,import-untyped,import-not-found"
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -151,7 +149,7 @@ def _partials_kernel(
     row_top, row_total, row_moment = _walk(
         z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, False, K, L, E
     )
-    if ENTROPY:
+    if ENTROPY:  # noqa: SIM102 (known when compiled, unlike the next)
         # Only 0·(−inf) makes the moment NaN where the sum is not: rare enough to walk such a row
         # again, with a guard per entry.
         if (row_moment != row_moment) & (row_total == row_total):

@@ -6,7 +6,8 @@ The logits of all tokens never exist at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from functools import reduce
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,14 +15,19 @@ from torch import Tensor
 from policyloss.arguments import check_group
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
+    TeacherColumns,
     Wanted,
     gradients_by_columns,
     gradients_from_stash,
     keep_probabilities,
 )
-from policyloss.head.head import Head, LogProbs, operands, windows
+from policyloss.head.comparison import Compared, Comparison
+from policyloss.head.entry_rows import Entries
+from policyloss.head.head import Head, Index, LogProbs, operands, windows
+from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Statistics
+from policyloss.head.support import Support, SupportArgument
 from policyloss.head.validate import (
     check_ids,
     check_mask,
@@ -49,6 +55,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor: ...
 @overload
 def linear_logprobs(
@@ -63,6 +70,7 @@ def linear_logprobs(
     plan: str | Plan = "auto",
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> LogProbs: ...
 @overload
 def linear_logprobs(
@@ -77,6 +85,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
 def linear_logprobs(
     hidden: Tensor,
@@ -90,6 +99,7 @@ def linear_logprobs(
     *,
     softcap: float | None = None,
     vocab_group: Any = None,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs:
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and its entropy if asked.
 
@@ -104,21 +114,58 @@ def linear_logprobs(
     "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type of
     the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
     weight and bias are then this rank's entries, ids count over all of them, hidden is the same on
-    every rank and its gradient is complete on each.
+    every rank and its gradient is complete on each. support: `(ids, offsets)`, the vocabulary
+    entries that the sampler of each token kept, those of token i (counted over all tokens, row by
+    row) at `ids[offsets[i]:offsets[i+1]]`; the softmax, its entropy and its gradient are then over
+    these alone.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
-    valid = check_mask(mask, ids)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
+    outputs = rows_with_gradient(hidden, weight, bias, head, mask, plan, Outputs(entropy=entropy))
+    logp: Tensor = outputs[0].view(ids.shape)
+    return LogProbs(logp, outputs[1].view(ids.shape)) if entropy else logp
+
+
+class Outputs(NamedTuple):
+    """What is computed of each row. comparison: the teacher, if a divergence is wanted."""
+
+    logp: bool = True
+    entropy: bool = False
+    comparison: Comparison | None = None
+
+
+def rows_with_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    mask: Tensor | None,
+    plan: str | Plan,
+    outputs: Outputs,
+) -> Any:
+    """logp, entropy and divergence of every row, flat, each with its gradient; None if not wanted.
+
+    head: that of hidden, weight and bias.
+    """
+    valid = check_mask(mask, head.ids.view(hidden.shape[:-1]))
     index = live_rows(valid)
-    chosen = logprob_plan(head, work_of(hidden, weight, bias, head, index), plan)
+    comparison = outputs.comparison
+    work = work_of(hidden, weight, bias, head, index, outputs)
+    chosen = logprob_plan(head, work, plan)
 
     def ask() -> Callable[[], None]:
         stray = later(strays(head, valid))
-        return lambda: refuse_strays(stray(), head, valid)
+        counts = None if comparison is None else comparison.counts(valid)
+        wrong = None if counts is None else later(counts)
 
-    outputs = _LinearLogprobs.apply(hidden, weight, bias, head, index, chosen, entropy, ask)  # type: ignore[no-untyped-call]
-    logp: Tensor = outputs[0].view(ids.shape)
-    return LogProbs(logp, outputs[1].view(ids.shape)) if entropy else logp
+        def answer() -> None:
+            refuse_strays(stray(), head, valid)
+            if comparison is not None and wrong is not None:
+                comparison.refuse(wrong())
+
+        return answer
+
+    return _LinearLogprobs.apply(hidden, weight, bias, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
 
 
 def head_of(
@@ -129,6 +176,7 @@ def head_of(
     temperature: float | Tensor,
     softcap: float | None,
     vocab_group: Any,
+    support: SupportArgument | None = None,
 ) -> Head:
     """The head of these arguments. All is checked except the values of the ids (see `strays`)."""
     check_matrices(hidden, weight, bias)
@@ -141,7 +189,8 @@ def head_of(
     x, w, b = operands(hidden, weight, bias)
     rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
-    return Head(x, w, ids.reshape(-1).to(torch.int64), b, rate, softcap, vocabulary)
+    flat = ids.reshape(-1).to(torch.int64)
+    return Head(x, w, flat, b, rate, softcap, vocabulary, Support.of(support, flat))
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:
@@ -153,14 +202,22 @@ def live_rows(valid: Tensor | None) -> Tensor | None:
 
 
 def work_of(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, index: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    index: Tensor | None,
+    outputs: Outputs = Outputs(),  # noqa: B008, a value
 ) -> Work:
     """The work of a call, as far as its arguments determine it."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
     wanted = torch.is_grad_enabled()
     other = weight.requires_grad or (bias is not None and bias.requires_grad)
-    return Work(n, computed, computed, wanted and hidden.requires_grad, wanted and other)
+    work = Work(n, computed, computed, wanted and hidden.requires_grad, wanted and other)
+    return work.beside(outputs.comparison)._replace(
+        stashes=outputs.logp + (outputs.comparison is not None)
+    )
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -173,21 +230,37 @@ class _LinearLogprobs(torch.autograd.Function):
         head: Head,
         index: Tensor | None,
         plan: Plan,
-        entropy: bool,
+        outputs: Outputs,
         ask: Callable[[], Callable[[], None]],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
+        comparison = outputs.comparison
         logp, spread, lse = (
             torch.zeros(n, device=hidden.device, dtype=head.dtype) for _ in range(3)
         )
-        stash = head.weight.new_empty(live, head.weight.shape[0]) if plan.name == "stash" else None
+        stash, slopes = (
+            head.weight.new_empty(live, head.weight.shape[0])
+            if plan.name == "stash" and kept
+            else None
+            for kept in (outputs.logp, comparison is not None)
+        )
         room = head.room(min(plan.rows, live))
+        beside = None if comparison is None else comparison.room(min(plan.rows, live))
+        known: PairStatistics | Entries | None = None
         check = None
         for w in windows(live, plan.rows):
             at = w if index is None else index[w]
             rows = head.rows(at)
-            z, s = head.forward(rows, room, entropy)
+            if comparison is None:
+                z, s = head.forward(rows, room, outputs.entropy)
+            else:
+                z = head.logits(rows, room)
+                s, compared = comparison.compared(head, rows, at, z, beside, outputs.entropy)
+                rows = rows._replace(compared=compared)
+                known = placed(compared.numbers, at, known, n)
+                if slopes is not None:
+                    rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
             logp[at], lse[at] = s.logp, s.lse
             if s.entropy is not None:
                 spread[at] = s.entropy
@@ -203,10 +276,14 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread
         )
-        ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary)
-        ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, stash
+        ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary, head.support)
+        ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
+        ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        return logp, spread if entropy else None
+        divergence = None
+        if comparison is not None:  # no window, no number
+            divergence = torch.zeros_like(logp) if known is None else known.divergence
+        return logp, spread if outputs.entropy else None, divergence
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -219,20 +296,23 @@ class _LinearLogprobs(torch.autograd.Function):
                 for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
             )
         )
-        dlogp, dentropy = grads
-        dlogp = torch.zeros_like(logp) if dlogp is None else dlogp
+        dlogp, dentropy, ddivergence = grads
+        if dlogp is None and (ddivergence is None or ctx.known is None):
+            dlogp = torch.zeros_like(logp)
         # A second backward through a retained graph has no stash, and computes the logits again.
-        stash, ctx.stash = ctx.stash, None
-        if stash is None:
-            index = _rows_with_gradient(index, dlogp, dentropy)
+        stash, ctx.stash = ctx.stash, (None, None)
+        if all(kept is None for kept in stash):
+            index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
         at = slice(None) if index is None else index
         rows = head.rows(at)
         s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
-        derivatives = (dlogp[at], None if dentropy is None else dentropy[at])
-        if stash is None:
-            gradients = gradients_by_columns(head, rows, s, *derivatives, ctx.plan.columns, wanted)
+        derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
+        if all(kept is None for kept in stash):
+            gradients = gradients_by_columns(
+                head, rows, s, derivatives, ctx.plan.columns, wanted, _teacher_of(ctx, head, at)
+            )
         else:
-            gradients = gradients_from_stash(head, rows, s, *derivatives, stash, wanted)
+            gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
         dhidden = (
             None
             if gradients.hidden is None
@@ -241,14 +321,37 @@ class _LinearLogprobs(torch.autograd.Function):
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
-def _rows_with_gradient(
-    index: Tensor | None, dlogp: Tensor, dentropy: Tensor | None
-) -> Tensor | None:
+def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
+    """The teacher of the rows at `at`, by columns of the vocabulary; None without one."""
+    comparison, known = ctx.comparison, ctx.known
+    if comparison is None or known is None:
+        return None
+    numbers = type(known)(*(x[at] for x in known))
+    room = comparison.room(numbers.divergence.shape[0], ctx.plan.columns)
+
+    def columns(c: slice) -> Compared:
+        is_full = isinstance(numbers, PairStatistics)
+        teacher = comparison.teacher_rows(at, room, c) if is_full else None
+        return Compared(comparison.measure, numbers, teacher, head.vocabulary.first + c.start)
+
+    return columns
+
+
+def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
+    """`known`, the numbers of all n rows (None before the first), with those of some rows."""
+    if known is None:
+        known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
+    for everywhere, x in zip(known, numbers, strict=True):
+        everywhere[at] = x
+    return known
+
+
+def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Tensor | None:
     """The computed rows that have a gradient, None for all; others are not worth a matmul.
 
     Reads their number back to the host.
     """
-    has_gradient = dlogp != 0 if dentropy is None else (dlogp != 0) | (dentropy != 0)
+    has_gradient = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
     return live_rows(has_gradient) if index is None else index[has_gradient[index]]
 
 

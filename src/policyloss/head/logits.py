@@ -12,11 +12,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.head import Head, LogProbs
+from policyloss.head.head import Head, LogProbs, windows
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.support import Support, SupportArgument
 from policyloss.head.validate import (
     check_ids,
     check_mask,
@@ -27,6 +28,8 @@ from policyloss.head.validate import (
     strays,
 )
 from policyloss.head.vocab_parallel import Vocabulary
+
+COPY_BYTES = 256 << 20  # of logits that are restricted to a support at a time
 
 
 @overload
@@ -39,6 +42,7 @@ def logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     overwrite_logits: bool = False,
+    support: SupportArgument | None = None,
 ) -> Tensor: ...
 @overload
 def logprobs(
@@ -50,6 +54,7 @@ def logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     overwrite_logits: bool = False,
+    support: SupportArgument | None = None,
 ) -> LogProbs: ...
 @overload
 def logprobs(
@@ -61,6 +66,7 @@ def logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     overwrite_logits: bool = False,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
 def logprobs(
     logits: Tensor,
@@ -71,6 +77,7 @@ def logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     overwrite_logits: bool = False,
+    support: SupportArgument | None = None,
 ) -> Tensor | LogProbs:
     """Log-probability of each token under `softmax(logits / temperature)`, and entropy if asked.
 
@@ -82,22 +89,27 @@ def logprobs(
     False where there is no token: logp, entropy and gradient are 0 there, whatever logits and ids
     hold. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
     overwrite_logits: the backward writes the gradient into the memory of the logits; do not use
-    them after it.
+    them after it. support: `(ids, offsets)`, the entries that the sampler of each token kept, as in
+    `linear_logprobs`.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        raise InputError(f"logits must be a floating-point tensor [..., V], got {seen(logits)}.")
+        raise InputError(
+            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
+        )
     check_tensor("logits", logits, "float")
     check_vocabulary("logits", logits, logits.shape[-1])
     if hasattr(logits, "full_tensor"):
         raise InputError(
-            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with vocab_group=."
+            "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with "
+            "vocab_group=."
         )
     if overwrite_logits and any(
         step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
     ):
         raise InputError(
-            "overwrite_logits needs a place for each gradient, but logits is expanded; pass logits.contiguous()."
+            "overwrite_logits needs a place for each gradient, but logits is expanded; pass "
+            "logits.contiguous()."
         )
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -115,13 +127,19 @@ def logprobs(
         rate,
         softcap,
         Vocabulary(logits.shape[-1], logits.shape[-1]),
+        Support.of(support, ids),
     )
     outputs = _Logprobs.apply(
-        logits, head.ids, valid, head.scaling(slice(None)), entropy, overwrite_logits
+        logits,
+        head.ids,
+        valid,
+        head.scaling(slice(None)),
+        head.support,
+        entropy,
+        overwrite_logits,
     )  # type: ignore[no-untyped-call]
-    refuse_strays(
-        strays(head, valid).tolist(), head, valid
-    )  # after the launch, so that the device has work
+    # After the launch, so that the device has work.
+    refuse_strays(strays(head, valid).tolist(), head, valid)
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 
@@ -134,12 +152,13 @@ class _Logprobs(torch.autograd.Function):
         ids: Tensor,
         valid: Tensor | None,
         scaling: Scaling,
+        support: Support | None,
         entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
         parts = [
             finished(row_partials(z, ids[at], scaling.of_rows(at), entropy))
-            for z, at in _matrices(logits)
+            for z, at, _ in _restricted(logits, support)
         ]
         logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
         spread = (
@@ -152,7 +171,7 @@ class _Logprobs(torch.autograd.Function):
             )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
-        ctx.scaling, ctx.overwrite = scaling, overwrite
+        ctx.scaling, ctx.support, ctx.overwrite = scaling, support, overwrite
         return logp, spread
 
     @staticmethod
@@ -169,8 +188,8 @@ class _Logprobs(torch.autograd.Function):
             if ctx.overwrite
             else torch.empty_like(logits, memory_format=torch.contiguous_format)
         )
-        for z, at in _matrices(logits):
-            dz = z if ctx.overwrite else out.view(-1, out.shape[-1])[at]
+        for z, at, home in _restricted(logits, ctx.support):
+            dz = home if ctx.overwrite else out.view(-1, out.shape[-1])[at]
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
             row_gradient(
                 z,
@@ -185,11 +204,30 @@ class _Logprobs(torch.autograd.Function):
             # Autograd does not notice what a kernel writes. With a new version, another backward
             # that saved these logits fails instead of reading them.
             torch.autograd.graph.increment_version(logits)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _restricted(logits: Tensor, support: Support | None) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """The matrices of `logits`, each with its slice of all rows, and where it lies in `logits`.
+
+    With a support they are copies of some rows, without the entries outside of it.
+    """
+    if support is None:
+        for z, at in _matrices(logits):
+            yield z, at, z
+        return
+    dtype = compute_dtype(logits)
+    rows = max(1, COPY_BYTES // (logits.shape[-1] * dtype.itemsize))
+    for matrix, place in _matrices(logits):
+        for part in windows(matrix.shape[0], rows) or [slice(0, 0)]:
+            z = matrix[part].to(dtype, copy=True)
+            at = slice(place.start + part.start, place.start + part.stop)
+            support.of_rows(at, 0).restrict(z)
+            yield z, at, matrix[part]
 
 
 def _matrices(x: Tensor, first: int = 0) -> Iterator[tuple[Tensor, slice]]:

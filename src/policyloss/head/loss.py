@@ -15,9 +15,11 @@ from torch import Tensor
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.head import Head, LogProbs
-from policyloss.head.linear import head_of, linear_logprobs, live_rows, work_of
+from policyloss.head.comparison import Comparison, comparison_of
+from policyloss.head.head import Head
+from policyloss.head.linear import Outputs, head_of, live_rows, rows_with_gradient, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
+from policyloss.head.support import SupportArgument
 from policyloss.head.validate import check_mask, later, refuse_strays, strays
 from policyloss.head.windows import (
     Batch,
@@ -27,12 +29,14 @@ from policyloss.head.windows import (
     sequence_windows,
     token_windows,
 )
-from policyloss.inputs import Inputs, SharedTensors, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
+from policyloss.parts.divergence import Divergence
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
+from policyloss.teacher import Teacher, TopK
 from policyloss.totals import Totals, resolve
 
 if TYPE_CHECKING:
@@ -41,12 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
-    """`loss` and `metrics` as of `policy_loss`; `logp` and `entropy` of each token, detached, 0
-    where not computed.
+    """`loss` and `metrics` as of `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
+    of each token, detached, 0 where not computed.
     """
 
     logp: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
 
 
 @takes_tensors
@@ -55,7 +60,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | None,
+    old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -66,6 +71,8 @@ def linear_policy_loss(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    support: SupportArgument | None = None,
+    teacher: Teacher | TopK | Tensor | None = None,
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
@@ -83,6 +90,9 @@ def linear_policy_loss(
     a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
     skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
     then over the tokens that were computed.
+    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
+    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
+    takes four matmuls. The teacher gets no gradient.
     """
     call = _Call.of(
         spec,
@@ -99,6 +109,8 @@ def linear_policy_loss(
         vocab_group=vocab_group,
         plan=plan,
         skip_zero_advantage=skip_zero_advantage,
+        support=support,
+        teacher=teacher,
         **tensors,
     )
     decided = call.decide()
@@ -112,7 +124,7 @@ def explain_plan(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | None = None,
+    old_logp: Tensor | Literal["current"] | None = None,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     **arguments: Any,
@@ -120,8 +132,9 @@ def explain_plan(
     """The plan that `linear_policy_loss` takes with these very arguments, and why; no logits are
     made.
 
-    With spec None, the plan that `linear_logprobs` takes; old_logp and advantages are then not
-    needed. Counts are read back to the host, and with `vocab_group` every rank must call it.
+    With spec None, the plan that `linear_logprobs` takes, or `linear_divergence` if there is a
+    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and
+    with `vocab_group` every rank must call it.
     """
     if spec is None:
         return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
@@ -145,12 +158,19 @@ def _plan_of_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     entropy: bool = False,
+    support: SupportArgument | None = None,
+    teacher: Teacher | TopK | Tensor | None = None,
+    **measure: Any,
 ) -> Plan:
     """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
-    return logprob_plan(
-        head, work_of(hidden, weight, bias, head, live_rows(check_mask(mask, ids))), plan
-    )
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
+    outputs = Outputs()
+    if teacher is not None:
+        part = Divergence(measure.pop("kind", "reverse"), 1.0, **measure)
+        comparison = comparison_of(teacher, part.measure, head, tuple(ids.shape))
+        outputs = Outputs(logp=False, comparison=comparison)
+    index = live_rows(check_mask(mask, ids))
+    return logprob_plan(head, work_of(hidden, weight, bias, head, index, outputs), plan)
 
 
 class _Decided(NamedTuple):
@@ -167,7 +187,7 @@ class _Call:
     """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is
     computed.
 
-    step: the given totals, None if this call is the step.
+    step: the given totals, None if this call is the step. on_policy: old_logp is what logp will be.
     """
 
     spec: LossSpec
@@ -183,6 +203,8 @@ class _Call:
     step: Totals | None
     plan: str | Plan
     skip_zero_advantage: bool
+    comparison: Comparison | None
+    on_policy: bool
 
     @classmethod
     def of(
@@ -191,7 +213,7 @@ class _Call:
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        old_logp: Tensor | None,
+        old_logp: Tensor | Literal["current"] | None,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -202,32 +224,42 @@ class _Call:
         vocab_group: Any = None,
         plan: str | Plan = "auto",
         skip_zero_advantage: bool = False,
+        support: SupportArgument | None = None,
+        teacher: Teacher | TopK | Tensor | None = None,
         **tensors: Unpack[SharedTensors],
     ) -> _Call:
         """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
-        if "entropy" in tensors:
-            raise InputTypeError(
-                "entropy is no argument of linear_policy_loss: the head computes it."
-            )
+        for name in DIFFERENTIATED:
+            if name in tensors:
+                raise InputTypeError(
+                    f"{name} is no argument of linear_policy_loss: the head computes it."
+                )
         spec = ready_spec(spec)
-        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
         step = resolve(totals)
         stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
         inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
         of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
-        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage)
+        if teacher is not None and support is not None:
+            raise InputError(
+                "linear_policy_loss got a teacher and a support, but the teacher's distribution "
+                "is over the whole vocabulary; leave out one of them."
+            )
+        comparison = _comparison(spec, teacher, head, tuple(ids.shape))
+        on_policy = isinstance(old_logp, str)
+        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison, on_policy)
 
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
-        t = replace(
-            t, raw={**t.raw, "logp": None}
-        )  # a part that reads it before it is computed is an error
+        # A part that reads what is not computed yet is an error.
+        uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
+        t = replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
         if not self.hidden.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
         reach, why = self._reach()
-        batch = None if reach == "batch" else batch_of(self.spec, t, step)
+        batch = None if reach == "batch" else batch_of(self.spec, t, step, self.on_policy)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
@@ -239,21 +271,31 @@ class _Call:
             hidden_gradient=wanted.hidden is not None,
             weight_gradient=wanted.weight is not None or wanted.bias is not None,
             longest=most,
-        )
+        ).beside(self.comparison)
+        if self.comparison is not None:
+            work = work._replace(stashes=2)
         return _Decided(head, batch, work, loss_plan(head, work, self.plan, reach, why))
 
     def _reach(self) -> tuple[str, str]:
         """The loss's reach in this call, and what makes it "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            hint = "a callable says how far it looks by its attribute `reach`, an aggregation by `reads_logp = False`"
+            hint = (
+                "a callable says how far it looks by its attribute `reach`, an aggregation by "
+                "`reads_logp = False`"
+            )
             return "batch", f"a part of it may look at any token ({hint})"
+        if self.on_policy and spec.correction:
+            return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return (
                 "batch",
-                "it needs numbers of the whole batch first; measure them and pass totals=policyloss.measure(…)",
+                (
+                    "it needs numbers of the whole batch first; measure them and pass "
+                    "totals=policyloss.measure(…)"
+                ),
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -263,42 +305,47 @@ class _Call:
         """The loss on log-probabilities that carry the gradient themselves."""
         if self.skip_zero_advantage and self.spec.follows_advantage:
             raise InputError(
-                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} ({plan.reason})."
+                f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
+                f"({plan.reason})."
             )
-        out = linear_logprobs(
-            self.hidden,
-            self.weight,
-            self.ids,
-            self.bias,
-            self.temperature,
-            entropy=True,
-            mask=self.inputs.mask,
-            plan=plan,
-            softcap=self.softcap,
-            vocab_group=self.vocab_group,
-        )
-        entropy = out.entropy if entropy_has_slope(self.spec) else out.entropy.detach()
-        loss = loss_of(self.spec, self.inputs.replace(logp=out.logp, entropy=entropy), self.step)
-        return HeadOutput(loss.loss, loss.metrics, out.logp.detach(), out.entropy.detach())
+        of_head = (self.hidden, self.weight, self.bias, self.head)
+        outputs = Outputs(entropy=True, comparison=self.comparison)
+        flat = rows_with_gradient(*of_head, self.inputs.mask, plan, outputs)
+        computed = zip(("logp", *DIFFERENTIATED), flat, strict=True)
+        known = {name: x.view(self.ids.shape) for name, x in computed if x is not None}
+        detached = {name: x.detach() for name, x in known.items()}
+        if not entropy_has_slope(self.spec):
+            known["entropy"] = detached["entropy"]
+        loss = loss_of(self.spec, self._inputs_with(known), self.step)
+        return HeadOutput(loss.loss, loss.metrics, **detached)
+
+    def _inputs_with(self, known: dict[str, Tensor]) -> Inputs:
+        """The inputs of `policy_loss`, with what the head has computed."""
+        old = {"old_logp": known["logp"].detach()} if self.on_policy else {}
+        return self.inputs.replace(**known, **old)
 
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        found = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
+        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
             batch, work, plan.rows
         )
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
-        def run(check: bool) -> tuple[LogProbs, Gradients]:
-            sums = Sums(head, wanted, plan.gathered, whole=plan.gathered >= work.with_gradient)
-            return run_windows(head, batch, found, sums, check=check)
+        def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
+            sums = Sums(
+                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
+            )
+            return run_windows(
+                head, batch, all_windows, sums, check=check, comparison=self.comparison
+            )
 
         with torch.no_grad():
-            seen, gradients = run(check=True)
-            logp, entropy = seen.logp.view(self.ids.shape), seen.entropy.view(self.ids.shape)
-            value = self._value(batch, logp, entropy)
+            flat, gradients = run(check=True)
+            known = {name: x.view(self.ids.shape) for name, x in flat.items()}
+            value = self._value(batch, known)
         if not wanted.any:
-            return HeadOutput(value.loss, value.metrics, logp, entropy)
+            return HeadOutput(value.loss, value.metrics, **known)
         inputs = [
             x
             for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True)
@@ -316,11 +363,11 @@ class _Call:
             return shaped(run(check=False)[1])
 
         loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
-        return HeadOutput(loss, value.metrics, logp, entropy)
+        return HeadOutput(loss, value.metrics, **known)
 
-    def _value(self, batch: Batch, logp: Tensor, entropy: Tensor) -> LossOutput:
-        """The loss and its metrics, from the log-probabilities of all windows together."""
-        inputs = self.inputs.replace(logp=logp, entropy=entropy)
+    def _value(self, batch: Batch, known: dict[str, Tensor]) -> LossOutput:
+        """The loss and its metrics, from what is known of all windows together."""
+        inputs = self._inputs_with(known)
         if not self.skip_zero_advantage:
             return loss_of(self.spec, inputs, self.step)
         correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
@@ -331,35 +378,82 @@ class _Call:
 
 
 def run_windows(
-    head: Head, batch: Batch, found: list[Window], sums: Sums, *, check: bool
-) -> tuple[LogProbs, Gradients]:
-    """Log-probability and entropy of every row (0 of the others), flat, and the gradients that are
-    wanted. check: the ids too.
+    head: Head,
+    batch: Batch,
+    all_windows: list[Window],
+    sums: Sums,
+    *,
+    check: bool,
+    comparison: Comparison | None = None,
+) -> tuple[dict[str, Tensor], Gradients]:
+    """logp, entropy and, with a teacher, divergence of every row (0 of the others), flat, and the
+    gradients that are wanted. check: the ids too.
     """
-    seen = _walk(
-        head, batch, found, sums, check
-    )  # the logits are gone when the gathered gradients are multiplied
-    return seen, sums.finished()
+    # The logits are gone when the gathered gradients are multiplied.
+    known = _walk(head, batch, all_windows, sums, check, comparison)
+    return known, sums.finished()
 
 
-def _walk(head: Head, batch: Batch, found: list[Window], sums: Sums, check: bool) -> LogProbs:
+def _walk(
+    head: Head,
+    batch: Batch,
+    all_windows: list[Window],
+    sums: Sums,
+    check: bool,
+    comparison: Comparison | None,
+) -> dict[str, Tensor]:
     stray: Callable[[], list[int]] | None = None
-    logp, entropy = (
-        torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
-        for _ in range(2)
-    )
-    room = head.room(max((w.size for w in found), default=0))
-    for window in found:
+    wrong: Callable[[], list[int]] | None = None
+    names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
+    known = {
+        name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
+        for name in names
+    }
+    most = max((w.size for w in all_windows), default=0)
+    room, beside = head.room(most), None if comparison is None else comparison.room(most)
+    for window in all_windows:
         rows = head.rows(window.rows)
-        z, s = head.forward(rows, room)
+        if comparison is None:
+            z, s = head.forward(rows, room)
+        else:
+            z = head.logits(rows, room)
+            s, compared = comparison.compared(head, rows, window.rows, z, beside, entropy=True)
+            rows = rows._replace(compared=compared)
         assert s.entropy is not None
-        logp[window.rows], entropy[window.rows] = s.logp, s.entropy
+        here = {"logp": s.logp, "entropy": s.entropy}
+        if rows.compared is not None:
+            here["divergence"] = rows.compared.numbers.divergence
+        for name, x in here.items():
+            known[name][window.rows] = x
         if window.backward and sums.wanted.any:
-            sums.add(window.rows, rows, z, room, s, *batch.gradients(window, s.logp, s.entropy))
+            sums.add(window.rows, rows, z, room, s, batch.gradients(window, here))
         if check and stray is None:
-            stray = later(
-                strays(head, batch.rows)
-            )  # asked when the device has work, so that it need not wait for the question
+            # Asked when the device has work, so that it need not wait for the question.
+            stray = later(strays(head, batch.rows))
+            counts = None if comparison is None else comparison.counts(batch.rows)
+            wrong = None if counts is None else later(counts)
     if stray is not None:
         refuse_strays(stray(), head, batch.rows)
-    return LogProbs(logp, entropy)
+    if comparison is not None and wrong is not None:
+        comparison.refuse(wrong())
+    return known
+
+
+def _comparison(
+    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
+) -> Comparison | None:
+    """The teacher that the spec's divergence compares with; None if it has none."""
+    part = spec.divergence
+    if part is None and teacher is not None:
+        raise InputError(
+            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
+            "kl slot, or leave teacher out."
+        )
+    if part is None:
+        return None
+    if teacher is None:
+        raise InputError(
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
+        )
+    return comparison_of(teacher, part.measure, head, tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
+from policyloss.head.comparison import Comparison
 from policyloss.head.head import Head
 from policyloss.head.matmul import WIDE_BYTES
 
@@ -48,8 +49,8 @@ class Plan:
     "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
     are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
-    the backward. matmuls: of the size `tokens`·V·D. extra_bytes: memory beyond inputs and
-    gradients, at most about this. reason: why this plan.
+    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory
+    beyond inputs and gradients, at most about this. reason: why this plan.
     """
 
     name: str
@@ -72,9 +73,10 @@ class Plan:
         )
         return (
             f"{self.name}: {self.reason}\n"
-            f"  {self.tokens} tokens, {self.computed} computed, {self.with_gradient} with gradient\n"
-            f"  {windows} window(s) of at most {self.rows} rows; {self.matmuls:.2f} matmuls of tokens x vocabulary x hidden"
-            f"{kept}\n"
+            f"  {self.tokens} tokens, {self.computed} computed, "
+            f"{self.with_gradient} with gradient\n"
+            f"  {windows} window(s) of at most {self.rows} rows; "
+            f"{self.matmuls:.2f} matmuls of tokens x vocabulary x hidden{kept}\n"
             f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
         )
 
@@ -82,7 +84,9 @@ class Plan:
 class Work(NamedTuple):
     """The work of a call: how many rows it has, computes and differentiates, and which gradients.
 
-    longest: rows of the longest sequence that a window must hold.
+    longest: rows of the longest sequence that a window must hold. compares_logits: whether a window
+    holds a teacher's logits too, which take `teacher_matmul` of the student's matmul to make.
+    stashes: how many numbers per logit the plan "stash" keeps.
     """
 
     tokens: int
@@ -91,6 +95,15 @@ class Work(NamedTuple):
     hidden_gradient: bool
     weight_gradient: bool
     longest: int = 1
+    compares_logits: bool = False
+    teacher_matmul: float = 0.0
+    stashes: int = 1
+
+    def beside(self, comparison: Comparison | None) -> Work:
+        """The same work, with a teacher's logits made or copied beside the student's."""
+        if comparison is None or not comparison.makes_logits:
+            return self
+        return self._replace(compares_logits=True, teacher_matmul=comparison.matmul)
 
     @property
     def any_gradient(self) -> bool:
@@ -102,9 +115,8 @@ def free_bytes(like: Tensor) -> int:
     """Free memory on the device of `like`, the allocator's unused blocks included."""
     if like.device.type == "cuda":
         device = like.device
-        memory = torch.cuda.memory.memory_stats_as_nested_dict(
-            device
-        )  # the flat form takes half a millisecond
+        # The flat form takes half a millisecond.
+        memory = torch.cuda.memory.memory_stats_as_nested_dict(device)
         unused = (
             memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"]
             if memory
@@ -144,8 +156,8 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
         and reach == "sequence"
     ):
         raise InputError(
-            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, and one has "
-            f"{work.longest} tokens."
+            f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
+            f"and one has {work.longest} tokens."
         )
     settled = _settled(head, work, plan)
     if settled is not None:
@@ -159,7 +171,8 @@ def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> st
     """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
     if not isinstance(plan, (str, Plan)):
         raise InputError(
-            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got {type(plan).__name__}."
+            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got "
+            f"{type(plan).__name__}."
         )
     name = plan.name if isinstance(plan, Plan) else plan
     # Only the library chooses "forward", and a plan that it chose may be passed again.
@@ -183,13 +196,13 @@ def _settled(head: Head, work: Work, plan: str | Plan) -> Plan | None:
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     least = max(work.longest, LEAST_ROWS) if reach == "sequence" else LEAST_ROWS
-    rows = _rows(head, GPU_ROWS)
+    rows = _rows(head, work, GPU_ROWS)
     if reach == "sequence":
         rows = max(rows, work.longest)
     budget = SHARE * _free(head)
     gathered = _gathered(head, work, budget)
     if gathered:
-        rows = max(GATHER_ROWS, least)
+        rows = max(GATHER_ROWS // (1 + work.compares_logits), least)
     while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows, gathered)
@@ -244,23 +257,26 @@ def _recompute(head: Head, work: Work, reason: str) -> Plan:
     return _with_figures(
         head,
         work,
-        Plan("recompute", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
+        Plan("recompute", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
     )
 
 
 def _columns(head: Head, work: Work) -> int:
     budget = CPU_BYTES if head.hidden.device.type == "cpu" else GPU_COLUMN_BYTES
-    columns = budget // (head.dtype.itemsize * max(work.with_gradient, 1))
+    columns = budget // (_logit_bytes(head, work) * max(work.with_gradient, 1))
     return min(max(columns // 128 * 128, 128), max(head.weight.shape[0], 1))
 
 
 def _stash(head: Head, work: Work, reason: str) -> Plan:
     if head.softcap is not None:
         raise InputError(
-            "plan='stash' keeps probabilities, from which a softcap's slope is not known; use plan='recompute'."
+            "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
+            "plan='recompute'."
         )
     return _with_figures(
-        head, work, Plan("stash", _rows(head, GPU_LEAST_ROWS), _columns(head, work), reason=reason)
+        head,
+        work,
+        Plan("stash", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
     )
 
 
@@ -268,7 +284,9 @@ def _forward(head: Head, work: Work) -> Plan:
     return _with_figures(
         head,
         work,
-        Plan("forward", _rows(head, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"),
+        Plan(
+            "forward", _rows(head, work, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"
+        ),
     )
 
 
@@ -281,9 +299,10 @@ def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
     if plan.gathered and (plan.name != "one_pass" or head.hidden.dtype == torch.float16 or too_few):
         raise InputError(
-            f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and {head.hidden.dtype} hidden states; "
-            "only one_pass gathers, at least as many rows as a window holds, and not in float16, whose windows are scaled one by "
-            "one. Use gathered=0."
+            f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and "
+            f"{head.hidden.dtype} hidden states; only one_pass gathers, at least as many rows as "
+            "a window holds, and not in float16, whose windows are scaled one by one. Use "
+            "gathered=0."
         )
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
@@ -301,11 +320,16 @@ def _free(head: Head) -> int:
     return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
 
 
-def _rows(head: Head, most: int) -> int:
+def _logit_bytes(head: Head, work: Work) -> int:
+    """Bytes of a logit; of two, where a window holds the teacher's beside the student's."""
+    return head.dtype.itemsize * (1 + work.compares_logits)
+
+
+def _rows(head: Head, work: Work, most: int) -> int:
     if head.hidden.device.type == "cpu":
-        fit = CPU_BYTES // (head.dtype.itemsize * max(head.vocabulary.largest, 1))
+        fit = CPU_BYTES // (_logit_bytes(head, work) * max(head.vocabulary.largest, 1))
         return max(fit // 16 * 16, 16)
-    return most
+    return most // (1 + work.compares_logits)
 
 
 def _window_bytes(head: Head, work: Work, rows: int) -> int:
@@ -315,7 +339,7 @@ def _window_bytes(head: Head, work: Work, rows: int) -> int:
         if work.computed == work.tokens
         else rows * head.hidden.shape[1] * head.hidden.element_size()
     )
-    return rows * head.vocabulary.largest * head.dtype.itemsize + gathered
+    return rows * head.vocabulary.largest * _logit_bytes(head, work) + gathered
 
 
 def _accumulator_bytes(head: Head, work: Work) -> int:
@@ -338,14 +362,17 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
     """`plan` with the figures that describe it: rows, matmuls and memory."""
     backward = work.hidden_gradient + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
+    of_teacher = forward * work.teacher_matmul
     extra = _window_bytes(head, work, plan.rows)
     if plan.name == "one_pass":
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.name == "stash":
         share = forward  # everything kept is multiplied
-        extra += work.computed * head.vocabulary.largest * head.weight.element_size()
+        kept = work.computed * head.vocabulary.largest * head.weight.element_size()
+        extra += kept * work.stashes
     elif plan.name == "recompute":
         backward += 1
+        of_teacher += share * work.teacher_matmul
         n, d = work.with_gradient, head.hidden.shape[1]
         sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
         wide = (
@@ -354,7 +381,8 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
             else 0
         )
         extra = max(
-            extra, n * min(plan.columns, head.weight.shape[0]) * head.dtype.itemsize + sums + wide
+            extra,
+            n * min(plan.columns, head.weight.shape[0]) * _logit_bytes(head, work) + sums + wide,
         )
     elif plan.name == "forward":
         backward = 0
@@ -363,6 +391,7 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
         tokens=work.tokens,
         computed=work.computed,
         with_gradient=work.with_gradient if work.any_gradient else 0,
-        matmuls=forward + backward * share,
+        matmuls=forward + backward * share + of_teacher,
         extra_bytes=extra,
+        reason=plan.reason + ("; a teacher's logits lie beside" if work.compares_logits else ""),
     )

@@ -28,16 +28,23 @@ from policyloss.functional.triton_modules import kernels
 BLOCK = 192 << 10
 
 
+# The logit of an entry outside of a support. Its exponential is 0; of a large finite number that
+# would not be sure, because a GPU rounds `u·scale − maximum` once where it rounds the maximum
+# twice.
+ABSENT = -math.inf
+
+
 class Scaling(NamedTuple):
     """What lies between the product `hidden @ weight.T` and the softmax.
 
     inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of
-    `softcap·tanh(z/softcap)`. bias: `[V]`.
+    `softcap·tanh(z/softcap)`. bias: `[V]`. restricted: logits may be `ABSENT`.
     """
 
     inverse_temperature: float | Tensor = 1.0
     softcap: float | None = None
     bias: Tensor | None = None
+    restricted: bool = False
 
     def of_columns(self, columns: slice) -> Scaling:
         """The same for some of the vocabulary."""
@@ -84,14 +91,14 @@ def finished(p: Partials) -> Statistics:
 
 def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
     """One pass over z. `[R, V]`, `[R]` → four `[R]` in float32 (float64 for float64)."""
-    fused = kernels_for(z)
+    fused = kernels_for(z, scaling)
     if fused is not None:
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
-    blocks = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in _blocks(z)]
-    if len(blocks) == 1:
-        return blocks[0]
-    return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*blocks, strict=True)))  # type: ignore[arg-type]
+    parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
+    if len(parts) == 1:
+        return parts[0]
+    return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
 def row_gradient(
@@ -111,11 +118,11 @@ def row_gradient(
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
     target = target_gradient(s.logp, h, dlogp, dh)
-    fused = kernels_for(z)
+    fused = kernels_for(z, scaling)
     if fused is not None:
         fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, target, scaling)
         return
-    for b in _blocks(z):
+    for b in blocks(z):
         spread = None if h is None or dh is None else (h[b], dh[b])
         d = _block_gradient(
             z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], scaling.of_rows(b)
@@ -138,19 +145,21 @@ def target_gradient(
     )
 
 
-def _blocks(z: Tensor) -> Iterator[slice]:
+def blocks(z: Tensor) -> Iterator[slice]:
+    """The rows of z in blocks that a CPU finds in its cache; one block elsewhere."""
     step = max(1, BLOCK // max(z.shape[1], 1)) if z.device.type == "cpu" else max(z.shape[0], 1)
     for start in range(0, max(z.shape[0], 1), step):
         yield slice(start, start + step)
 
 
-def _scaled(z: Tensor, scaling: Scaling) -> Tensor:
+def scaled(z: Tensor, scaling: Scaling) -> Tensor:
     """s of z: float32 (or float64), z itself if nothing is to be done."""
     s = z.to(compute_dtype(z))
     if scaling.bias is not None:
         s = s + scaling.bias.to(s.dtype)
     if scaling.softcap is not None:
-        s = scaling.softcap * torch.tanh(s / scaling.softcap)
+        capped = scaling.softcap * torch.tanh(s / scaling.softcap)
+        s = torch.where(s == ABSENT, s, capped) if scaling.restricted else capped
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         return s * t.to(s.dtype).unsqueeze(-1)
@@ -164,7 +173,7 @@ def _here(ids: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
-    s = _scaled(z, scaling)
+    s = scaled(z, scaling)
     here, column = _here(ids, z)
     top = s.amax(-1)
     shifted = s - torch.where(top == -math.inf, 0, top).unsqueeze(-1)
@@ -195,15 +204,28 @@ def _block_gradient(
     It is possible if `out` has the right type and z is not needed a second time.
     spread: the rows' entropy and its derivative, None if it has none.
     """
-    s = _scaled(z, scaling)
-    here, column = _here(ids, z)
+    s = scaled(z, scaling)
     plain = spread is None and scaling.softcap is None and out.dtype == s.dtype
     log_p = torch.sub(s, lse.unsqueeze(-1), out=out) if plain else s - lse.unsqueeze(-1)
+    d = through_scaling(policy_gradient(log_p, ids, dlogp, spread, target), z, scaling)
+    silent = dlogp == 0 if spread is None else (dlogp == 0) & (spread[1] == 0)
+    return without_silent_rows(d, silent)
+
+
+def policy_gradient(
+    log_p: Tensor,
+    ids: Tensor,
+    dlogp: Tensor,
+    spread: tuple[Tensor, Tensor] | None,
+    target: Tensor,
+) -> Tensor:
+    """ds, the gradient by the scaled logits, written over their log-probabilities."""
+    here, column = _here(ids, log_p)
     if spread is None:
-        silent, d = dlogp == 0, log_p.exp_().mul_(-dlogp.unsqueeze(-1))
+        d = log_p.exp_().mul_(-dlogp.unsqueeze(-1))
     else:
         entropy, dentropy = spread
-        silent, p = (dlogp == 0) & (dentropy == 0), log_p.exp()
+        p = log_p.exp()
         d = (
             log_p.clamp_(min=-1e4)
             .add_(entropy.unsqueeze(-1))
@@ -211,25 +233,35 @@ def _block_gradient(
             .add_(dlogp.unsqueeze(-1))
             .mul_(-p)
         )
-    d.scatter_(
-        1,
-        column,
-        torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column)),
-    )
+    exact = torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column))
+    return d.scatter_(1, column, exact)
+
+
+def through_scaling(d: Tensor, z: Tensor, scaling: Scaling) -> Tensor:
+    """dz from ds, in place."""
     if scaling.softcap is not None:
-        capped = _scaled(z, scaling._replace(inverse_temperature=1.0))
-        d.mul_(1 - (capped / scaling.softcap) ** 2)
+        capped = scaled(z, scaling._replace(inverse_temperature=1.0))
+        d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
         d.mul_(t.to(d.dtype).unsqueeze(-1))
     elif t != 1:
         d.mul_(t)
-    # A row without derivative has no gradient, whatever its logits are (0·nan is nan).
+    return d
+
+
+def without_silent_rows(d: Tensor, silent: Tensor) -> Tensor:
+    """A row without derivative has no gradient, whatever its logits are (0·nan is nan)."""
     return d.masked_fill_(silent.unsqueeze(-1), 0) if bool(silent.any()) else d
 
 
-def kernels_for(z: Tensor) -> Any:
-    """The module of Triton kernels if they run on the device and dtype of `z`, else None."""
+def kernels_for(z: Tensor, scaling: Scaling) -> Any:
+    """The module of Triton kernels if they run on the device and dtype of `z`, else None.
+
+    They know no `ABSENT` under a softcap, which would bring it back.
+    """
+    if scaling.restricted and scaling.softcap is not None:
+        return None
     return (
         kernels("policyloss.head.kernels")
         if z.device.type == "cuda" and z.dtype != torch.float64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, fits_kind, is_number, seen
+from policyloss.arguments import check_tensor, description, fits_kind, is_number
 from policyloss.errors import InputError
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
@@ -22,11 +22,12 @@ from policyloss.tokens import checked_mask
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
-        raise InputError(f"ids must be a tensor of token ids (integers), got {seen(ids)}.")
+        raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
     check_tensor("ids", ids)
     if tuple(ids.shape) != tokens:
         raise InputError(
-            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one id per token."
+            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one "
+            "id per token."
         )
     if ids.device != device:
         raise InputError(
@@ -34,7 +35,7 @@ def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) 
         )
 
 
-def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
+def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
     """Where an inverse temperature is not a positive number, at valid positions."""
     unusable = ~((rate > 0) & rate.isfinite())
     return unusable if valid is None else unusable & valid
@@ -43,22 +44,27 @@ def _unusable(rate: Tensor, valid: Tensor | None) -> Tensor:
 def strays(head: Head, valid: Tensor | None) -> Tensor:
     """The lowest and the highest id at valid positions, as integers on the device.
 
-    If each token has a temperature, also how many of those at valid positions are not positive.
+    With a support, then its faults. If each token has a temperature, also how many of those at
+    valid positions are not positive.
     """
     if head.ids.numel() == 0:
-        return head.ids.new_zeros(2)
+        return head.ids.new_zeros(5)
     numbers = [*torch.aminmax(head.ids if valid is None else torch.where(valid, head.ids, 0))]
+    if head.support is not None:
+        numbers += head.support.faults(head.ids, valid, head.vocabulary.size).unbind()
     if isinstance(head.inverse_temperature, Tensor):
-        numbers.append(_unusable(head.inverse_temperature, valid).sum())
+        numbers.append(unusable_temperatures(head.inverse_temperature, valid).sum())
     return torch.stack(numbers)
 
 
 def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     """Raise if `numbers`, the result of `strays`, show an id or a temperature that cannot be used.
 
-    An id must be an entry of the vocabulary, a temperature a positive number.
+    An id must be an entry of the vocabulary and of the token's support, a temperature a positive
+    number.
     """
-    lowest, highest, *unusable = numbers
+    lowest, highest, *rest = numbers
+    (outside, unknown), unusable = ((0, 0), rest) if head.support is None else (rest[:2], rest[2:])
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
@@ -68,14 +74,25 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
             .argmax()
         )
         raise InputError(
-            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary has {size} entries, 0 to "
-            f"{size - 1}. Positions that are no tokens (padding, −100) must be False in mask."
+            f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
+            f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
+            "must be False in mask."
+        )
+    if unknown:
+        raise InputError(
+            f"support ids holds {unknown} entries that the vocabulary of {size} does not have."
+        )
+    if outside:
+        raise InputError(
+            f"{outside} sampled token(s) are not in their own support, from which they were drawn: "
+            "do ids, support and mask belong to the same positions? Positions that are no tokens "
+            "must be False in mask."
         )
     if any(unusable) and isinstance(rate, Tensor):
-        place = int(_unusable(rate, valid).to(torch.uint8).argmax())
+        place = int(unusable_temperatures(rate, valid).to(torch.uint8).argmax())
         raise InputError(
-            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all tokens); it must be a positive "
-            "number wherever mask is True."
+            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all "
+            "tokens); it must be a positive number wherever mask is True."
         )
 
 
@@ -123,21 +140,24 @@ def inverse_temperature(
         check_tensor("temperature", temperature)
         if temperature.requires_grad:
             raise InputError(
-                "temperature requires grad, but no gradient goes through it; pass temperature.detach()."
+                "temperature requires grad, but no gradient goes through it; pass "
+                "temperature.detach()."
             )
         if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
             raise InputError(
-                f"temperature is on {temperature.device}, but the logits are on {device}; move it there."
+                f"temperature is on {temperature.device}, but the logits are on {device}; move it "
+                "there."
             )
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tokens:
             raise InputError(
-                f"temperature has shape {tuple(temperature.shape)}; give a number, or one per token, shape {tokens}."
+                f"temperature has shape {tuple(temperature.shape)}; give a number, or one per "
+                f"token, shape {tokens}."
             )
         return 1 / temperature.reshape(-1).to(dtype)
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
-        raise InputError(f"temperature must be a positive number, got {seen(value)}.")
+        raise InputError(f"temperature must be a positive number, got {description(value)}.")
     return 1 / value
 
 
@@ -145,45 +165,56 @@ def check_softcap(softcap: float | None) -> None:
     """Raise unless `softcap` is None or a bound."""
     if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise InputError(
-            f"softcap must be None or a positive number (logits are held within ±softcap), got {seen(softcap)}."
+            "softcap must be None or a positive number (logits are held within ±softcap), got "
+            f"{description(softcap)}."
         )
 
 
-def check_matrices(hidden: Any, weight: Any, bias: Any) -> None:
-    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together."""
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
+    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together.
+
+    of: how their names begin in errors.
+    """
+    of_hidden, of_weight, of_bias = (f"{of}{name}" for name in ("hidden", "weight", "bias"))
+    for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):
             raise InputError(
-                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), one torch.distributed.tensor"
-                ".Partial per mesh dimension, so that the gradients of all ranks reach its shards ('avg' with totals as "
-                "Totals.count makes them, 'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
+                f"{name} is a DTensor; pass {name}.full_tensor(grad_placements=[Partial('avg')]), "
+                "one torch.distributed.tensor.Partial per mesh dimension, so that the gradients "
+                "of all ranks reach its shards ('avg' with totals as Totals.count makes them, "
+                "'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
-    check_tensor("hidden", hidden, "float")
-    check_tensor("weight", weight, "float")
+    check_tensor(of_hidden, hidden, "float")
+    check_tensor(of_weight, weight, "float")
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; give hidden [..., D] and weight [V, D] with "
-            "the same D (the weight of torch.nn.Linear(D, V) as it is)."
+            f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
+            "give hidden [..., D] and weight [V, D] with the same D (the weight of "
+            "torch.nn.Linear(D, V) as it is)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()
     ):
         raise InputError(
-            f"bias must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), got {seen(bias)}."
+            f"{of_bias} must be a tensor of one number per vocabulary entry, ({weight.shape[0]},), "
+            f"got {description(bias)}."
         )
     if bias is not None:
-        check_tensor("bias", bias)
+        check_tensor(of_bias, bias)
     if bias is not None and bias.device != weight.device:
         raise InputError(
-            f"bias is on {bias.device} and weight on {weight.device}; they must be on one device."
+            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on "
+            "one device."
         )
     if hidden.device != weight.device:
         raise InputError(
-            f"hidden is on {hidden.device} and weight on {weight.device}; they must be on one device."
+            f"{of_hidden} is on {hidden.device} and {of_weight} on {weight.device}; they must be "
+            "on one device."
         )
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
         raise InputError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's type, or call under torch.autocast."
+            f"{of_hidden} is {hidden.dtype} and {of_weight} {weight.dtype}; cast one to the "
+            "other's type, or call under torch.autocast."
         )
 
 
@@ -191,5 +222,6 @@ def check_vocabulary(name: str, x: Tensor, size: int) -> None:
     """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
     if size == 0:
         raise InputError(
-            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at least."
+            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at "
+            "least."
         )

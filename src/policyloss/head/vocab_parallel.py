@@ -47,11 +47,13 @@ class Vocabulary(NamedTuple):
         # Known to all ranks now, so all of them raise.
         if min(sizes) == 0:
             raise InputError(
-                f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must hold at least one."
+                f"weight has no entries on rank {sizes.index(0)} of vocab_group; each rank must "
+                "hold at least one."
             )
         if len(set(rows)) > 1:
             raise InputError(
-                f"hidden must be the same on every rank of vocab_group, but they hold {rows} tokens."
+                f"hidden must be the same on every rank of vocab_group, but they hold {rows} "
+                "tokens."
             )
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 
@@ -75,6 +77,25 @@ class Vocabulary(NamedTuple):
         return Partials(
             top, together[0], together[2] if p.moment is not None else None, together[1]
         )
+
+    def top(self, x: Tensor, k: int) -> Tensor:
+        """The global ids of the k largest entries of rows that are cut over ranks. `[R, V_r]` →
+        `[R, k]`.
+        """
+        values, ids = x.topk(min(k, x.shape[1]), -1)
+        if self.group is None:
+            return ids
+        missing = (0, k - ids.shape[1])  # every rank sends k, and a small shard has fewer
+        values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+        ids = torch.nn.functional.pad(ids + self.first, missing)
+        everyone = [
+            [torch.empty_like(each) for _ in range(dist.get_world_size(self.group))]
+            for each in (values, ids)
+        ]
+        for parts, each in zip(everyone, (values, ids), strict=True):
+            dist.all_gather(parts, each.contiguous(), group=self.group)
+        values, ids = (torch.cat(parts, -1) for parts in everyone)
+        return ids.gather(-1, values.topk(k, -1).indices)
 
     def summed(self, x: Tensor) -> Tensor:
         """`x` summed over the shards, in place."""

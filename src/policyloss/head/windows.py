@@ -53,7 +53,7 @@ class Batch:
     step: the given totals, None if this call is the step. weight: None if there is no correction,
     or if one reads logp. corrections: those of the spec, in its order; beside one that reads logp,
     the others with their answer for the whole batch. live: tokens that may have a gradient, flat
-    bool.
+    bool. on_policy: old_logp is what logp will be.
     """
 
     spec: LossSpec
@@ -62,6 +62,7 @@ class Batch:
     weight: Tensor | None
     corrections: tuple[Any, ...]
     live: Tensor
+    on_policy: bool = False
 
     @cached_property
     def average(self) -> Tensor:
@@ -80,17 +81,17 @@ class Batch:
         """The tokens that count, flat bool."""
         return self.tokens.mask.reshape(-1)
 
-    def gradients(
-        self, window: Window, logp: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """`∂loss/∂logp` and `∂loss/∂entropy` of a window's rows `[R]`, by autograd over the
-        pipeline of `policy_loss`.
+    def gradients(self, window: Window, known: dict[str, Tensor]) -> list[Tensor | None]:
+        """The derivatives of the loss by what is known of a window's rows, `[R]` each, by autograd
+        over the pipeline of `policy_loss`.
+
+        known: logp, entropy and, with a teacher, divergence. Those of logp and, with a teacher, of
+        the divergence are never None.
         """
         with torch.enable_grad():
-            t, at = self._of(window, logp, entropy)
-            leaves = [
-                x for x in (t.raw["logp"], t.raw["entropy"]) if x is not None and x.requires_grad
-            ]
+            t, at = self._of(window, known)
+            leaves = {name: x for name in known if (x := t.raw[name]) is not None}
+            moving = {name: x for name, x in leaves.items() if x.requires_grad}
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(
@@ -105,11 +106,18 @@ class Batch:
                 if self.average.dim() == 0
                 else self.average.reshape(-1)[at].view(t.mask.shape)
             )
-            slopes = torch.autograd.grad(weighted_sum(each, average), leaves, allow_unused=True)
-        dlogp, dentropy = (*(self._of_rows(window, slope, logp.dtype) for slope in slopes), None)[
-            :2
+            total = weighted_sum(each, average)
+            slopes = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
+        of_rows = {
+            name: self._of_rows(window, slope, known[name].dtype)
+            for name, slope in zip(moving, slopes, strict=True)
+        }
+        return [
+            torch.zeros_like(x)
+            if of_rows.get(name) is None and name != "entropy"
+            else of_rows.get(name)
+            for name, x in known.items()
         ]
-        return torch.zeros_like(logp) if dlogp is None else dlogp, dentropy
 
     @staticmethod
     def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -118,14 +126,13 @@ class Batch:
             return None
         return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
 
-    def _of(self, window: Window, logp: Tensor, entropy: Tensor) -> tuple[Tokens, Index]:
+    def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:
         """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole
         sequences.
         """
         at = window.rows if window.tokens is None else window.tokens
-        known = {"logp": logp, "entropy": entropy}
         if window.place is not None:
-            room = logp.new_zeros(self.rows[at].shape[0])
+            room = known["logp"].new_zeros(self.rows[at].shape[0])
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
         shape = (1, -1) if window.tokens is None else (-1,)
         raw: dict[str, Tensor | None] = {
@@ -133,11 +140,14 @@ class Batch:
             for name, x in self.tokens.raw.items()
             if name not in known
         }
-        with_slope = {"logp": True, "entropy": entropy_has_slope(self.spec)}
         raw |= {
-            name: x.detach().view(shape).requires_grad_(with_slope[name])
+            name: x.detach()
+            .view(shape)
+            .requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
             for name, x in known.items()
         }
+        if self.on_policy and raw["logp"] is not None:
+            raw["old_logp"] = raw["logp"].detach()
         mask = self.rows[at].view(shape)
         alone = window.cu_seqlens is None
         sequences = (
@@ -217,13 +227,15 @@ class _SingleTokens(Sequences):
 
 def _reaches_further() -> InputError:
     return InputError(
-        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so that the head keeps sequences "
-        "together, or leave the attribute out."
+        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so "
+        "that the head keeps sequences together, or leave the attribute out."
     )
 
 
-def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
-    """`t` (whose logp is not read) with everything that is known before its log-probabilities are."""
+def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
+    """`t` (whose logp is not read) with everything that
+    is known before its log-probabilities are.
+    """
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
         corrections = tuple(_answered(part, t) for part in spec.correction)
@@ -239,7 +251,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None) -> Batch:
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, step, weight, corrections, live)
+    return Batch(spec, t, step, weight, corrections, live, on_policy)
 
 
 def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
@@ -255,13 +267,13 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
             (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True
         )
     )
-    found = [
+    all_windows = [
         Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)
     ]
     for w in windows(work.computed - n, rows):
         assert order is not None
-        found.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
-    return found
+        all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
+    return all_windows
 
 
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
@@ -276,13 +288,13 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     ).tolist()
     total = t.mask.numel()
     stops = [*starts[1:], total]
-    found = []
+    all_windows = []
     for backward in (True, False):
         chosen = [i for i, n in enumerate(lengths) if n > 0 and (live[i] > 0) == backward]
         if not backward and work.computed == work.with_gradient:
             continue
         for members in _packed(chosen, lengths, rows):
-            found.append(
+            all_windows.append(
                 _window_of(
                     batch,
                     [(starts[i], stops[i]) for i in members],
@@ -290,7 +302,7 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
                     backward,
                 )
             )
-    return found
+    return all_windows
 
 
 def _starts(sequences: Sequences, device: torch.device) -> Tensor:
@@ -301,15 +313,15 @@ def _starts(sequences: Sequences, device: torch.device) -> Tensor:
 
 def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
     """Members in order, cut where the next would not fit."""
-    found: list[list[int]] = []
+    bins: list[list[int]] = []
     filled = 0
     for i in members:
-        if not found or filled + lengths[i] > rows:
-            found.append([])
+        if not bins or filled + lengths[i] > rows:
+            bins.append([])
             filled = 0
-        found[-1].append(i)
+        bins[-1].append(i)
         filled += lengths[i]
-    return found
+    return bins
 
 
 def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:

@@ -14,7 +14,7 @@ i.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,15 +22,13 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.segments import group_sum
-from policyloss.parts import validate
+from policyloss.parts.validate import Part, within
 from policyloss.parts.wording import number, spoken
 from policyloss.tokens import Layout
 from policyloss.totals import GroupTokens
 
-
-def _check_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> None:
-    hint = "it is the constant length that sums are divided by."
-    validate.number(part, "horizon", above=0, finite=True, optional=True, hint=hint)
+_HINT = "it is the constant length that sums are divided by."
+Horizon: TypeAlias = Annotated[float, within(above=0, finite=True, hint=_HINT)]
 
 
 def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
@@ -38,9 +36,9 @@ def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
     if part.horizon is None:
         name = type(part).__name__
         raise InputError(
-            f"{name} divides by a horizon, which is not set: it is the generation budget of your run, in tokens "
-            f"(max_completion_length, max_response_length, --max-new-tokens). Set it with spec.with_horizon(tokens), or "
-            f"give {name}(tokens)."
+            f"{name} divides by a horizon, which is not set: it is the generation budget of your "
+            "run, in tokens (max_completion_length, max_response_length, --max-new-tokens). Set "
+            f"it with spec.with_horizon(tokens), or give {name}(tokens)."
         )
     return part.horizon
 
@@ -110,7 +108,7 @@ class SeqMeanTokenSum:
 
 
 @dataclass(frozen=True)
-class SeqMeanTokenSumNorm:
+class SeqMeanTokenSumNorm(Part):
     """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`.
 
     horizon: your generation budget in tokens. None: not set yet; the loss cannot be computed before
@@ -118,10 +116,7 @@ class SeqMeanTokenSumNorm:
     """
 
     divides_by: ClassVar[str] = "sequences"
-    horizon: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_horizon(self)
+    horizon: Horizon | None = None
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -151,17 +146,14 @@ class TokenSum:
 
 
 @dataclass(frozen=True)
-class TokenSumNorm:
+class TokenSumNorm(Part):
     """Legacy: token sums over a constant, no mean over sequences, `1 / horizon`.
 
     Used by verl up to 0.7.0, ROLL and Trinity.
     horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
     """
 
-    horizon: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_horizon(self)
+    horizon: Horizon | None = None
 
     def __call__(self, t: Layout) -> Tensor:
         scale = t.totals.dp_size / known_horizon(self)
@@ -176,22 +168,21 @@ class TokenSumNorm:
 
 @dataclass(frozen=True)
 class PromptMean:
-    """Every prompt counts the same, each the mean over all tokens of its group: `1 / (G·N_g)`.
-
-    Reads group_ids.
-    """
+    """Every prompt counts the same, a mean over its tokens: `1 / (G·N_g)`. Reads group_ids."""
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         if t.group_ids is None:
             raise InputError(
-                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per sequence)."
+                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per "
+                "sequence)."
             )
         groups = totals.groups
         if groups is None:
             raise InputError(
-                "PromptMean needs the groups of the whole step: make totals with Totals.count(mask, group_ids=…), or give "
-                "Totals(groups=the number of groups) if no group is split between calls."
+                "PromptMean needs the groups of the whole step: make totals with "
+                "Totals.count(mask, group_ids=…), or give Totals(groups=the number of groups) if "
+                "no group is split between calls."
             )
         if isinstance(groups, GroupTokens):
             n_g = _tokens_of_group(groups, t.group_ids, t.dtype)
@@ -209,10 +200,7 @@ class PromptMean:
 
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step's tokens of each sequence's group.
-
-    NaN, which shows in the loss, for a group that was not counted.
-    """
+    """The step's tokens of each sequence's group; NaN for a group that was not counted."""
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
     place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(
@@ -238,7 +226,10 @@ class LengthWeighted:
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another average, "" if nothing."""
-        same = "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its length is a sum."
+        same = (
+            "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its "
+            "length is a sum."
+        )
         return same if isinstance(other, SeqMeanTokenSum) else ""
 
     def averaged(self, x: str) -> str:
@@ -247,10 +238,7 @@ class LengthWeighted:
 
 @dataclass(frozen=True)
 class LocalTokenMean:
-    """Legacy: mean over the tokens *of this call*, whatever totals say.
-
-    Depends on how the batch is cut (TRL `bnpo`).
-    """
+    """Legacy: mean over the tokens *of this call*, so it depends on the cut (TRL `bnpo`)."""
 
     def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
@@ -264,10 +252,7 @@ class LocalTokenMean:
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
-    """Legacy: mean over the sequences *of this call* of their token means.
-
-    Depends on how the batch is cut (TRL `grpo`).
-    """
+    """Legacy: mean over *this call's* sequences of token means; depends on the cut (TRL `grpo`)."""
 
     def __call__(self, t: Layout) -> Tensor:
         return per_sequence_mean(t.lengths, t.sequences) * reciprocal(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from policyloss.functional import correction, kl
 from policyloss.functional.aggregate import check_alignment
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.masking import accumulator_dtype, fill
-from policyloss.parts import validate
+from policyloss.parts.validate import NotNegative, Part, Positive, Real, not_below, within
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
@@ -55,32 +55,22 @@ def _at_level(t: Tokens, level: str) -> Tensor:
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
-    """`correction.reduced` over context-parallel ranks, too.
-
-    The sum and the count of a mean are exchanged in one all-reduce.
-    """
+    """`correction.reduced` over context-parallel ranks; a mean is one all-reduce."""
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
     return correction.reduced(x, reduce, t.mask, None, t.sequences)
 
 
 @dataclass(frozen=True)
-class Truncate:
+class Truncate(Part):
     """TIS: the weight is `clamp(w, low, high)`. Nothing is rejected."""
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
-    high: float
-    low: float = 0.0
+    high: Annotated[float, within(above=0, hint="math.inf is no truncation."), not_below("low")]
+    low: NotNegative = 0.0
     level: Level = "token"
-    log_clamp: float | None = 20.0
-
-    def __post_init__(self) -> None:
-        validate.number(self, "high", above=0, hint="math.inf is no truncation.")
-        validate.number(self, "low", least=0)
-        validate.interval(self, "low", "high")
-        validate.choice(self, "level", LEVELS)
-        validate.number(self, "log_clamp", above=0, optional=True)
+    log_clamp: Positive | None = 20.0
 
     def __call__(self, t: Tokens) -> Corrected:
         w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
@@ -97,33 +87,29 @@ class Truncate:
 
 
 @dataclass(frozen=True)
-class Band:
+class Band(Part):
     """IcePop: the weight is `w` where `low <= w <= high`; elsewhere the token is rejected."""
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
-    low: float
-    high: float
+    low: NotNegative
+    high: Annotated[Positive, not_below("low")]
     level: Level = "token"
-    log_clamp: float | None = 20.0
-
-    def __post_init__(self) -> None:
-        validate.number(self, "low", least=0)
-        validate.number(self, "high", above=0)
-        validate.interval(self, "low", "high")
-        validate.choice(self, "level", LEVELS)
-        validate.number(self, "log_clamp", above=0, optional=True)
+    log_clamp: Positive | None = 20.0
 
     def __call__(self, t: Tokens) -> Corrected:
         w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        return f"{_weighted(self.level)}, and rejected unless that is {interval_in_words(self.low, self.high)}"
+        return (
+            f"{_weighted(self.level)}, and rejected unless that is "
+            f"{interval_in_words(self.low, self.high)}"
+        )
 
 
 @dataclass(frozen=True)
-class SequenceMask:
+class SequenceMask(Part):
     """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected.
 
     Tokens of the other sequences keep a weight:
@@ -132,37 +118,25 @@ class SequenceMask:
     """
 
     reads_logp: ClassVar[bool] = False
-    low: float
-    high: float
+    low: NotNegative
+    high: Annotated[Positive, not_below("low")]
     level: Literal["geomean", "product"] = "geomean"
     weight: Literal["token", "sequence"] | None = "token"
-    log_clamp: float | None = 20.0
+    log_clamp: Positive | None = 20.0
 
     @property
     def weighs(self) -> bool:
         """Whether the weight is more than a mask."""
         return self.weight is not None
 
-    def __post_init__(self) -> None:
-        validate.number(self, "low", least=0)
-        validate.number(self, "high", above=0)
-        validate.interval(self, "low", "high")
-        validate.choice(self, "level", ("geomean", "product"))
-        if self.weight is not None:
-            validate.choice(self, "weight", ("token", "sequence"))
-        validate.number(self, "log_clamp", above=0, optional=True)
-
     def __call__(self, t: Tokens) -> Corrected:
         w = correction.importance_weight(_at_level(t, self.level), self.log_clamp)
         keep = correction.within(w, self.low, self.high)
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(w), keep)
-        weight = (
-            correction.importance_weight(t.log_weight(), self.log_clamp)
-            if self.weight == "token"
-            else w
-        )
-        return Corrected(weight, keep)
+        if self.weight == "token":
+            return Corrected(correction.importance_weight(t.log_weight(), self.log_clamp), keep)
+        return Corrected(w, keep)
 
     def sentence(self) -> str:
         weights = {
@@ -170,12 +144,15 @@ class SequenceMask:
             "sequence": "its tokens get that weight",
             None: "it counts fully",
         }
-        test = f"its {LEVELS[self.level].split(' ')[1]} weight is {interval_in_words(self.low, self.high)}"
+        test = (
+            f"its {LEVELS[self.level].split(' ')[1]} weight is "
+            f"{interval_in_words(self.low, self.high)}"
+        )
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
 @dataclass(frozen=True)
-class DivergenceMask:
+class DivergenceMask(Part):
     """Reject where rollout and old policy disagree on a token: divergence outside [low, high].
 
     divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
@@ -188,12 +165,12 @@ class DivergenceMask:
 
     reads_logp: ClassVar[bool] = False
     divergence: Literal["kl", "tv"]
-    high: float
-    low: float | None = None
+    high: Annotated[NotNegative, not_below("low")]
+    low: Real | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: float = 1e-6
-    log_clamp: float | None = 20.0
+    floor: Positive = 1e-6
+    log_clamp: Positive | None = 20.0
 
     @property
     def weighs(self) -> bool:
@@ -201,19 +178,11 @@ class DivergenceMask:
         return self.weight is not None
 
     def __post_init__(self) -> None:
-        validate.choice(self, "divergence", ("kl", "tv"))
-        validate.number(self, "high", least=0)
-        validate.number(self, "low", optional=True)
-        validate.interval(self, "low", "high")
-        validate.choice(self, "level", ("token", "sequence"))
-        if self.weight is not None:
-            validate.choice(self, "weight", ("token",))
-        validate.number(self, "floor", above=0)
+        super().__post_init__()
         if self.floor >= 0.5:
             raise SpecError(
                 f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}."
             )
-        validate.number(self, "log_clamp", above=0, optional=True)
 
     def __call__(self, t: Tokens) -> Corrected:
         each = kl.binary_divergence(
@@ -228,21 +197,21 @@ class DivergenceMask:
     def sentence(self) -> str:
         measure = "binary KL" if self.divergence == "kl" else "change"
         measure = f"the {measure} of its probability, rollout to old,"
-        of_token = self.level == "token"
-        what, test = (
-            ("a token", measure)
-            if of_token
-            else ("a sequence", f"the mean over its tokens of {measure}")
-        )
+        what, test = "a token", measure
+        if self.level == "sequence":
+            what, test = "a sequence", f"the mean over its tokens of {measure}"
         nats = " nats" if self.divergence == "kl" else ""
         weight = (
             "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
         )
-        return f"{what} is rejected unless {test} is {' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
+        return (
+            f"{what} is rejected unless {test} is "
+            f"{' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
+        )
 
 
 @dataclass(frozen=True)
-class Reject:
+class Reject(Part):
     """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
     estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
@@ -254,15 +223,11 @@ class Reject:
     weighs: ClassVar[bool] = False
     estimator: Literal["k1", "k2", "k3"]
     reduce: Literal["token", "sum", "mean", "max"] = "token"
-    low: float | None = None
-    high: float | None = None
+    low: Real | None = None
+    high: Annotated[Real, not_below("low")] | None = None
 
     def __post_init__(self) -> None:
-        validate.choice(self, "estimator", ("k1", "k2", "k3"))
-        validate.choice(self, "reduce", ("token", "sum", "mean", "max"))
-        validate.number(self, "low", optional=True)
-        validate.number(self, "high", optional=True)
-        validate.interval(self, "low", "high")
+        super().__post_init__()
         if self.low is None and self.high is None:
             raise SpecError("Reject needs a bound: give low=, high= or both.")
 
@@ -281,11 +246,14 @@ class Reject:
             "max": "at the sequence's worst token",
         }[self.reduce]
         within = " and ".join(bounds_in_words(self.low, self.high))
-        return f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} nats"
+        return (
+            f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} "
+            "nats"
+        )
 
 
 @dataclass(frozen=True)
-class Veto:
+class Veto(Part):
     """Reject a sequence if any of its tokens has a weight below `low` or above `high`.
 
     One impossible token spoils the sequence.
@@ -293,13 +261,11 @@ class Veto:
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    low: float | None = 1e-4
-    high: float | None = None
+    low: Positive | None = 1e-4
+    high: Annotated[Positive, not_below("low")] | None = None
 
     def __post_init__(self) -> None:
-        validate.number(self, "low", above=0, optional=True)
-        validate.number(self, "high", above=0, optional=True)
-        validate.interval(self, "low", "high")
+        super().__post_init__()
         if self.low is None and self.high is None:
             raise SpecError("Veto needs a bound: give low=, high= or both.")
 
@@ -315,12 +281,8 @@ class Veto:
         """Which sequences it keeps; the code compares logarithms."""
         bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
         bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
-        return [
-            (
-                "keep",
-                f"~seq_any({bad[0] if len(bad) == 1 else ' | '.join(f'({test})' for test in bad)})",
-            )
-        ]
+        either = bad[0] if len(bad) == 1 else " | ".join(f"({test})" for test in bad)
+        return [("keep", f"~seq_any({either})")]
 
     def sentence(self) -> str:
         outside = " or ".join(bounds_in_words(self.low, self.high, ("below", "above")))
@@ -328,7 +290,7 @@ class Veto:
 
 
 @dataclass(frozen=True)
-class OPSM:
+class OPSM(Part):
     """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
     A sequence has drifted if `mean(source_logp - logp) > delta`.
@@ -338,12 +300,8 @@ class OPSM:
     reads_logp: ClassVar[bool] = True
     reach: ClassVar[str] = "sequence"
     weighs: ClassVar[bool] = False
-    delta: float
+    delta: NotNegative
     source: Literal["old", "rollout"] = "old"
-
-    def __post_init__(self) -> None:
-        validate.number(self, "delta", least=0)
-        validate.choice(self, "source", ("old", "rollout"))
 
     def __call__(self, t: Tokens) -> Corrected:
         drift = t.sequences.expand(t.sequence_mean(-t.log_ratio_to(self.source).detach()))
@@ -356,7 +314,7 @@ class OPSM:
 
 
 @dataclass(frozen=True)
-class SelfNormalise:
+class SelfNormalise(Part):
     """Divide the weights by their mean over the step.
 
     over: its tokens, or its sequences (each with its mean weight).
@@ -368,9 +326,6 @@ class SelfNormalise:
     reads_logp: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
     over: Literal["tokens", "sequences"] = "tokens"
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "over", ("tokens", "sequences"))
 
     def statistics(self, t: Tokens, weight: Tensor, group: Any = None) -> dict[str, Tensor]:
         """The batch-wide mean weight."""
@@ -416,7 +371,8 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
         verdict = part(t)
         if not isinstance(verdict, Corrected):
             raise InputError(
-                f"a correction must return policyloss.Corrected(weight, keep), got {type(verdict).__name__}."
+                "a correction must return policyloss.Corrected(weight, keep), got "
+                f"{type(verdict).__name__}."
             )
         for x in verdict:
             if x is not None:

@@ -1,57 +1,60 @@
-"""The `kl` slot: a pull to another policy.
-
-Value, gradient, weight and clamps are separate choices.
-"""
+"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are chosen apart."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
+from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
-from policyloss.parts import validate
+from policyloss.parts.divergence import Divergence
+from policyloss.parts.validate import Part, Positive, within
 from policyloss.parts.wording import spoken
 from policyloss.tokens import Tokens
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
-
 
 @dataclass(frozen=True)
-class KL:
+class KL(Part):
     """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
 
     estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number
     itself; "k2", straight through, the value of the estimator with the gradient of k2; "score", the
     score-function term added. weight="ratio" multiplies by the ratio slot's ratio, gradient
-    included (DeepSeek-V3.2's unbiased KL). clamp: d within ±this; value_clamp: the estimate within
-    ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", or "old"/"rollout" for
-    a proximal pull.
+    included (DeepSeek-V3.2's unbiased KL); "detached_ratio" by `sg[ratio]`, or with weight_max by
+    `sg[min(ratio, weight_max)]`. clamp: d within ±this; value_clamp: the estimate within
+    ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", "teacher" (with
+    grad="k2" that is distillation on the sampled tokens: the gradient of `−sg[d]·logp`), or
+    "old"/"rollout" for a proximal pull.
     """
 
     reach: ClassVar[str] = "token"
 
     estimator: Literal["k1", "k2", "k3", "abs"]
-    coef: float
+    coef: Annotated[
+        float, within(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+    ]
     grad: Literal["value", "k2", "score"] = "value"
-    weight: Literal["ratio"] | None = None
-    clamp: float | None = 20.0
-    value_clamp: float | None = None
-    anchor: Literal["ref", "old", "rollout"] = "ref"
+    weight: Literal["ratio", "detached_ratio"] | None = None
+    clamp: Positive | None = 20.0
+    value_clamp: Positive | None = None
+    anchor: Literal["ref", "old", "rollout", "teacher"] = "ref"
+    weight_max: Positive | None = None
 
     def __post_init__(self) -> None:
-        validate.choice(self, "estimator", ESTIMATORS)
-        validate.number(
-            self, "coef", least=0, finite=True, hint="to leave the penalty out, use kl=None."
-        )
-        validate.choice(self, "grad", ("value", "k2", "score"))
-        if self.weight is not None:
-            validate.choice(self, "weight", ("ratio",))
-        validate.number(self, "clamp", above=0, optional=True)
-        validate.number(self, "value_clamp", above=0, optional=True)
-        validate.choice(self, "anchor", ("ref", "old", "rollout"))
+        super().__post_init__()
+        if self.weight_max is not None and self.weight != "detached_ratio":
+            raise SpecError(
+                f"KL.weight_max={self.weight_max!r} bounds a weight without gradient; "
+                f"use it with weight='detached_ratio', not with weight={self.weight!r}."
+            )
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the pull is to a teacher."""
+        return self.anchor == "teacher"
 
     @property
     def reads_ratio(self) -> bool:
@@ -71,11 +74,16 @@ class KL:
         return kl.estimate(d, self.estimator)
 
     def ratio_weight(self, t: Tokens) -> Tensor | None:
-        """The ratio that multiplies the penalty, with its gradient; None without one."""
+        """The ratio that multiplies the penalty; None without one."""
+        if self.weight == "detached_ratio":
+            return bound(t.ratio.detach(), (None, self.weight_max))
         return None if self.weight is None else t.ratio
 
     def weight_sentence(self) -> str | None:
         """What multiplies the penalty, in words; None without a weight."""
+        if self.weight == "detached_ratio":
+            most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
+            return f"the ratio{most}, without its gradient"
         return None if self.weight is None else "the ratio"
 
     def sentence(self) -> str:
@@ -87,7 +95,10 @@ class KL:
         }[self.grad]
         by = self.weight_sentence()
         weight = "" if by is None else f", times {by}"
-        return f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, {self.anchor}){weight}{gradient}"
+        return (
+            f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, "
+            f"{self.anchor}){weight}{gradient}"
+        )
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -96,4 +107,4 @@ class KL:
         return "KL", *(f"kl_{choice}" for choice in choices)
 
 
-VARIANTS = (KL,)
+VARIANTS = (KL, Divergence)

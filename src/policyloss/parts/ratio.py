@@ -1,66 +1,56 @@
-"""The `ratio` slot: which probability ratio?
-
-Each part is called with `Tokens` and returns the *log*-ratio, not yet clamped.
-"""
+"""The `ratio` slot: which probability ratio? A part returns the *log*-ratio, not yet clamped."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
 from policyloss.functional.context_parallel import turns
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
-from policyloss.parts import validate
-from policyloss.parts.wording import ANCHORS as ANCHOR_NAMES
-from policyloss.parts.wording import Condition, number
+from policyloss.parts.validate import Part, Positive, log_clamp
+from policyloss.parts.wording import ANCHORS, Condition, number
 from policyloss.tokens import Tokens
 
-Anchor = Literal["old", "rollout", "current"]
-ANCHORS = ("old", "rollout", "current")
+Anchor = Literal["old", "rollout", "teacher", "current"]
 
 ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
 
 
 def _to(anchor: str) -> str:
-    return f"of the probability ratios to {ANCHOR_NAMES[anchor]}"
+    return f"of the probability ratios to {ANCHORS[anchor]}"
 
 
 @dataclass(frozen=True)
-class TokenRatio:
+class TokenRatio(Part):
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
-    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), or "current"
-    (`sg[logp]`: exactly on-policy, the ratio is 1 and its gradient that of logp). log_clamp: the
-    log-ratio is held within ±this before `exp`; a pair is (low, high); None is no clamp.
+    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), "teacher" (for
+    tokens that a teacher wrote), or "current" (`sg[logp]`: exactly on-policy, the ratio is 1 and
+    its gradient that of logp). log_clamp: the log-ratio is held within ±this before `exp`; a pair
+    is (low, high); None is no clamp.
     """
 
     reach: ClassVar[str] = "token"
     shared_over: ClassVar[str | None] = None
     traits: ClassVar[tuple[str, ...]] = ("token_ratio",)
     anchor: Anchor = "old"
-    log_clamp: LogClamp = 20.0
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "anchor", ANCHORS)
-        validate.log_clamp(self)
+    log_clamp: Annotated[LogClamp, log_clamp] = 20.0
 
     def __call__(self, t: Tokens) -> Tensor:
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        return (
-            ON_POLICY
-            if self.anchor == "current"
-            else f"each token's own probability ratio to {ANCHOR_NAMES[self.anchor]}"
-        )
+        if self.anchor == "current":
+            return ON_POLICY
+        return f"each token's own probability ratio to {ANCHORS[self.anchor]}"
 
 
 @dataclass(frozen=True)
-class SequenceRatio:
+class SequenceRatio(Part):
     """GSPO's ratio, the geometric mean of a sequence: `exp(mean_t(logp_t - anchor_logp_t))`.
 
     Source: arXiv 2507.18071.
@@ -72,12 +62,7 @@ class SequenceRatio:
     reach: ClassVar[str] = "sequence"
     grad: Literal["sequence", "token"] = "sequence"
     anchor: Anchor = "old"
-    log_clamp: LogClamp = 20.0
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "grad", ("sequence", "token"))
-        validate.choice(self, "anchor", ANCHORS)
-        validate.log_clamp(self)
+    log_clamp: Annotated[LogClamp, log_clamp] = 20.0
 
     def __call__(self, t: Tokens) -> Tensor:
         mean = t.sequence_mean(t.log_ratio_to(self.anchor))
@@ -95,16 +80,14 @@ class SequenceRatio:
         return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
 
     def sentence(self) -> str:
+        if self.anchor == "current":
+            return ON_POLICY
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
-        return (
-            ON_POLICY
-            if self.anchor == "current"
-            else f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
-        )
+        return f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
 
 
 @dataclass(frozen=True)
-class SequenceProduct:
+class SequenceProduct(Part):
     """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`.
 
     Unbiased, and wild for long sequences.
@@ -117,13 +100,8 @@ class SequenceProduct:
     shared_over: ClassVar[str | None] = "sequence"
     traits: ClassVar[tuple[str, ...]] = ("product_ratio",)
     anchor: Anchor = "old"
-    log_clamp: LogClamp = 20.0
-    token_clamp: float | None = None
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "anchor", ANCHORS)
-        validate.log_clamp(self)
-        validate.number(self, "token_clamp", above=0, optional=True)
+    log_clamp: Annotated[LogClamp, log_clamp] = 20.0
+    token_clamp: Positive | None = None
 
     def __call__(self, t: Tokens) -> Tensor:
         return t.sequences.expand(
@@ -133,19 +111,19 @@ class SequenceProduct:
     def sentence(self) -> str:
         if self.anchor == "current":
             return ON_POLICY
-        to = f"to {ANCHOR_NAMES[self.anchor]}"
+        to = f"to {ANCHORS[self.anchor]}"
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
 
     def no_slope(self) -> tuple[Condition, ...]:
         """Where a token does not move the ratio, beside the clamp of the ratio itself."""
         if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
             return ()
-        beyond = f"abs(logp - {ANCHOR_NAMES[self.anchor]}) > {number(self.token_clamp)}"
+        beyond = f"abs(logp - {ANCHORS[self.anchor]}) > {number(self.token_clamp)}"
         return (Condition(beyond, "its own log-ratio is beyond token_clamp"),)
 
 
 @dataclass(frozen=True)
-class SegmentRatio:
+class SegmentRatio(Part):
     """GSPO's ratio within each turn of a dialogue: `exp(mean over the run)`.
 
     A turn is a contiguous run of the mask.
@@ -157,15 +135,12 @@ class SegmentRatio:
     shared_over: ClassVar[str | None] = "run"
     traits: ClassVar[tuple[str, ...]] = ("turn_ratio",)
     anchor: Anchor = "old"
-    log_clamp: LogClamp = 20.0
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "anchor", ANCHORS)
-        validate.log_clamp(self)
+    log_clamp: Annotated[LogClamp, log_clamp] = 20.0
 
     def __call__(self, t: Tokens) -> Tensor:
         runs = turns(t.sequences, t.mask, t.positions)
-        return runs.expand(runs.sum(t.log_ratio_to(self.anchor)) / runs.lengths.clamp(min=1))
+        total, length = runs.sums(t.log_ratio_to(self.anchor), t.mask)
+        return runs.expand(total / length.clamp(min=1))
 
     def sentence(self) -> str:
         over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"

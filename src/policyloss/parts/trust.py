@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
 from policyloss.functional.covariances import step_covariance, step_means
-from policyloss.parts import validate
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
+    Distance,
     GeometricClip,
     ProbabilityBand,
     Surrogate,
@@ -35,6 +35,7 @@ from policyloss.parts.trust_clips import (
     clipped_surrogate,
 )
 from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
+from policyloss.parts.validate import Part, Positive, Real, not_below, within
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
@@ -65,8 +66,26 @@ def _count_text(fraction: float) -> str:
     return f"max(floor({number(fraction)} * N), 1)"
 
 
+def _is_share(owner: CovClip | CovKL, field: str) -> None:
+    if owner.fraction > 1:
+        raise SpecError(
+            f"{type(owner).__name__}.{field} is a share of the tokens, at most 1, got "
+            f"{owner.fraction!r}."
+        )
+
+
+def _is_seed(owner: CovClip, field: str) -> None:
+    if not isinstance(owner.seed, int) or owner.seed >= 2**31:
+        raise SpecError(
+            f"{type(owner).__name__}.{field} must be an integer below 2**31, got {owner.seed!r}."
+        )
+
+
+Fraction: TypeAlias = Annotated[Positive, _is_share]
+
+
 @dataclass(frozen=True)
-class Unbounded:
+class Unbounded(Part):
     """No limit.
 
     form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's
@@ -77,9 +96,6 @@ class Unbounded:
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     form: Literal["ratio", "logp", "current"] = "ratio"
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "form", ("ratio", "logp", "current"))
 
     def __call__(self, t: Tokens) -> Surrogate:
         if self.form == "current":
@@ -101,21 +117,17 @@ class Unbounded:
         return "no ratio and no limit: logp times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        conditions = (NO_ADVANTAGE,)
-        return (
-            Slopes(through_ratio=conditions)
-            if self.form == "ratio"
-            else Slopes(through_logp=conditions),
-        )
+        if self.form == "ratio":
+            return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
 
 
 @dataclass(frozen=True)
-class CovClip:
+class CovClip(Part):
     """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
     They are drawn at random among those with `cov_low < cov < cov_high`. fraction: how many, as a
     share of all tokens. Source: arXiv 2505.22617.
-    These tokens have `cov_low < cov < cov_high`. Source: arXiv 2505.22617.
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that
     PPO clips already. The choice depends on `seed` and on the token's own numbers, not on where it
     stands: any cut of the batch drops the same tokens. (Tokens with the same anchor log-probability
@@ -126,20 +138,16 @@ class CovClip:
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    fraction: float = 2e-4
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    seed: int = 0
+    eps_low: Distance = 0.2
+    eps_high: Distance = 0.2
+    fraction: Fraction = 2e-4
+    cov_low: Real = 1.0
+    cov_high: Annotated[Real, not_below("cov_low")] = 5.0
+    seed: Annotated[int, within(least=0), _is_seed] = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self)
-        _check_fraction(self)
-        validate.number(self, "cov_low")
-        validate.number(self, "cov_high")
-        validate.interval(self, "cov_low", "cov_high")
-        _check_seed(self)
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
@@ -190,7 +198,10 @@ class CovClip:
         ]
 
     def sentence(self) -> str:
-        pool = f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} and {spoken(self.cov_high)}"
+        pool = (
+            f"tokens drawn at random among those with covariance between {spoken(self.cov_low)} "
+            f"and {spoken(self.cov_high)}"
+        )
         many = f"as many as {spoken(100 * self.fraction)} % of all tokens (at least one)"
         return f"{Clip(self.eps_low, self.eps_high).sentence()}; and {pool}, {many}, get none"
 
@@ -201,7 +212,7 @@ class CovClip:
 
 
 @dataclass(frozen=True)
-class CovKL:
+class CovKL(Part):
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the tokens with the highest covariance.
 
     fraction: how many tokens, of all. Source: arXiv 2505.22617.
@@ -214,12 +225,8 @@ class CovKL:
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
-    fraction: float = 2e-4
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_fraction(self)
-        validate.number(self, "coef", least=0, finite=True)
+    fraction: Fraction = 2e-4
+    coef: Annotated[float, within(least=0, finite=True)] = 1.0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the threshold of a penalty.
@@ -236,11 +243,8 @@ class CovKL:
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        return self.penalised(
-            t,
-            t.mask
-            & at_least(*self._score(t, stats), (stats["cov_threshold"], stats["draw_threshold"])),
-        )
+        least = stats["cov_threshold"], stats["draw_threshold"]
+        return self.penalised(t, t.mask & at_least(*self._score(t, stats), least))
 
     def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
@@ -265,25 +269,8 @@ class CovKL:
 
     def slopes(self) -> tuple[Slopes, ...]:
         idle = "(advantages == 0) & (~chosen | (log_ratio == 0))"
-        return (
-            Slopes(through_ratio=(Condition(idle, "nothing to learn from, and not held back"),)),
-        )
-
-
-def _check_fraction(owner: CovClip | CovKL) -> None:
-    validate.number(owner, "fraction", above=0)
-    if owner.fraction > 1:
-        raise SpecError(
-            f"{type(owner).__name__}.fraction is a share of the tokens, at most 1, got {owner.fraction!r}."
-        )
-
-
-def _check_seed(owner: CovClip) -> None:
-    validate.number(owner, "seed", least=0)
-    if not isinstance(owner.seed, int) or owner.seed >= 2**31:
-        raise SpecError(
-            f"{type(owner).__name__}.seed must be an integer below 2**31, got {owner.seed!r}."
-        )
+        condition = Condition(idle, "nothing to learn from, and not held back")
+        return (Slopes(through_ratio=(condition,)),)
 
 
 def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
@@ -325,7 +312,8 @@ class BySign:
         ]
         if len(choosing) > 1:
             raise SpecError(
-                f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one side may."
+                f"BySign: {' and '.join(choosing)} both choose tokens of the whole step; only one "
+                "side may."
             )
 
     @property
@@ -377,7 +365,10 @@ class BySign:
         return Surrogate(loss, *flags)
 
     def sentence(self) -> str:
-        return f"where the advantage is positive: {self.positive.sentence()}; elsewhere: {self.negative.sentence()}"
+        return (
+            f"where the advantage is positive: {self.positive.sentence()}; elsewhere: "
+            f"{self.negative.sentence()}"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         """Where its gradient is zero: on each side, where that part's is."""

@@ -1,14 +1,11 @@
-"""Trust regions that bound the ratio or the probability of a token.
-
-`Surrogate` is what each of them returns.
-"""
+"""Trust regions that bound the ratio or the probability of a token."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +13,8 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
-from policyloss.parts import validate
 from policyloss.parts.ratio import TokenRatio
+from policyloss.parts.validate import NotNegative, Part, not_below, within
 from policyloss.parts.wording import (
     NO_ADVANTAGE,
     Condition,
@@ -47,19 +44,16 @@ class Surrogate(NamedTuple):
     dropped: Tensor | None = None
 
 
-class _HasEps(Protocol):
-    @property
-    def eps_low(self) -> float: ...
+_RATIO = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
+_DUAL = "dual is the largest ratio where the advantage is negative; None turns it off."
+_DELTA = "delta is a ratio; it usually lies above 1 + eps_high."
+_CAP = "cap is the largest weight of form='score'; math.inf is no cap."
+_HINT = "eps_* are distances from 1; math.inf is no bound."
+Distance: TypeAlias = Annotated[float, within(least=0, hint=_HINT)]
 
-    @property
-    def eps_high(self) -> float: ...
 
-
-def check_eps(owner: _HasEps) -> None:
-    """Raise unless the two distances of `owner` are numbers >= 0."""
-    hint = "eps_* are distances from 1; math.inf is no bound."
-    validate.number(owner, "eps_low", least=0, hint=hint)
-    validate.number(owner, "eps_high", least=0, hint=hint)
+def check_eps(owner: Any) -> None:
+    """Refuse or warn of two distances that look like a percentage or like bounds of the ratio."""
     low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
     if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
         raise SpecError(
@@ -76,7 +70,7 @@ def check_eps(owner: _HasEps) -> None:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Part):
     """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, at most `-A·dual` where A < 0.
 
     eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
@@ -85,34 +79,29 @@ class Clip:
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    eps_low: float
-    eps_high: float = _SYMMETRIC
-    dual: float | None = None
+    eps_low: Distance
+    eps_high: Distance = _SYMMETRIC
+    dual: Annotated[float, within(above=1, hint=_DUAL)] | None = None
 
     def __post_init__(self) -> None:
         if self.eps_high is _SYMMETRIC:
             object.__setattr__(self, "eps_high", self.eps_low)
+        super().__post_init__()
         check_eps(self)
-        validate.number(
-            self,
-            "dual",
-            above=1,
-            optional=True,
-            hint="dual is the largest ratio where the advantage is negative; None turns it off.",
-        )
 
     def __call__(self, t: Tokens) -> Surrogate:
         return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)
 
     def sentence(self) -> str:
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
-            return f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the sign of the advantage"
-        outer = (
-            ""
-            if self.dual is None
-            else f"; where the advantage is negative, also above {spoken(self.dual)}"
-        )
-        return f"{_stops(1 - self.eps_low, 1 + self.eps_high)}{outer}"
+            return (
+                f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the "
+                "sign of the advantage"
+            )
+        inner = _stops(1 - self.eps_low, 1 + self.eps_high)
+        if self.dual is None:
+            return inner
+        return f"{inner}; where the advantage is negative, also above {spoken(self.dual)}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         dual = math.inf if self.dual is None else self.dual
@@ -156,22 +145,17 @@ def _stops(low: float, high: float) -> str:
 
 def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
     """PPO's three bounds as conditions, without those that no ratio reaches."""
-    conditions = []
-    if not high.endswith("inf"):
-        conditions.append(Condition(f"(advantages > 0) & (ratio > {high})", "held from above"))
-    if eps_low < 1:
-        conditions.append(
-            Condition(f"(advantages < 0) & (ratio < 1 - {number(eps_low)})", "held from below")
-        )
-    if dual != "inf":
-        conditions.append(
-            Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound")
-        )
-    return tuple(conditions)
+    low = f"1 - {number(eps_low)}"
+    conditions = {
+        Condition(f"(advantages > 0) & (ratio > {high})", "held from above"): high[-3:] != "inf",
+        Condition(f"(advantages < 0) & (ratio < {low})", "held from below"): eps_low < 1,
+        Condition(f"(advantages < 0) & (ratio > {dual})", "held by the outer bound"): dual != "inf",
+    }
+    return tuple(condition for condition, reached in conditions.items() if reached)
 
 
 @dataclass(frozen=True)
-class TwoSidedClip:
+class TwoSidedClip(Part):
     """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
     delta: the largest ratio, for either sign of A.
@@ -179,15 +163,13 @@ class TwoSidedClip:
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    delta: float
-    eps_low: float = 0.2
-    eps_high: float = 0.2
+    delta: Annotated[float, within(above=1, hint=_DELTA)]
+    eps_low: Distance = 0.2
+    eps_high: Distance = 0.2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self)
-        validate.number(
-            self, "delta", above=1, hint="delta is a ratio; it usually lies above 1 + eps_high."
-        )
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a = t.ratio, t.advantages
@@ -204,19 +186,17 @@ class TwoSidedClip:
 
     def sentence(self) -> str:
         first, last = sorted((self.delta, 1 + self.eps_high))
-        return f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above {spoken(last)}"
+        return (
+            f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above "
+            f"{spoken(last)}"
+        )
 
     def note_beside(self, other: object) -> str:
         """What to know of this and another trust region, "" if nothing."""
-        same = (
-            other == Clip(self.eps_low, self.eps_high, dual=self.delta)
-            and self.delta >= 1 + self.eps_high
-        )
-        return (
-            "Dual clip and two-sided clip with these numbers are the same surrogate."
-            if same
-            else ""
-        )
+        dual = Clip(self.eps_low, self.eps_high, dual=self.delta)
+        if other != dual or self.delta < 1 + self.eps_high:
+            return ""
+        return "Dual clip and two-sided clip with these numbers are the same surrogate."
 
     def slopes(self) -> tuple[Slopes, ...]:
         first, last = sorted((self.delta, 1 + self.eps_high))
@@ -225,7 +205,7 @@ class TwoSidedClip:
 
 
 @dataclass(frozen=True)
-class DetachedClip:
+class DetachedClip(Part):
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
 
     ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient;
@@ -234,16 +214,9 @@ class DetachedClip:
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    ratio_min: float
-    ratio_max: float
+    ratio_min: Annotated[float, within(least=0, hint=_RATIO)]
+    ratio_max: Annotated[float, within(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
-
-    def __post_init__(self) -> None:
-        hint = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
-        validate.number(self, "ratio_min", least=0, hint=hint)
-        validate.number(self, "ratio_max", above=0, hint=hint)
-        validate.interval(self, "ratio_min", "ratio_max")
-        validate.choice(self, "outside", ("clip", "zero_by_sign", "zero"))
 
     @classmethod
     def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
@@ -263,12 +236,13 @@ class DetachedClip:
     def sentence(self) -> str:
         band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
-            return f"logp is weighted by the stopped ratio; a token counts only while its ratio is {band}"
-        tail = (
-            "no token loses its gradient"
-            if self.outside == "clip"
-            else "tokens that PPO would clip get none"
-        )
+            return (
+                "logp is weighted by the stopped ratio; a token counts only while its ratio is "
+                f"{band}"
+            )
+        tail = "tokens that PPO would clip get none"
+        if self.outside == "clip":
+            tail = "no token loses its gradient"
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"
 
     def slopes(self) -> tuple[Slopes, ...]:
@@ -277,17 +251,14 @@ class DetachedClip:
         up, down = f"ratio > {number(self.ratio_max)}", f"ratio < {number(self.ratio_min)}"
         if self.outside == "zero_by_sign":
             up, down = f"(advantages > 0) & ({up})", f"(advantages < 0) & ({down})"
-        dropped = (
-            Condition(up, "dropped above the band"),
-            Condition(down, "dropped below the band"),
-        )
-        return (
-            Slopes(through_logp=(NO_ADVANTAGE, *(dropped if self.ratio_min > 0 else dropped[:1]))),
-        )
+        conditions = [NO_ADVANTAGE, Condition(up, "dropped above the band")]
+        if self.ratio_min > 0:
+            conditions.append(Condition(down, "dropped below the band"))
+        return (Slopes(through_logp=tuple(conditions)),)
 
 
 @dataclass(frozen=True)
-class ProbabilityBand:
+class ProbabilityBand(Part):
     """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
 
     divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest
@@ -299,24 +270,11 @@ class ProbabilityBand:
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     divergence: Literal["tv", "kl"]
-    low: float
-    high: float
+    low: NotNegative
+    high: NotNegative
     sides: Literal["advantage", "both"] = "advantage"
     form: Literal["score", "ratio"] = "score"
-    cap: float = 20.0
-
-    def __post_init__(self) -> None:
-        validate.choice(self, "divergence", ("tv", "kl"))
-        validate.number(self, "low", least=0)
-        validate.number(self, "high", least=0)
-        validate.choice(self, "sides", ("advantage", "both"))
-        validate.choice(self, "form", ("score", "ratio"))
-        validate.number(
-            self,
-            "cap",
-            above=0,
-            hint="cap is the largest weight of form='score'; math.inf is no cap.",
-        )
+    cap: Annotated[float, within(above=0, hint=_CAP)] = 20.0
 
     @property
     def idle_fields(self) -> tuple[str, ...]:
@@ -325,15 +283,8 @@ class ProbabilityBand:
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a, logp = t.ratio, t.advantages, t.logp
-        outside = trust.outside_band(
-            logp.detach(),
-            t.anchor_logp(t.anchor),
-            a,
-            self.divergence,
-            self.low,
-            self.high,
-            self.sides == "both",
-        )
+        band = (self.divergence, self.low, self.high, self.sides == "both")
+        outside = trust.outside_band(logp.detach(), t.anchor_logp(t.anchor), a, *band)
         # The weight is zeroed, not the product, so that a NaN advantage still shows.
         weight = torch.where(
             outside, 0, r if self.form == "ratio" else r.detach().clamp(max=self.cap)
@@ -345,25 +296,24 @@ class ProbabilityBand:
     def sentence(self) -> str:
         measure = "changed" if self.divergence == "tv" else "diverged (binary KL, in nats)"
         side = "either way" if self.sides == "both" else "in the direction of its advantage"
-        weight = (
-            "the ratio"
-            if self.form == "ratio"
-            else f"the stopped ratio, at most {spoken(self.cap)}, times logp"
-        )
+        weight = f"the stopped ratio, at most {spoken(self.cap)}, times logp"
+        if self.form == "ratio":
+            weight = "the ratio"
         far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
-        return f"a token counts until its probability has {measure} by {far}, {side}; it counts {weight}"
+        return (
+            f"a token counts until its probability has {measure} by {far}, {side}; it counts "
+            f"{weight}"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
-        return (
-            Slopes(through_ratio=conditions)
-            if self.form == "ratio"
-            else Slopes(through_logp=conditions),
-        )
+        if self.form == "ratio":
+            return (Slopes(through_ratio=conditions),)
+        return (Slopes(through_logp=conditions),)
 
 
 @dataclass(frozen=True)
-class GeometricClip:
+class GeometricClip(Part):
     """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
     It is clipped to [-eps_low, eps_high] where the advantage pushes it out.
@@ -373,12 +323,8 @@ class GeometricClip:
 
     reach: ClassVar[str] = "sequence"
     follows_advantage: ClassVar[bool] = True
-    eps_low: float
-    eps_high: float
-
-    def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high"):
-            validate.number(self, name, least=0)
+    eps_low: NotNegative
+    eps_high: NotNegative
 
     def __call__(self, t: Tokens) -> Surrogate:
         d, a = t.log_ratio, t.advantages
@@ -394,7 +340,8 @@ class GeometricClip:
         """Raise unless `ratio` is one that this fits."""
         if not isinstance(ratio, TokenRatio):
             raise SpecError(
-                f"GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got {type(ratio).__name__}."
+                "GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got "
+                f"{type(ratio).__name__}."
             )
 
     def sentence(self) -> str:
@@ -403,10 +350,7 @@ class GeometricClip:
         return f"{clipped}, then the ratios are averaged geometrically over the sequence"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        up = Condition(
-            f"(advantages > 0) & (log_ratio > {number(self.eps_high)})", "held from above"
-        )
-        down = Condition(
-            f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})", "held from below"
-        )
-        return (Slopes(through_ratio=(NO_ADVANTAGE, up, down), within_sequence=True),)
+        above = f"(advantages > 0) & (log_ratio > {number(self.eps_high)})"
+        below = f"(advantages < 0) & (log_ratio < {number(-self.eps_low)})"
+        conditions = (Condition(above, "held from above"), Condition(below, "held from below"))
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *conditions), within_sequence=True),)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 from policyloss.functional import trust
-from policyloss.parts import validate
 from policyloss.parts.trust_clips import Surrogate
+from policyloss.parts.validate import Part, Positive, within
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, spoken
 from policyloss.tokens import Tokens
 
+_FinitePositive: TypeAlias = Annotated[float, within(above=0, finite=True)]
+_FiniteNotNegative: TypeAlias = Annotated[float, within(least=0, finite=True)]
+
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(Part):
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        validate.number(self, "tau_positive", above=0, finite=True)
-        validate.number(self, "tau_negative", above=0, finite=True)
+    tau_positive: _FinitePositive = 1.0
+    tau_negative: _FinitePositive = 1.05
 
     def __call__(self, t: Tokens) -> Surrogate:
-        return Surrogate(
-            trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
-        )
+        loss = trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
+        return Surrogate(loss)
 
     def sentence(self) -> str:
         positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
@@ -40,7 +38,7 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
-class GammaWeight:
+class GammaWeight(Part):
     """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
 
     Meant for `SequenceProduct`.
@@ -48,49 +46,40 @@ class GammaWeight:
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("k_positive", "k_negative"):
-            validate.number(self, name, least=0, finite=True)
-        for name in ("lambda_positive", "lambda_negative"):
-            validate.number(self, name, above=0, finite=True)
+    k_positive: _FiniteNotNegative = 2.0
+    lambda_positive: _FinitePositive = 3.0
+    k_negative: _FiniteNotNegative = 3.0
+    lambda_negative: _FinitePositive = 2.0
 
     def __call__(self, t: Tokens) -> Surrogate:
-        positive, negative = (
-            (self.k_positive, self.lambda_positive),
-            (self.k_negative, self.lambda_negative),
-        )
-        return Surrogate(
-            trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
-        )
+        positive = (self.k_positive, self.lambda_positive)
+        negative = (self.k_negative, self.lambda_negative)
+        loss = trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
+        return Surrogate(loss)
 
     def sentence(self) -> str:
         positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"
         negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
         smooth = "logp is weighted by a smooth, stopped function of the ratio"
         shape = "1 at ratio 1, largest at power / decay, fading beyond"
-        return f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} elsewhere"
+        return (
+            f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} "
+            "elsewhere"
+        )
 
     def slopes(self) -> tuple[Slopes, ...]:
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)
 
 
 @dataclass(frozen=True)
-class Quadratic:
+class Quadratic(Part):
     """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
-    beta: float
-
-    def __post_init__(self) -> None:
-        validate.number(
-            self, "beta", above=0, finite=True, hint="beta scales the pull to the anchor policy."
-        )
+    beta: Annotated[
+        float, within(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+    ]
 
     def __call__(self, t: Tokens) -> Surrogate:
         return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
@@ -106,7 +95,7 @@ class Quadratic:
 
 
 @dataclass(frozen=True)
-class TaperedNegative:
+class TaperedNegative(Part):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
     So a bad token that is already unlikely fades out.
@@ -114,10 +103,7 @@ class TaperedNegative:
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    ratio_max: float = 1.0
-
-    def __post_init__(self) -> None:
-        validate.number(self, "ratio_max", above=0)
+    ratio_max: Positive = 1.0
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a = t.ratio, t.advantages
@@ -126,7 +112,10 @@ class TaperedNegative:
 
     def sentence(self) -> str:
         stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
-        where = f"where that is not positive also by {stopped}, so that a bad token already unlikely fades out"
+        where = (
+            f"where that is not positive also by {stopped}, so that a bad token already unlikely "
+            "fades out"
+        )
         return f"logp is weighted by the advantage; {where}"
 
     def slopes(self) -> tuple[Slopes, ...]:

@@ -1,13 +1,65 @@
-"""Checks of the fields of parts; each error names the field, its value and the fix."""
+"""Checks of the fields of parts; each error names the field, its value and the fix.
+
+A part that extends `Part` is checked when it is made, by the annotations of its fields: the words
+of a `Literal`, and the checks of an `Annotated` type, such as `Annotated[float, within(above=0)]`.
+A field whose annotation ends in `| None` may also be None.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from policyloss.arguments import check_number, is_number, seen
+from policyloss.arguments import check_number, description, is_number
 from policyloss.errors import SpecError, unknown_name
+
+# A check of a field: it is called with the part and the name of the field.
+Check = Callable[[Any, str], None]
+
+
+class Part:
+    """Base of the parts whose fields are checked."""
+
+    _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._checks = tuple(_checks_of(cls))
+
+    def __post_init__(self) -> None:
+        for field, check in self._checks:
+            check(self, field)
+
+
+def _checks_of(part: type) -> Iterator[tuple[str, Check]]:
+    for field, hint in get_type_hints(part, include_extras=True).items():
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        checks: list[Check] = []
+        for kind in kinds:
+            if get_origin(kind) is Literal:
+                checks.append(partial(choice, valid=get_args(kind)))
+            elif get_origin(kind) is Annotated:
+                checks += kind.__metadata__
+        for check in checks:
+            yield field, partial(_unless_none, check) if type(None) in kinds else check
+
+
+def _unless_none(check: Check, owner: Any, field: str) -> None:
+    if getattr(owner, field) is not None:
+        check(owner, field)
 
 
 def number(
@@ -16,24 +68,29 @@ def number(
     *,
     above: float | None = None,
     least: float | None = None,
-    optional: bool = False,
     finite: bool = False,
     hint: str = "",
 ) -> None:
     """Check that `owner.field` is a number > `above` or ≥ `least`."""
-    value = getattr(owner, field)
-    if value is None and optional:
-        return
-    name = f"{type(owner).__name__}.{field}"
+    value, name = getattr(owner, field), f"{type(owner).__name__}.{field}"
     check_number(name, value, above=above, least=least, finite=finite, error=SpecError, hint=hint)
 
 
-def choice(owner: Any, field: str, valid: Iterable[str]) -> None:
+def within(**bounds: Any) -> Check:
+    """The check of `number` with these bounds."""
+    return partial(number, **bounds)
+
+
+def not_below(low: str) -> Check:
+    """The check that a field is at least the field called `low`, if neither is None."""
+    return lambda owner, field: interval(owner, low, field)
+
+
+def choice(owner: Any, field: str, valid: tuple[str, ...]) -> None:
     """Check that `owner.field` is one of `valid`."""
     value = getattr(owner, field)
-    names = list(valid)
-    if not isinstance(value, str) or value not in names:
-        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, names))
+    if not isinstance(value, str) or value not in valid:
+        raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, valid))
 
 
 def interval(owner: Any, low: str, high: str) -> None:
@@ -43,19 +100,22 @@ def interval(owner: Any, low: str, high: str) -> None:
         raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
 
 
-def log_clamp(owner: Any) -> None:
-    """Check `owner.log_clamp`: None, a number > 0, or a pair (low, high) with None for no bound."""
-    value = owner.log_clamp
+def log_clamp(owner: Any, field: str) -> None:
+    """Check that `owner.field` is None, a number > 0, or a pair (low, high), None for no bound."""
+    value = getattr(owner, field)
     pair = (
         isinstance(value, tuple)
         and len(value) == 2
         and all(v is None or (is_number(v) and not math.isnan(v)) for v in value)
         and (value[0] is None or value[1] is None or value[0] < value[1])
     )
-    if pair:
-        return
-    if value is not None and not (is_number(value) and value > 0):
+    if not pair and value is not None and not (is_number(value) and value > 0):
         raise SpecError(
-            f"{type(owner).__name__}.log_clamp must be None, a number > 0 (meaning ±number) or a "
-            f"pair (low, high), got {seen(value)}."
+            f"{type(owner).__name__}.{field} must be None, a number > 0 (meaning ±number) or a "
+            f"pair (low, high), got {description(value)}."
         )
+
+
+Real: TypeAlias = Annotated[float, within()]
+Positive: TypeAlias = Annotated[float, within(above=0)]
+NotNegative: TypeAlias = Annotated[float, within(least=0)]

@@ -7,16 +7,14 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from policyloss.tokens import LOGP_ARGUMENTS
+
 # The argument that carries the log-probability of each anchor, as a formula writes it.
-ANCHORS = {
-    "old": "old_logp",
-    "rollout": "rollout_logp",
-    "ref": "ref_logp",
-    "current": "sg(logp)",
-}
+ANCHORS = {**LOGP_ARGUMENTS, "current": "sg(logp)"}
 # Names that mean the same in every formula. Any other name in a condition is a line of one part.
 COMMON_NAMES = frozenset(
     {"advantages", "ratio", "log_ratio", "logp", "old_logp", "rollout_logp", "ref_logp"}
+    | {"teacher_logp"}
     | {"keep", "mask", "abs", "inf"}
 )
 

@@ -1,6 +1,4 @@
-"""The parts of the page that need no script: the runs at a glance, what each loss is, settings and
-how they differ.
-"""
+"""The parts of the page that need no script: an overview of the runs, losses, settings."""
 
 from __future__ import annotations
 
@@ -18,6 +16,9 @@ _STATES = {
 }
 
 
+_COLUMNS = ("Loss", "Model", "Task", "Held-out accuracy", "Reward", "Steps", "Time", "Tokens")
+
+
 def swatch(index: int) -> str:
     """The mark in a run's colour."""
     return f'<i class="swatch run{index % 8}"></i>'
@@ -25,22 +26,12 @@ def swatch(index: int) -> str:
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     """One row for each run: what it trained, with what, how far, and how well it ended."""
-    head = "".join(
-        f"<th scope=col>{name}"
-        for name in (
-            "Run",
-            "Loss",
-            "Model",
-            "Task",
-            "Held-out accuracy",
-            "Reward",
-            "Steps",
-            "Time",
-            "Tokens",
-        )
-    )
+    head = "".join(f"<th scope=col>{name}" for name in ("Run", *_COLUMNS))
     rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
-    return f'<div class="wide"><table class="runs stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    return (
+        '<div class="wide"><table class="runs '
+        f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def _overview_row(index: int, run: Mapping[str, Any]) -> str:
@@ -49,20 +40,22 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
         f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
     )
     state = _STATES[s["state"]]
-    cells = {
-        "Loss": f"<b>{escaped(run['loss']['name'])}</b>",
-        "Model": escaped(s["model"] or "–"),
-        "Task": escaped(s["task"] or "–"),
-        "Held-out accuracy": _change(s["held_out"], share=True),
-        "Reward": _change(s["reward"]),
-        "Steps": f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
-        "Time": duration(s["seconds"]),
-        "Tokens": number(s["tokens"]),
-    }
-    name = f'<th scope=row title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
-    return f"<tr>{name}" + "".join(
-        f'<td data-name="{label}">{cell}' for label, cell in cells.items()
+    cells = (
+        f"<b>{escaped(run['loss']['name'])}</b>",
+        escaped(s["model"] or "–"),
+        escaped(s["task"] or "–"),
+        _change(s["held_out"], share=True),
+        _change(s["reward"]),
+        f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
+        duration(s["seconds"]),
+        number(s["tokens"]),
     )
+    name = (
+        "<th scope=row "
+        f'title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
+    )
+    named_cells = zip(_COLUMNS, cells, strict=True)
+    return f"<tr>{name}" + "".join(f'<td data-name="{c}">{cell}' for c, cell in named_cells)
 
 
 def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
@@ -74,7 +67,10 @@ def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
     where = (
         f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
     )
-    return f'<span class="change" title="{where}"><span class="quiet">{first} →</span> <b>{last}</b></span>'
+    return (
+        f'<span class="change" title="{where}"><span class="quiet">{first} →</span> '
+        f"<b>{last}</b></span>"
+    )
 
 
 def notes(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -86,7 +82,10 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
         f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: {escaped(note)}" for i, label, note in items
     )
     opened = " open" if len(items) < 6 else ""
-    return f'<details class="notes"{opened}><summary>Notes on the data ({len(items)})</summary><ul>{lines}</ul></details>'
+    return (
+        f'<details class="notes"{opened}><summary>Notes on the data '
+        f"({len(items)})</summary><ul>{lines}</ul></details>"
+    )
 
 
 def losses(data: Mapping[str, Any]) -> str:
@@ -133,7 +132,10 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     explanation = loss["explain"]
     if explanation is None:
         why = "This loss cannot be explained; see the notes on the data."
-        return f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p class="quiet">{why}</p></div>'
+        return (
+            f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p '
+            f'class="quiet">{why}</p></div>'
+        )
     formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
     words = "".join(
         f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items()
@@ -141,17 +143,11 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     none = _no_gradient(explanation["zero_gradient"])
     numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
     traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
-    title = " · ".join(
-        filter(
-            None,
-            (
-                f"preset {explanation['preset']}" if explanation["preset"] else "",
-                explanation["paper"],
-            ),
-        )
-    )
+    preset = f"preset {explanation['preset']}" if explanation["preset"] else ""
+    title = " · ".join(filter(None, (preset, explanation["paper"])))
     heading = f"<h3>{escaped(explanation['title'])}</h3>"
-    return f"""<div class="card loss">{heading}<p>{used} <span class="quiet">{escaped(title)}</span></p>
+    return f"""<div class="card loss">{heading}\
+<p>{used} <span class="quiet">{escaped(title)}</span></p>
 <pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
 {_folded("Which tokens get no gradient", none) if none else ""}
 {_folded("Every number and where it comes from", f"<table>{numbers}</table>")}
@@ -160,9 +156,7 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`, both those of a single token and those that every token of its
-    group must meet.
-    """
+    """The conditions of `explain`: those of a single token, and those of its group."""
     parts = []
     if zero["alone"]:
         parts += [
@@ -196,9 +190,7 @@ def _folded(title: str, body: str) -> str:
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
-    """The settings of all runs side by side: those that differ are visible, and the complete list
-    is folded.
-    """
+    """The settings of all runs side by side: differences visible, the complete list folded."""
     runs = data["runs"]
     tables = [flat(run[name]) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
@@ -225,4 +217,7 @@ def _table(
         + "".join(f"<td><bdi>{'–' if v is None else escaped(v)}</bdi>" for v in values)
         for key, values in rows
     )
-    return f'<div class="wide"><table class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="wide"><table '
+        f'class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
+    )

@@ -58,12 +58,13 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
     card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
     if spec is None:
         return card
+    if spec == {"code": asked}:
+        notes.append(f"The loss is code, {asked}, which a report does not run.")
+        return card
     try:
         explanation = explain(LossSpec.from_dict(spec))
-        explained, text = (
-            strict(explanation.to_dict(), "The explanation of the loss", notes),
-            str(explanation),
-        )
+        explained = strict(explanation.to_dict(), "The explanation of the loss", notes)
+        text = str(explanation)
     except _NO_LOSS as error:
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
@@ -76,9 +77,7 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
 
 
 def _loss_name(asked: str, explanation: Explanation) -> str:
-    """The name that the run gave its loss if that is right, else the preset that equals it or is
-    nearest to it.
-    """
+    """The run's name for its loss if that is right, else the preset that is nearest."""
     if explanation.preset is not None:
         return asked if asked in explanation.also else explanation.preset
     base = asked if asked in PRESETS else explanation.near
@@ -86,9 +85,7 @@ def _loss_name(asked: str, explanation: Explanation) -> str:
 
 
 def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"a": label, "b": label, "text": `str(diff(a, b))`, "changes": […]}]: each other loss
-    against the first run's.
-    """
+    """[{"a": label, "b": label, "text", "changes", "notes"}]: each other loss against the first."""
     known = [run for run in runs if run["loss"]["explain"] is not None]
     rows: list[dict[str, Any]] = []
     specs = [run["loss"]["spec"] for run in known[:1]]
@@ -109,11 +106,7 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "a": known[0]["label"],
                     "b": run["label"],
                     "text": str(result),
-                    **_without_names(result.to_dict()),
+                    **{name: result.to_dict()[name] for name in ("changes", "notes")},
                 }
             )
     return rows
-
-
-def _without_names(difference: dict[str, Any]) -> dict[str, Any]:
-    return {"changes": difference["changes"], "notes": difference["notes"]}

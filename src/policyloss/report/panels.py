@@ -1,6 +1,4 @@
-"""Which metric is drawn in which chart. A metric that no panel names still gets a chart, under
-"More metrics".
-"""
+"""Which metric is drawn in which chart; what no panel names is under "More metrics"."""
 
 from __future__ import annotations
 
@@ -126,9 +124,7 @@ PANELS = (
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that have something to draw, as data: {"id", "section", "title", "hint", "keys",
-    "log", "share"}.
-    """
+    """The charts that have something to draw: `Panel` as data, with "keys" for its patterns."""
     left = sorted(keys)
     charts = []
     for panel in PANELS:

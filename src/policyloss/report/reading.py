@@ -39,9 +39,7 @@ _FLAGS = (
 
 
 def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
-    """The regular file `path`, open for reading; None and a note if there is no file or it is not
-    regular.
-    """
+    """The regular file `path`, open for reading; None and a note if there is none."""
     try:
         kind = kind_of(os.lstat(path).st_mode)
         if kind is None:
@@ -69,9 +67,7 @@ def is_regular(path: Path) -> bool:
 
 
 def read_bytes(path: Path, limit: int, notes: Notes) -> bytes | None:
-    """The contents of a small file; None and a note if it cannot be read or is larger than `limit`
-    bytes.
-    """
+    """The contents of a file of up to `limit` bytes; None and a note if there are none."""
     file = open_regular(path, notes)
     if file is None:
         return None
@@ -128,7 +124,8 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
             offset += length
         if offset >= FILE_BYTES and file.read(1):
             notes.append(
-                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after them was left out."
+                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after "
+                "them was left out."
             )
     except OSError as error:
         notes.append(f"{name} cannot be read: {type(error).__name__}.")
@@ -139,7 +136,8 @@ def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, d
             )
         if broken:
             notes.append(
-                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line {first_broken}."
+                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line "
+                f"{first_broken}."
             )
 
 
@@ -181,9 +179,7 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> float | int | None:
-    """The number itself if it is finite, else None: strict JSON has no NaN. One beyond `LARGEST`
-    counts as infinite.
-    """
+    """A finite number up to `LARGEST`, else None, because strict JSON has no NaN."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST:

@@ -48,11 +48,15 @@ def render(data: Mapping[str, Any]) -> str:
     ]
     sections = sections if shown["panels"] else [_NO_STEPS, *sections]
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escaped(names)} · training report</title>
+<html lang="en"><head><meta charset="utf-8">\
+<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<title>{escaped(names)} · training report</title>
 <style>{style}</style></head><body>
 <header><h1>Training report</h1>{cards.overview(data["runs"])}{cards.notes(data["runs"])}</header>
-<noscript><p class="card">The charts and the token view are drawn by a script in this file, which is switched off.</p></noscript>
+<noscript><p class="card">\
+The charts and the token view are drawn by a script in this file, which is switched off.\
+</p></noscript>
 {_asset("toolbar.html")}<main>{"".join(sections)}</main><div id="tip" role="status" hidden></div>
 <script type="application/json" id="data">{island(shown)}</script>
 <script>{script}</script></body></html>
@@ -64,9 +68,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """A content policy that allows this style, this script and pictures from the page itself, and
-    no request.
-    """
+    """A content policy that allows this style, this script, the page's pictures, no request."""
     allowed = {
         "script-src": f"'{_digest(script)}'",
         "style-src": f"'{_digest(style)}'",
@@ -109,9 +111,18 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
 def _figure(index: int, title: str, hint: str) -> str:
     button = '<button type="button" class="log" aria-pressed="false">log</button>'
     caption = f'<figcaption><h3>{title}</h3> <span class="quiet">{hint}</span>{button}</figcaption>'
-    picture = f'<svg tabindex="0" role="img" aria-label="{title} over steps; arrow keys read it step by step"></svg>'
-    return f'<figure class="chart" data-panel="{index}">{caption}{picture}<p class="keys"></p></figure>\n'
+    picture = (
+        f'<svg tabindex="0" role="img" aria-label="{title} over steps; arrow keys read it step by '
+        'step"></svg>'
+    )
+    return (
+        f'<figure class="chart" data-panel="{index}">{caption}{picture}<p '
+        'class="keys"></p></figure>\n'
+    )
 
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
-_NO_TOKENS = '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to show.</p>'
+_NO_TOKENS = (
+    '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to '
+    "show.</p>"
+)

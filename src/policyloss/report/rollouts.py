@@ -28,9 +28,7 @@ Index = dict[int, list[tuple[int, int]]]
 def read_rollouts(
     path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET
 ) -> list[dict[str, Any]]:
-    """The rows of `rollouts.jsonl`, cleaned, in the order of their steps; at most about `budget`
-    tokens of them.
-    """
+    """The rows of `rollouts.jsonl`, cleaned, by step; at most about `budget` tokens."""
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
@@ -44,7 +42,8 @@ def read_rollouts(
                 continue
             if total == limits.INDEXED:
                 notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was left out."
+                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was "
+                    "left out."
                 )
                 break
             total += 1
@@ -156,9 +155,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, a number in digits, and for a list or an object only the name of
-    its kind.
-    """
+    """A text as it is, a number in digits, of a list or an object only its kind."""
     if isinstance(value, (dict, list)):
         return f"({type(value).__name__})"
     return value if isinstance(value, str) else "" if value is None else str(value)

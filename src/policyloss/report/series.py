@@ -70,9 +70,7 @@ class Line:
         return points[:: -math.ceil(len(points) / limit)][::-1]
 
     def change(self) -> dict[str, Any] | None:
-        """{"first", "first_step", "last", "last_step", "best"} over the finite values; None without
-        any.
-        """
+        """The first, last and best finite value, and where they were; None without any."""
         if self.first is None or self.last is None:
             return None
         (first_step, first), (last_step, last) = self.first, self.last
@@ -86,9 +84,7 @@ class Line:
 
 
 class Table:
-    """What a file of metrics holds: a `Line` for each metric, the histograms, and how many steps
-    were trained.
-    """
+    """A file of metrics: a `Line` for each, the histograms, and the number of trained steps."""
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
@@ -122,9 +118,7 @@ class Table:
         return False
 
     def series(self, file: str, notes: Notes) -> Series:
-        """{metric: {"step": [...], "value": [...]}}; the value is None where the metric was NaN or
-        infinite.
-        """
+        """{metric: {"step": […], "value": […]}}; a value is None where not finite."""
         if self._left_out:
             count = (
                 f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
@@ -148,7 +142,8 @@ class Table:
     def nonfinite_notes(self) -> Notes:
         """A sentence for each metric that was NaN or infinite."""
         return [
-            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step {line.first_nonfinite}."
+            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step "
+            f"{line.first_nonfinite}."
             for key, line in sorted(self.lines.items())
             if line.nonfinite
         ]
@@ -163,9 +158,7 @@ class Table:
 
 
 def read_table(path: Path, notes: Notes) -> Table:
-    """The rows of a file by their step, in order. Of a step that was written twice, the last row
-    counts.
-    """
+    """The rows of a file in the order of their steps; the last row of a step counts."""
     table = Table()
     # step → the byte offset of its last row, because a file may be larger than memory
     places: dict[int, int] = {}
@@ -181,7 +174,8 @@ def read_table(path: Path, notes: Notes) -> Table:
                 continue
             if len(places) >= limits.INDEXED and step not in places:
                 notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them was left out."
+                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them "
+                    "was left out."
                 )
                 break
             repeated += step in places
@@ -221,9 +215,7 @@ class Histograms:
         self._count += 1
 
     def data(self, notes: Notes) -> dict[str, list[Any]] | None:
-        """{"edges": [E], "step": [S], "counts": [S][E − 1]} of the ratio; None if no step
-        has one.
-        """
+        """{"edges": [E], "step": [S], "counts": [S][E − 1]}; None if no step has one."""
         if self._odd:
             what = (
                 f"{self._odd} ratio histogram(s) have other edges than the first, or no usable ones"
@@ -231,7 +223,8 @@ class Histograms:
             notes.append(f"{what}, and were left out.")
         if self._stride > 1:
             notes.append(
-                f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others are left out."
+                f"{len(self._rows):,} of {self._count:,} ratio histograms are shown; the others "
+                "are left out."
             )
         if not self._rows:
             return None

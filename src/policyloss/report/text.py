@@ -1,6 +1,4 @@
-"""Makes text from a run safe for the page: none of it can act as markup, and every character is
-visible.
-"""
+"""Makes text from a run safe for the page: nothing acts as markup, nothing is invisible."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ _UNSEEN = re.compile(
 
 
 def escaped(value: Any) -> str:
-    """`value` as HTML text, safe in an element and in a quoted attribute; an invisible character is
-    shown by its number.
-    """
+    """`value` as HTML text, also for a quoted attribute; the invisible is shown by number."""
     return html.escape(visible(str(value)), quote=True)
 
 
@@ -29,17 +25,13 @@ def visible(text: str) -> str:
 
 
 def island(data: Any) -> str:
-    """JSON for a `<script type="application/json">`: no character in it can end the element or
-    begin another.
-    """
+    """JSON for a `<script>` element, which no character in it can end."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """A number for people, with `digits` significant digits and separated thousands; an en dash for
-    None.
-    """
+    """A number with `digits` significant digits and separated thousands; "–" for None."""
     if value is None:
         return "–"
     if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):

@@ -44,9 +44,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(values: Iterable[Any]) -> list[Any]:
-    """The values with six significant digits, which is more than a screen can show; tiny values
-    become 0.
-    """
+    """The values with six significant digits, more than a screen can show; tiny ones are 0."""
     return [
         v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0
         for v in values

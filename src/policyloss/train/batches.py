@@ -1,13 +1,15 @@
-"""Completions as packs: sequences end to end, without padding, and cut into micro-batches by a budget of tokens.
+"""Completions as packs: sequences end to end, without padding.
 
-Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the token it reads (`ids`) and the one
-it predicts (`targets`); `completion` is True where that one belongs to the completion, `mask` where it is trained on.
+Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
+token it reads (`ids`) and the one it predicts (`targets`); `completion` is True where that one
+belongs to the completion, `mask` where it is trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from policyloss.train.sampler import Sample
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name. lengths: places of each sequence."""
+    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
+    lengths: places of each sequence.
+    """
 
     tokens: dict[str, Tensor]
     sequences: dict[str, Tensor]
@@ -33,11 +37,11 @@ class Pack:
         }
         lengths = []
         for sample in samples:
-            whole = torch.cat([sample.prompt_ids, sample.completion_ids])
-            n, prompt = whole.shape[0] - 1, sample.prompt_ids.shape[0]
+            sequence = torch.cat([sample.prompt_ids, sample.completion_ids])
+            n, prompt = sequence.shape[0] - 1, sample.prompt_ids.shape[0]
             completion = torch.arange(n) >= prompt - 1
-            parts["ids"].append(whole[:-1])
-            parts["targets"].append(whole[1:])
+            parts["ids"].append(sequence[:-1])
+            parts["targets"].append(sequence[1:])
             parts["completion"].append(completion)
             parts["mask"].append(completion & (sample.finished or train_on_cut))
             parts["position_ids"].append(torch.arange(n))
@@ -53,7 +57,9 @@ class Pack:
 
     @classmethod
     def nothing(cls) -> Pack:
-        """One sequence without a token to train on, for a rank that has none: it takes part in every forward all the same."""
+        """One sequence without a token to train on, for a rank that has none: it takes part in
+        every forward all the same.
+        """
         token = torch.zeros(1, dtype=torch.int64)
         nowhere = {"completion": token.bool(), "mask": token.bool()}
         tokens = {
@@ -89,36 +95,29 @@ class Pack:
 
     def select(self, chosen: Sequence[int]) -> Pack:
         """Some of the sequences, in this order."""
-        parts = {name: torch.split(x, self.lengths) for name, x in self.tokens.items()}
-        index = torch.tensor(list(chosen), device=self.tokens["ids"].device)
+        device, lengths = self.tokens["ids"].device, [self.lengths[i] for i in chosen]
+        starts = list(accumulate(self.lengths, initial=0))
+        places = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
+        tokens, sequences = torch.cat(places).to(device), torch.tensor(list(chosen), device=device)
         return Pack(
-            {name: torch.cat([x[i] for i in chosen]) for name, x in parts.items()},
-            {name: x[index] for name, x in self.sequences.items()},
-            [self.lengths[i] for i in chosen],
+            {name: x.index_select(0, tokens) for name, x in self.tokens.items()},
+            {name: x.index_select(0, sequences) for name, x in self.sequences.items()},
+            lengths,
         )
-
-    def cut(self, budget: int) -> list[Pack]:
-        """Packs of at most `budget` tokens (a longer sequence is a pack by itself), in order."""
-        found: list[list[int]] = []
-        filled = 0
-        for i, n in enumerate(self.lengths):
-            if not found or filled + n > budget:
-                found.append([])
-                filled = 0
-            found[-1].append(i)
-            filled += n
-        return [self.select(chosen) for chosen in found]
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""
         return {
             **self.tokens,
             "cu_seqlens": self.cu_seqlens,
+            "lengths": self.lengths,
             "group_ids": self.sequences["group_ids"],
         }
 
 
 def minibatches(count: int, number: int, seed: int) -> list[list[int]]:
-    """`count` sequences in an order drawn from `seed`, dealt out into `number` parts of about one size."""
+    """`count` sequences in an order drawn from `seed`,
+    dealt out into `number` parts of about one size.
+    """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[i * count // number : (i + 1) * count // number] for i in range(number)]

@@ -1,4 +1,6 @@
-"""The completions of a step: prompts drawn in an order that follows from the seed, sampled, scored, and filtered."""
+"""The completions of a step: prompts drawn in an order that follows from the seed, sampled,
+scored, and filtered.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +20,10 @@ from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.models import parts
+from policyloss.train.rollout.protocol import Sampling
+from policyloss.train.rollout.session import Rollout, Wanted
 from policyloss.train.run.checkpoint import count_from, subtree
-from policyloss.train.sampler import Sample, sample, uniforms
+from policyloss.train.sampler import Sample
 from policyloss.train.tasks import Example, Task
 from policyloss.train.tasks.rewards import RewardError, scored
 
@@ -29,13 +34,13 @@ class Collector:
 
     Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`,
     the completions that wait for their step (`staleness`). unusable: the training prompts that are
-    passed over; the others keep their places. at: told what begins.
+    passed over; the others keep their places. at: told what begins. ahead: what `thread` samples
+    while the policy learns; there is nothing between two steps, when a checkpoint is written.
     """
 
     config: TrainConfig
     task: Task
-    model: Any
-    tokenizer: Any
+    rollout: Rollout
     ranks: Ranks
     warn: Callable[[str], None]
     cursor: int = 0
@@ -43,6 +48,8 @@ class Collector:
     queue: deque[Completions] = field(default_factory=deque)
     unusable: frozenset[int] = frozenset()
     at: Callable[[str], None] = lambda where: None
+    ahead: Future[list[Sample]] | None = None
+    thread: ThreadPoolExecutor | None = None
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint, of all ranks together."""
@@ -62,19 +69,46 @@ class Collector:
         self.queue.clear()
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
-            completions.check(len(self.task.train), parts(self.model)[1].shape[0])
+            completions.check(len(self.task.train), parts(self.rollout.model)[1].shape[0])
             self.queue.append(
                 completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
             )
 
-    def next_step(self) -> Completions:
-        """The completions to train on now: those that were sampled `staleness` steps ago."""
-        while len(self.queue) <= self.config.staleness:
+    def next_step(self, version: int) -> Completions:
+        """The completions to train on now: those that were sampled `staleness` steps ago.
+
+        version: that of the weights of now, with which those of the step `staleness` later are
+        sampled: until `finish`, in a thread, if the engine can sample while the policy learns.
+        """
+        staleness = self.config.staleness
+        self.at("giving the weights to the engine")
+        self.rollout.ready(version)
+        while len(self.queue) < max(staleness, 1):
             self.queue.append(self.collect())
+        if staleness and self.rollout.engine.concurrent:
+            thread = self.thread = self.thread or ThreadPoolExecutor(1, "policyloss-rollout")
+            self.ahead = thread.submit(self.rollout.samples, *self._plan(first_group=0))
+        elif staleness:
+            self.queue.append(self.collect())
+        else:
+            self.rollout.rest()
         return self.queue.popleft()
 
+    def finish(self) -> None:
+        """Wait for the completions that are being sampled, and score them."""
+        if self.ahead is not None:
+            self.queue.append(self.collect())
+
+    def close(self) -> None:
+        """Wait for what is being sampled, and end the engine."""
+        if self.thread is not None:
+            self.thread.shutdown(cancel_futures=True)
+        self.rollout.engine.close()
+
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has some of the groups, whole; together they are one batch."""
+        """Sample and score the completions of one step. Every rank has some of the groups, whole;
+        together they are one batch.
+        """
         config = self.config
         kept: list[Sample] = []
         wanted, groups, everything, failed = config.prompts, 0, [], 0
@@ -106,45 +140,57 @@ class Collector:
             samples, self._greedy(samples) if config.estimator == "remax" else None, statistics
         )
 
-    def _draw(self, first_group: int) -> tuple[list[Sample], int]:
-        """One draw of `prompts` groups, scored: this rank's share of it, and how many could not be scored."""
+    def _plan(self, first_group: int) -> tuple[list[Wanted], Sampling]:
+        """The next draw of `prompts` groups: this rank's share of it."""
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
-        rows = uniforms(
-            config.seed, self.draws, config.prompts * config.group_size, config.max_new_tokens
+        sampling = self._sampling(
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
         )
         self.draws += 1
-        own = range(self.ranks.rank, config.prompts, self.ranks.world)
-        prompts = [
-            (examples[i].id, first_group + i, examples[i].prompt)
-            for i in own
-            for _ in range(config.group_size)
-        ]
-        places = [i * config.group_size + k for i in own for k in range(config.group_size)]
-        self.at("sampling")
-        found = sample(
-            self.model,
-            self.tokenizer,
-            prompts,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            uniforms=rows[places],
-            batch_tokens=config.sampling_tokens,
+        n = config.group_size
+        mine = range(self.ranks.rank, config.prompts, self.ranks.world)
+        return (
+            [
+                Wanted(examples[i].id, first_group + i, examples[i].prompt, number=n, place=i * n)
+                for i in mine
+            ],
+            sampling,
         )
+
+    def _sampling(self, **rule: Any) -> Sampling:
+        limit, seed = self.config.max_new_tokens, self.config.seed
+        return self.rollout.sampling(draw=self.draws, seed=seed, max_new_tokens=limit, **rule)
+
+    def _draw(self, first_group: int) -> tuple[list[Sample], int]:
+        """One draw, scored: this rank's share of it, and how many could not be scored. One that is
+        being sampled already comes first.
+        """
+        self.at("sampling")
+        if self.ahead is not None:
+            running, self.ahead = self.ahead, None
+            samples = running.result()
+        else:
+            samples = self.rollout.samples(*self._plan(first_group))
         self.at("scoring")
-        rewards = [self._reward(self.task.train[s.example], s) for s in found]
+        rewards = [self._reward(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
         good = [
             dataclasses.replace(s, reward=r)
-            for s, r in zip(found, rewards, strict=True)
+            for s, r in zip(samples, rewards, strict=True)
             if not math.isnan(r)
         ]
-        return good, len(found) - len(good)
+        return good, len(samples) - len(good)
+
+    def answers(self, examples: Sequence[Example]) -> list[Sample]:
+        """The likeliest completion of each prompt, token by token."""
+        wanted = [Wanted(e.id, place, e.prompt) for place, e in enumerate(examples)]
+        return self.rollout.samples(wanted, self._sampling())
 
     def _next(self) -> Example:
-        """The next prompt: all of them in an order of their own in each pass, but for those that cannot be used."""
+        """The next prompt: all of them in an order of their own in each pass,
+        but for those that cannot be used.
+        """
         size = len(self.task.train)
         while True:
             turn, place = divmod(self.cursor, size)
@@ -154,7 +200,9 @@ class Collector:
                 return self.task.train[chosen]
 
     def _reward(self, example: Example, s: Sample) -> float:
-        """The reward, or NaN where the task's function failed on this completion, which is told and left out."""
+        """The reward, or NaN where the task's function failed on this completion,
+        which is told and left out.
+        """
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
         try:
@@ -166,32 +214,24 @@ class Collector:
     def _greedy(self, samples: Sequence[Sample]) -> Tensor:
         """The reward of the greedy answer to the prompt of each."""
         examples = sorted({s.example for s in samples})
-        prompts = [(i, 0, self.task.train[i].prompt) for i in examples]
-        found = sample(
-            self.model,
-            self.tokenizer,
-            prompts,
-            max_new_tokens=self.config.max_new_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            uniforms=None,
-            batch_tokens=self.config.sampling_tokens,
-        )
-        rewards = {s.example: self._reward(self.task.train[s.example], s) for s in found}
+        rewards = {
+            s.example: self._reward(self.task.train[s.example], s)
+            for s in self.answers([self.task.train[i] for i in examples])
+        }
         return torch.tensor(
             [0.0 if math.isnan(rewards[s.example]) else rewards[s.example] for s in samples]
         )
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Of all completions that were sampled, kept or not, on all ranks."""
-        own = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
+        outcomes = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
         equal = sum(not _differ(group) for group in _grouped(samples))
-        shares = self.ranks.gather((own, equal, failed))
+        shares = self.ranks.gather((outcomes, equal, failed))
         rows = [row for share in shares for row in share[0]]
         if not rows:
             raise PolicyLossError(
-                "the reward function failed on every completion of a step, so there is nothing to learn from; see the messages."
+                "the reward function failed on every completion of a step, so there is nothing to "
+                "learn from; see the messages."
             )
         rewards = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
         lengths = torch.tensor([float(n) for _, n, _ in rows], dtype=torch.float64)

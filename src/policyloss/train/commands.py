@@ -15,12 +15,12 @@ import tyro
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.chat import with_template
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
-from policyloss.train.models import load_weights
-from policyloss.train.run.checkpoint import checked_index, latest, load, subtree
+from policyloss.train.run.checkpoint import checked_index, latest, load
 from policyloss.train.run.resume import explained, refuse_nonfinite_weights
 from policyloss.train.run.resumed_options import (
     named_options,
@@ -30,6 +30,7 @@ from policyloss.train.run.resumed_options import (
 )
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
+from policyloss.train.tasks.base import Example, ListTask, Task
 from policyloss.train.tasks.rewards import forgiving
 
 
@@ -37,7 +38,7 @@ def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
     if "--resume" in arguments and not {"-h", "--help"} & set(arguments):
         return train(*read_resumed(arguments), offline="model" not in named_options(arguments))
-    return train(*read_arguments(arguments))
+    return train(*read_arguments(arguments), named_out="out" in named_options(arguments))
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,11 @@ def eval_command(arguments: Sequence[str]) -> int:
     budget: dict[str, Any] = {
         "max_new_tokens": config.max_new_tokens,
         "batch_tokens": config.sampling_tokens,
+        "stop": config.stop,
     }
     score = forgiving(task, options.reward_timeout, _warn)
-    found = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
-    results = list(zip(examples, found.results, strict=True))
+    evaluation = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
+    results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
@@ -116,15 +118,16 @@ def eval_command(arguments: Sequence[str]) -> int:
         ]
         numbers = {
             "step": step,
-            "accuracy": found.accuracy,
+            "accuracy": evaluation.accuracy,
             "success": task.success,
-            "mean_length": found.mean_length,
+            "mean_length": evaluation.mean_length,
         }
         print(json.dumps({**numbers, "results": rows}, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
-        f"{options.run}, step {step}: accuracy {found.accuracy:.3f}{reached} on {len(examples)} held-out prompts of {task.name}"
+        f"{options.run}, step {step}: accuracy {evaluation.accuracy:.3f}{reached} on "
+        f"{len(examples)} held-out prompts of {task.name}"
     )
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
@@ -150,20 +153,18 @@ def sample_command(arguments: Sequence[str]) -> int:
     options = tyro.cli(SampleOptions, args=list(arguments), prog="policyloss sample")
     _at_least(options.number, "--number", 1)
     _at_least(options.seed, "--seed", 0)
-    config, spec = _options(options)
-    # Nothing is scored here, so no reward is looked for; that of a .jsonl task must have a name.
-    config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
-    refuse_unnamed_code(
-        config, frozenset({"trust_remote_code"} if options.trust_remote_code else ())
-    )
+    config, spec = unscored_options(options)
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
-    prompts = options.prompt or tuple(example.prompt for example in task.held_out[:3])
+    prompts = tuple(example.prompt for example in task.held_out[:3])
+    if options.prompt:
+        prompts = _as_in_training(task, tokenizer, config, options.prompt)
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
         raise InputError(
-            f"--number {options.number} completions of {len(prompts)} prompts are too many for one call."
+            f"--number {options.number} completions of {len(prompts)} prompts are too many for one "
+            "call."
         )
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
-    found = sample(
+    samples = sample(
         model,
         tokenizer,
         rows,
@@ -173,25 +174,54 @@ def sample_command(arguments: Sequence[str]) -> int:
         top_k=config.top_k,
         uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
         batch_tokens=config.sampling_tokens,
+        stop=config.stop,
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
-        for s in found[i * options.number : (i + 1) * options.number]:
+        for s in samples[i * options.number : (i + 1) * options.number]:
             print(
-                f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
+                f"  {s.text!r}  logp "
+                f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
             )
     return 0
 
 
+def _as_in_training(
+    task: Task, tokenizer: Any, config: TrainConfig, prompts: Sequence[str]
+) -> tuple[str, ...]:
+    """Prompts as the model reads those of its run: messages of a user, if these are messages."""
+    chat = bool(task.train[0].messages)
+    examples = tuple(
+        Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
+        for i, text in enumerate(prompts)
+    )
+    asked = ListTask("prompts", examples, (), task.score)
+    written = with_template(asked, tokenizer, config.system_prompt, config.chat_template)
+    return tuple(example.prompt for example in written.train)
+
+
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place."""
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
     config, spec = stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
         model=options.model or config.model,
         device=options.device,
-    ), spec
+    ), spec or pl.LossSpec()
+
+
+def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
+    """The same for a command that scores nothing, so that no reward is looked for; that of a .jsonl
+    task must have a name.
+    """
+    config, spec = _options(options)
+    config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
+    named = {"trust_remote_code"} if options.trust_remote_code else set()
+    refuse_unnamed_code(config, frozenset(named))
+    return config, spec
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
@@ -205,13 +235,13 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     index = checked_index(chosen, sums=True)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
-    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2))
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )
     tensors, _ = load(chosen)
     with explained(chosen):
-        load_weights(setup.learner.policy, subtree(tensors, "policy"))
+        setup.learner.load_policy(tensors)
     return setup, int(index["step"])
 
 

@@ -100,6 +100,7 @@ class Completions:
                 or not 0 <= s.example < examples
                 or type(s.group) is not int
                 or s.group < 0
+                or type(s.version) is not int
             ):
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
             if (
@@ -108,7 +109,8 @@ class Completions:
                 or not isinstance(s.finished, bool)
             ):
                 raise TypeError(
-                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished {s.finished!r}"
+                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished "
+                    f"{s.finished!r}"
                 )
             ids = torch.cat([s.prompt_ids, s.completion_ids])
             if (

@@ -1,4 +1,6 @@
-"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; one process is one rank of itself."""
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; one
+process is one rank of itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among others. group: what to all-reduce over, or None if there is one process."""
+    """Who this process is among others. group: what to all-reduce over,
+    or None if there is one process.
+    """
 
     rank: int
     world: int
@@ -30,7 +34,9 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str, timeout: float = 600.0) -> Ranks:
-        """Join the others if torchrun started them. device: cpu, cuda or auto. timeout: seconds a rank waits for another."""
+        """Join the others if torchrun started them. device: cpu,
+        cuda or auto. timeout: seconds a rank waits for another.
+        """
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         _check_device(kind)
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -63,9 +69,9 @@ class Ranks:
         """`x` of every rank, in their order."""
         if self.world == 1:
             return [x]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, x, group=self.group)
-        return found
+        objects: list[Any] = [None] * self.world
+        dist.all_gather_object(objects, x, group=self.group)
+        return objects
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` added up over all ranks."""
@@ -127,7 +133,9 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """With all of a sharded module's parameters at hand, so that ranks may run its forward each as often as they like."""
+    """With all of a sharded module's parameters at hand,
+    so that ranks may run its forward each as often as they like.
+    """
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

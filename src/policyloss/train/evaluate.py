@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from policyloss.errors import InputError
-from policyloss.train.sampler import sample
+from policyloss.train.sampler import Sample, sample
 from policyloss.train.tasks.base import SUCCESS, Example, Reward
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def evaluate(
     *,
     max_new_tokens: int,
     batch_tokens: int,
+    stop: Sequence[str] = (),
 ) -> list[Result]:
     """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose
     errors are not caught.
@@ -77,7 +78,13 @@ def evaluate(
         top_k=0,
         uniforms=None,
         batch_tokens=batch_tokens,
+        stop=stop,
     )
+    return answered(examples, samples, score)
+
+
+def answered(examples: Sequence[Example], samples: Sequence[Sample], score: Reward) -> list[Result]:
+    """What was sampled for each example, scored."""
     return [
         Result(
             e.id,

@@ -33,11 +33,11 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tensor]) -> str:
+def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tensor]) -> str:
     """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
     all are finite.
 
-    seen: the log-probabilities of the policy, by sequence, where they are known.
+    logp: the log-probabilities of the policy, by sequence, where they are known.
     """
     parts = {
         name: torch.split(pack.tokens[name], pack.lengths)
@@ -47,7 +47,7 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], seen: Mapping[int, Tenso
     for name in (*READ, "logp"):
         places = []
         for i in chosen:
-            x = seen.get(i) if name == "logp" else parts[name][i] if name in parts else None
+            x = logp.get(i) if name == "logp" else parts[name][i] if name in parts else None
             if x is None:
                 continue
             bad = ~torch.isfinite(x) & parts["mask"][i]

@@ -1,7 +1,8 @@
-"""`policyloss train`: sample, score, judge, update, again — the whole run in the order in which it happens.
+"""`policyloss train`: sample, score, judge, update,
+again — the whole run in the order in which it happens.
 
-Everything random follows from the seed and the number of the step, and a checkpoint holds all that changes. So a run that was
-killed and resumed gives, on the same CPU, the bits of one that was not.
+Everything random follows from the seed and the number of the step, and a checkpoint holds all that
+changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from policyloss.train.batches import Pack
 from policyloss.train.collect import Collector
 from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
-from policyloss.train.distributed import Ranks, gathered
-from policyloss.train.evaluate import Evaluation, evaluate
+from policyloss.train.distributed import Ranks
+from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
+from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
-from policyloss.train.run.directory import RunDir
+from policyloss.train.rollout.make import make_rollout
+from policyloss.train.rollout.protocol import RolloutError
+from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
-from policyloss.train.run.resumed_options import continued, resume_command
+from policyloss.train.run.resumed_options import continued, loss_data, resume_command
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
@@ -41,17 +45,24 @@ from policyloss.train.watch import Watch
 INTERRUPTED = 130
 
 
-def train(config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint, and said how to resume.
+def train(
+    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+) -> int:
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
+    left a checkpoint, and said how to resume.
 
-    A run that is resumed must have the options it was started with, but for those in `resumed_options.CHANGEABLE`, and `extend`.
+    A run that is resumed must have the options it was started with, but for those in
+    `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
+    named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """
     if config.resume:
         config = continued(config, spec)
     if config.track:
         service_module(config.track)  # an error now, not when there is a run directory already
     ranks = Ranks.start(config.device, config.rank_timeout)
+    if not named_out:
+        config = replace(config, out=ranks.gather(free_directory(config.out))[0])
     with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         return Training(config, spec, ranks, run, offline).run()
 
@@ -62,7 +73,7 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     run = (
         RunDir.open(config.out)
         if config.resume
-        else RunDir.create(config.out, options, spec.to_dict())
+        else RunDir.create(config.out, options, loss_data(spec, config.loss))
     )
     if options != run.config:
         run.rewrite(options)
@@ -90,11 +101,13 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
-        self.collector = Collector(
-            config, self.task, self.model, self.tokenizer, ranks, warn=warn, at=self.at
-        )
+        if run is not None:
+            run.note(attention=self.learner.attention.name)
+        rollout = make_rollout(config, self.setup, warn)
+        self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.hints = Hints(config, self.task.success, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
 
@@ -118,11 +131,20 @@ class Training:
             raise NotFiniteError(
                 f"stopped in step {self.step + 1}: {error} {self._last_good()}"
             ) from error
+        except RolloutError as error:
+            raise RolloutError(
+                f"stopped in step {self.step + 1}: {error} {self._last_good()}"
+            ) from error
         except RuntimeError as error:
             if not self.watch.lost_a_rank(error):
                 raise
-            text = f"rank {self.ranks.rank} lost another rank while {self.watch.where}: {self.watch.places()}."
+            text = (
+                f"rank {self.ranks.rank} lost another rank while {self.watch.where}: "
+                f"{self.watch.places()}."
+            )
             raise PolicyLossError(f"{text} {self._last_good()} ({error})") from error
+        finally:
+            self.collector.close()
 
     def _run(self) -> int:
         config = self.config
@@ -145,7 +167,9 @@ class Training:
         return 0
 
     def _start(self) -> None:
-        """Step 0: the policy as it is before it is trained; or, of a run that is resumed, as it was."""
+        """Step 0: the policy as it is before it is trained;
+        or, of a run that is resumed, as it was.
+        """
         self.watch.at("looking at prompts, reward and disk")
         preflight(self)
         self.watch.at("the start")
@@ -186,13 +210,14 @@ class Training:
     def _step(self) -> None:
         """Sample, score, learn."""
         config, began = self.config, time.perf_counter()
-        with gathered(self.learner.policy):
-            completions = self.collector.next_step()
+        completions = self.collector.next_step(self.step)
         sampled = time.perf_counter()
         learned = self._learn(completions)
+        done = time.perf_counter()
+        self.collector.finish()
         timing = {
-            "sample_s": sampled - began,
-            "learn_s": time.perf_counter() - sampled,
+            "sample_s": time.perf_counter() - done + sampled - began,
+            "learn_s": done - sampled,
             "step_s": time.perf_counter() - began,
         }
         if timing["step_s"] > 0:  # a clock may stand still
@@ -202,6 +227,7 @@ class Training:
         if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
             metrics |= self._evaluation()
         self._log(metrics, timing)
+        self.hints.look(metrics)
         every = config.rollouts_every
         if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
             shown = completions.samples[: config.rollouts_rows]
@@ -222,13 +248,13 @@ class Training:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
-        own = [index[key] for key in completions.keys]
+        places = [index[key] for key in completions.keys]
         pack = (
             Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
-            if own
+            if places
             else Pack.nothing()
         )
-        return learner.learn(pack, own, len(keys), self.step, completions.greedy)
+        return learner.learn(pack, places, len(keys), self.step, completions.greedy)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""
@@ -238,41 +264,37 @@ class Training:
             torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
         ).tolist()
         mean = total / max(n, 1)
-        found: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
-        found |= {f"value/{name}": x for name, x in learned.values.items()}
-        found |= {
+        row: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
+        row |= {f"value/{name}": x for name, x in learned.values.items()}
+        row |= {
             "advantage/mean": mean,
             "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
         }
-        found |= {
+        row |= {
             "grad_norm": learned.grad_norm,
             "updates": float(learned.updates),
             "skipped": float(learned.skipped),
         }
-        found["lr"] = self.config.lr * rate(self.config, self.step - 1)
+        row["lr"] = self.config.lr * rate(self.config, self.step - 1)
         if self.learner.critic is not None:
-            found["critic_grad_norm"] = learned.critic_grad_norm
-        return found | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
+            row["critic_grad_norm"] = learned.critic_grad_norm
+        return row | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
         self.watch.at(f"step {self.step}, evaluating")
-        config, task = self.config, self.task
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
-        budget: dict[str, Any] = {
-            "max_new_tokens": config.max_new_tokens,
-            "batch_tokens": config.sampling_tokens,
-        }
-        with gathered(self.learner.policy):
-            results = evaluate(self.model, self.tokenizer, examples, self.score, **budget)
+        self.collector.rollout.ready(self.step)
+        results = answered(examples, self.collector.answers(examples), self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        found = Evaluation.of(
-            [result for share in self.ranks.gather(results) for result in share], task.success
+        evaluation = Evaluation.of(
+            [result for share in self.ranks.gather(results) for result in share],
+            self.task.success,
         )
         return {
-            "eval/accuracy": found.accuracy,
-            "eval/reward": found.score,
-            "eval/length": found.mean_length,
+            "eval/accuracy": evaluation.accuracy,
+            "eval/reward": evaluation.score,
+            "eval/length": evaluation.mean_length,
         }
 
     def _last_good(self) -> str:
@@ -289,7 +311,9 @@ class Training:
 
     @contextmanager
     def _interruptible(self) -> Iterator[Any]:
-        """A function that says whether Ctrl-C was pressed: the step is finished first. A second one stops at once."""
+        """A function that says whether Ctrl-C was pressed: the step is finished first.
+        A second one stops at once.
+        """
         pressed: list[int] = []
 
         def press(number: int, frame: Any) -> None:

@@ -33,6 +33,8 @@ def _as(kind: Any, value: Any, name: str) -> Any:
         return value
     if origin is tuple:
         kinds = get_args(kind)
+        if kinds[-1] is Ellipsis and isinstance(value, (list, tuple)):
+            return tuple(_as(kinds[0], x, name) for x in value)
         if not isinstance(value, (list, tuple)) or len(value) != len(kinds):
             raise _wrong(name, value, f"a list of {len(kinds)} numbers")
         return tuple(_as(one, x, name) for one, x in zip(kinds, value, strict=True))

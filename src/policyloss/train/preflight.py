@@ -42,7 +42,8 @@ def preflight(training: Training) -> None:
             problems.append(f"{text}; none is left.")
         elif config.unusable == "refuse":
             problems.append(
-                f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable skip."
+                f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable "
+                "skip."
             )
         else:
             training.display.warn(f"{text}; they are left out.")
@@ -50,9 +51,9 @@ def preflight(training: Training) -> None:
     problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
         problems += _disk_problem(config.out, checkpoint_bytes(training.learner), config.keep)
-    found = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
-    if found:
-        raise InputError(" ".join(found))
+    distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
+    if distinct:
+        raise InputError(" ".join(distinct))
 
 
 def unusable(
@@ -71,7 +72,8 @@ def unusable(
             reasons[i] = "has no token"
         elif most is not None and len(ids) + max_new_tokens > most:
             reasons[i] = (
-                f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more than {most} positions"
+                f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more "
+                f"than {most} positions"
             )
     return dict(sorted(reasons.items()))
 
@@ -104,7 +106,10 @@ def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str
         for i, why in list(bad.items())[:SHOWN]
     ]
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: {'; '.join(rows)}{more}"
+    return (
+        f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: "
+        f"{'; '.join(rows)}{more}"
+    )
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:
@@ -120,7 +125,8 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
         else:
             return []
     return [
-        f"the reward fails on each of the first {len(failures)} training prompts, with their own answers: {failures[0]}"
+        f"the reward fails on each of the first {len(failures)} training prompts, with their own "
+        f"answers: {failures[0]}"
     ]
 
 
@@ -129,15 +135,14 @@ def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
     already do.
     """
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
-    needed, free = (
-        max((keep + 1) * size - there, size) + SPARE,
-        shutil.disk_usage(_existing(out)).free,
-    )
+    needed = max((keep + 1) * size - there, size) + SPARE
+    free = shutil.disk_usage(_existing(out)).free
     if free >= needed:
         return []
     return [
         f"{out} has {free / 1e9:.3f} GB of free space, but {keep + 1} checkpoints of "
-        f"{size / 1e9:.3f} GB need {needed / 1e9:.3f} GB; free some, use another disk, or lower --keep."
+        f"{size / 1e9:.3f} GB need {needed / 1e9:.3f} GB; free some, use another disk, or lower "
+        "--keep."
     ]
 
 

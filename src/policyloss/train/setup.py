@@ -1,4 +1,6 @@
-"""Everything a run needs before its first step: task, tokenizer, policy, reference, critic, optimizers."""
+"""Everything a run needs before its first step:
+task, tokenizer, policy, reference, critic, optimizers.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,26 @@ from torch import nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.adapter import add_adapter, base_trained
+from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
+from policyloss.train.chat import with_template
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
-from policyloss.train.learner import Learner, Policy, adamw
-from policyloss.train.models import Critic, load, parts
+from policyloss.train.learner import Learner, Policy
+from policyloss.train.models import Critic, checkpoint_gradients, load, parts
+from policyloss.train.optimizers import adamw
+from policyloss.train.routing import Routing
 from policyloss.train.tasks import Task, make_task
+from policyloss.train.teacher import load_teacher
+from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it, which learns."""
+    """model: the language model, which samples. learner: holds the policy around it,
+    which learns.
+    """
 
     task: Task
     tokenizer: Any
@@ -37,7 +48,9 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing, because no user named the model."""
+    """Make or load all of it. Nothing is trained yet. offline: download nothing,
+    because no user named the model.
+    """
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     dtype = getattr(torch, config.dtype)
     model, tokenizer = load(
@@ -50,18 +63,26 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    model.eval()  # dropout would make the policy that is trained another one than the policy that sampled
+    # Dropout would make the policy that is trained another one than the policy that sampled.
+    model.eval()
     _check_vocabulary(model, tokenizer)
+    task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
+    attention, sentence = choose(model, config.attention)
     say(
-        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; model of {_size(model)} parameters"
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "
+        f"model of {_size(model)} parameters; {sentence}"
     )
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
     reference = critic = critic_optimizer = None
-    if "ref_logp" in spec.reads:
-        reference = Policy(copy.deepcopy(model)).requires_grad_(False)
+    if "ref_logp" in spec.reads and not config.lora_rank:
+        reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
     if config.with_critic:
-        critic = Critic(model).to(ranks.device)
+        critic = Critic(model, attention).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
-    policy = Policy(model)
+    if config.lora_rank:
+        add_adapter(model, config)
+    policy = Policy(model, attention, compiled=config.compile)
     learner = Learner(
         config,
         spec,
@@ -72,7 +93,10 @@ def build(
         critic,
         critic_optimizer,
     )
-    learner.warn = warn
+    learner.warn, learner.routing = warn, Routing(model)
+    learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
+    if config.teacher is not None:
+        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
     return Setup(task, tokenizer, model, learner)
 
 
@@ -83,19 +107,25 @@ def teach(
 
     progress: makes, for a number of steps, the function that is told of each.
     """
-    steps = config.warmup_steps
-    if steps is None:
-        steps = WARMUP_STEPS if config.model == "tiny" else 0
+    steps = warmup_steps(config)
     if steps:
-        warm_up(
-            setup.model,
-            setup.tokenizer,
-            setup.task,
-            steps=steps,
-            seed=config.seed,
-            progress=progress(steps),
-        )
+        with base_trained(setup.model):
+            warm_up(
+                setup.model,
+                setup.tokenizer,
+                setup.task,
+                steps=steps,
+                seed=config.seed,
+                progress=progress(steps),
+            )
     setup.learner.start_copies()
+
+
+def warmup_steps(config: TrainConfig) -> int:
+    """How many there are: by default some for the built-in task, and none for a user's data."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0
 
 
 def distribute(learner: Learner) -> None:
@@ -122,12 +152,12 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     size = parts(model)[1].shape[0]
-    count = max(
-        len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0)
-    )  # ids may have gaps
+    # Ids may have gaps.
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
         raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not belong together."
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
+            "belong together."
         )
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from policyloss.train.distributed import Ranks
 
-# How the messages begin or what they hold when a collective ends because another rank did not come, or has gone.
+# How the messages begin or what they hold when a collective ends because another rank did not come,
+# or has gone.
 _LOST = (
     "timed out",
     "timeout",
@@ -90,11 +91,11 @@ class Watch:
         return (f"waiting for rank {', '.join(behind)}. " if behind else "") + each
 
     def _rows(self) -> list[dict[str, Any]]:
-        own = {"where": self._where, "since": self._since, "count": self._count}
+        here = {"where": self._where, "since": self._since, "count": self._count}
         if self._store is None:
-            return [own]
+            return [here]
         return [
-            own if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
+            here if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
             for i in range(self._ranks.world)
         ]
 
@@ -104,23 +105,24 @@ class Watch:
             self._store.set(_key(self._ranks.rank), json.dumps(row))
 
     def _beat(self) -> None:
-        told = time.time()
+        last_said = time.time()
         while not self._stop.wait(self._every / 4):
             try:
                 self._publish()
                 now = time.time()
-                if self._ranks.is_first and now - max(self._since, told) >= self._every:
-                    told = now
+                if self._ranks.is_first and now - max(self._since, last_said) >= self._every:
+                    last_said = now
                     place = (
                         f"{self._where}, for {now - self._since:.0f} s"
                         if self._store is None
                         else self.places()
                     )
                     self._say(f"still running; {place}")
+            # The store is gone: another rank has ended, and the collective says so.
             except (
                 RuntimeError,
                 OSError,
-            ):  # the store is gone: another rank has ended, and the collective says so
+            ):
                 return
 
 

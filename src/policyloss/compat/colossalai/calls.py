@@ -14,9 +14,7 @@ EPSILON = 1e-8  # added to the number of a sample's tokens, and to the tokens of
 
 
 def all_rows(tokens: Tensor) -> Totals:
-    """The counts of a mean over the rows of `tokens`, in which a row without a valid token counts
-    like any other.
-    """
+    """Counts of a mean over the rows of `tokens`, of which empty ones count like any other."""
     return Totals(tokens.shape[0], tokens.shape[0])
 
 
@@ -34,9 +32,7 @@ def everything(like: Tensor) -> Tensor:
 def ratio_mean_and_max(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean and the maximum of the ratio over every position of the batch; a masked one has
-    ratio 1.
-    """
+    """Mean and maximum of the ratio over every position; a masked one has ratio 1."""
     tokens = Inputs(
         logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs
     ).tokens()

@@ -101,7 +101,8 @@ class PolicyLoss(nn.Module):
             return None
         if not isinstance(per_token_kl, Tensor):
             raise InputError(
-                f"per_token_kl must be a [B, T] tensor when beta is not 0 (it is {self.beta!r}), got {per_token_kl!r}."
+                f"per_token_kl must be a [B, T] tensor when beta is not 0 (it is {self.beta!r}), "
+                f"got {per_token_kl!r}."
             )
         return GivenKL(per_token_kl, self.beta)
 
@@ -109,7 +110,8 @@ class PolicyLoss(nn.Module):
 def _tokens_of_step(total: Tensor | float | None) -> Totals:
     if total is None:
         raise InputError(
-            'total_effective_tokens_in_batch was not given; loss_variation="token_level" divides by it.'
+            'total_effective_tokens_in_batch was not given; loss_variation="token_level" divides '
+            "by it."
         )
     tokens = total + EPSILON
     return Totals(tokens, tokens)

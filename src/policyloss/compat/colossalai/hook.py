@@ -68,5 +68,6 @@ def _check_arguments(called: str, theirs: Any, ours: Any) -> None:
     there = list(inspect.signature(theirs).parameters)
     if there != expected:
         raise SpecError(
-            f"{called} takes ({', '.join(there)}) here; known is ({', '.join(expected)}), of ColossalChat in 0.5.0."
+            f"{called} takes ({', '.join(there)}) here; known is ({', '.join(expected)}), of "
+            "ColossalChat in 0.5.0."
         )

@@ -17,9 +17,7 @@ LOG_10 = 2.302585092994046  # the ratio is at most 10
 
 
 class PolicyLoss(nn.Module):
-    """ColossalChat's older PPO loss: the ratio is at most 10, and the loss is the mean over all
-    rows of their token means.
-    """
+    """ColossalChat's older PPO loss: ratios up to 10, the mean over all rows of token means."""
 
     @drop_in
     def __init__(self, clip_eps: float = 0.2, skip_threshold: float = 20.0) -> None:
@@ -54,9 +52,7 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """ColossalChat's older value loss: half the larger of the squared errors, clipped or not, over
-    all valid tokens.
-    """
+    """ColossalChat's older value loss: half the larger squared error, clipped or not."""
 
     @drop_in
     def __init__(self, clip_eps: float = 0.2) -> None:

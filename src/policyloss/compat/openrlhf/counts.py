@@ -15,9 +15,7 @@ from policyloss.tokens import Tokens
 
 
 def mean_or_zero(total: Tensor, n: Tensor) -> Tensor:
-    """`total / n` of a sum and its count, in a dtype that need not round it; 0 where nothing was
-    counted. 0-dim.
-    """
+    """`total / n`, 0-dim, in a dtype that need not round it; 0 where nothing was counted."""
     wide = accumulator_dtype(total.device)
     return total.to(wide) / n.to(wide).clamp(min=1)
 

@@ -29,7 +29,8 @@ def install(release: str | None = None) -> str:
     check_release(version)
     if at_least(version, "0.9.1") and not at_least(version, "0.9.3"):
         raise SpecError(
-            f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or a later release."
+            f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or "
+            "a later release."
         )
     if not _installed:
         loss, utils = import_module("openrlhf.models.loss"), import_module("openrlhf.models.utils")

@@ -166,7 +166,8 @@ class PolicyLoss(nn.Module):
         corrected = gate.level != "off"
         if corrected and rollout_log_probs is None:
             raise InputError(
-                "rollout_log_probs was not given; a correction compares it with old_log_probs, or GSPO is anchored at it."
+                "rollout_log_probs was not given; a correction compares it with old_log_probs, or "
+                "GSPO is anchored at it."
             )
         rollout = rollout_log_probs if corrected else None
         weighted = corrected and self.policy_loss_type == "ppo"
@@ -398,9 +399,7 @@ def _aggregate(
 def _totals(
     token_level: bool, dp_size: int, batch_num_tokens: float | None, global_batch_size: float | None
 ) -> Totals | Literal["local"]:
-    """The counts of the step. Without the count that the mean needs, the call is the complete batch
-    and dp_size is not used.
-    """
+    """The step's counts; without the one that the mean needs, the call is the complete batch."""
     count = batch_num_tokens if token_level else global_batch_size
     return "local" if count is None else Totals(number(count), number(count), dp_size=int(dp_size))
 

@@ -1,6 +1,4 @@
-"""OpenRLHF's arguments of its policy loss: two families of correction arguments, by release, and
-the parts they stand for.
-"""
+"""OpenRLHF's two families of correction arguments, and the parts that they stand for."""
 
 from __future__ import annotations
 
@@ -40,14 +38,13 @@ class Gate(NamedTuple):
 def by_place(
     words: tuple[Any, ...], vllm: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of a call in the order of the releases up to 0.11.1, of which the sixth is a
-    bool.
-    """
+    """The arguments in the order of the releases up to 0.11.1, whose sixth is a bool."""
     enable, threshold, kind, fourth = words
     if vllm != (None, None, None) or fourth != (0.5, 5.0):
         raise SpecError(
-            f"is_correction_level={enable!r}: a bool in the sixth place is enable_vllm_is_correction, followed by "
-            "vllm_is_truncated_threshold and vllm_is_correction_type; give nothing beside these three."
+            f"is_correction_level={enable!r}: a bool in the sixth place is "
+            "enable_vllm_is_correction, followed by vllm_is_truncated_threshold and "
+            "vllm_is_correction_type; give nothing beside these three."
         )
     vllm_words = (
         enable,
@@ -62,20 +59,23 @@ def family(words: tuple[Any, ...], vllm: tuple[Any, ...], release: str | None) -
     has_words, has_vllm = words != ("off", "mask", "ratio", (0.5, 5.0)), vllm != (None, None, None)
     if has_words and has_vllm:
         raise SpecError(
-            "is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold (OpenRLHF 0.11.2) and "
-            "enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type (earlier releases) say the same thing "
-            "in two ways; give one of them."
+            "is_correction_level, is_correction_mode, is_correction_gating, "
+            "is_correction_threshold (OpenRLHF 0.11.2) and enable_vllm_is_correction, "
+            "vllm_is_truncated_threshold, vllm_is_correction_type (earlier releases) say the same "
+            "thing in two ways; give one of them."
         )
     if release is None:
         return LAST_WITH_VLLM_NAMES if has_vllm else CURRENT
     check_release(release)
     if has_vllm and at_least(release, CURRENT):
         raise SpecError(
-            f"OpenRLHF {release} has no enable_vllm_is_correction and vllm_is_*; use is_correction_level and the others."
+            f"OpenRLHF {release} has no enable_vllm_is_correction and vllm_is_*; use "
+            "is_correction_level and the others."
         )
     if has_words and not at_least(release, CURRENT):
         raise SpecError(
-            f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the others."
+            f"OpenRLHF {release} has no is_correction_*; use enable_vllm_is_correction and the "
+            "others."
         )
     return release
 
@@ -100,31 +100,30 @@ def check_gate(gate: Gate) -> None:
             raise SpecError(unknown_name(f"is_correction_{name}", getattr(gate, name), words))
     if gate.mode == "clip" and (gate.level == "seq" or gate.gating != "ratio"):
         raise SpecError(
-            'is_correction_mode="clip" clamps the ratio of a token: it needs is_correction_level="token" and gating="ratio".'
+            'is_correction_mode="clip" clamps the ratio of a token: it needs '
+            'is_correction_level="token" and gating="ratio".'
         )
     if gate.gating != "ratio" and gate.level != "off" and bounds(gate.threshold)[0] > 0:
         raise SpecError(
-            f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; give (0, high)."
+            f"is_correction_threshold={gate.threshold!r}: {gate.gating} takes an upper bound only; "
+            "give (0, high)."
         )
 
 
 def bounds(threshold: Threshold) -> tuple[float, float]:
-    """A threshold as (low, high); a single number, which releases up to 0.9.0 take, is an upper
-    bound.
-    """
+    """A threshold as (low, high); a single number, as up to 0.9.0, is an upper bound."""
     if isinstance(threshold, (int, float)):
         return 0.0, threshold
     if threshold is None or len(threshold) != 2:
         raise SpecError(
-            f"is_correction_threshold (vllm_is_truncated_threshold up to 0.11.1) must be bounds (low, high), got {threshold!r}."
+            "is_correction_threshold (vllm_is_truncated_threshold up to 0.11.1) must be bounds "
+            f"(low, high), got {threshold!r}."
         )
     return threshold[0], threshold[1]
 
 
 def correction(gate: Gate) -> Truncate | Band | SequenceMask | DivergenceMask:
-    """The part that a correction stands for. OpenRLHF does not clamp the logarithm of its
-    weight.
-    """
+    """The part of a correction. OpenRLHF does not clamp the logarithm of its weight."""
     low, high = bounds(gate.threshold)
     if gate.gating != "ratio":
         level: Literal["sequence", "token"] = "sequence" if gate.level == "seq" else "token"

@@ -22,9 +22,7 @@ from policyloss.totals import Totals
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
-    """The tokens to train on, bool `[B, T]`: those of the completion that the model wrote, not a
-    tool.
-    """
+    """The tokens to train on, bool `[B, T]`: those that the model wrote, and not a tool."""
     completion: Tensor = inputs["completion_mask"]
     completion = as_mask(completion, completion, "completion_mask")
     return (

@@ -142,19 +142,22 @@ def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collect
     quantile, coef = option(config, "top_entropy_quantile"), option(config, "entropy_coef")
     if quantile < 1.0 and "top_entropy_quantile" not in handled:
         raise SpecError(
-            f"top_entropy_quantile={quantile!r} keeps tokens by a quantile over all processes, which a LossSpec cannot say; use "
-            "policyloss.compat.trl.GRPOTrainer, which applies TRL's own mask, or set it to 1.0."
+            f"top_entropy_quantile={quantile!r} keeps tokens by a quantile over all processes, "
+            "which a LossSpec cannot say; use policyloss.compat.trl.GRPOTrainer, which applies "
+            "TRL's own mask, or set it to 1.0."
         )
     if option(config, "use_adaptive_entropy") and "use_adaptive_entropy" not in handled:
         raise SpecError(
-            "use_adaptive_entropy=True changes the entropy coefficient from step to step, which a LossSpec cannot say; use "
-            "policyloss.compat.trl.GRPOTrainer, which keeps TRL's controller, or set entropy_coef alone."
+            "use_adaptive_entropy=True changes the entropy coefficient from step to step, which a "
+            "LossSpec cannot say; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's "
+            "controller, or set entropy_coef alone."
         )
     if coef != 0.0 and loss_type != "bnpo" and "entropy_coef" not in handled:
         raise SpecError(
-            f"entropy_coef={coef!r} with loss_type={loss_type!r}: TRL's bonus is the mean over the tokens of each micro-batch, the "
-            "policy term another average, and a LossSpec has only one; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's "
-            "bonus, or loss_type='bnpo'."
+            f"entropy_coef={coef!r} with loss_type={loss_type!r}: TRL's bonus is the mean over the "
+            "tokens of each micro-batch, the policy term another average, and a LossSpec has "
+            "only one; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's bonus, or "
+            "loss_type='bnpo'."
         )
 
 
@@ -166,9 +169,10 @@ def _refuse_older_luspo(config: Any, level: str, release: str | None) -> None:
     )
     if per_token and not at_least(release, "1.10"):
         raise SpecError(
-            f"loss_type='luspo' with importance_sampling_level={level!r}, beta={option(config, 'beta')!r}: before release 1.10 TRL "
-            "averages this over padding too, which a LossSpec cannot say; use importance_sampling_level='sequence' and beta=0, or "
-            "a newer TRL."
+            f"loss_type='luspo' with importance_sampling_level={level!r}, "
+            f"beta={option(config, 'beta')!r}: before release 1.10 TRL averages this over padding "
+            "too, which a LossSpec cannot say; use importance_sampling_level='sequence' and "
+            "beta=0, or a newer TRL."
         )
 
 
@@ -180,14 +184,16 @@ def _ratio(config: Any, loss_type: str, level: str) -> Any:
         return SequenceProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0)
     if mode not in ("token_truncate", "token_mask"):
         raise SpecError(
-            f"vllm_importance_sampling_mode={mode!r}: loss_type='vespo' adds up token weights itself and takes 'token_truncate' or "
-            "'token_mask'."
+            f"vllm_importance_sampling_mode={mode!r}: loss_type='vespo' adds up token weights "
+            "itself and takes 'token_truncate' or 'token_mask'."
         )
     low, high = _weight_bounds(config)
     if not low <= 1 <= high:
         raise SpecError(
-            f"vllm_importance_sampling_clip_min={low!r}, vllm_importance_sampling_clip_max={high!r} with loss_type='vespo': TRL "
-            "then adds a term for every padded position, which a LossSpec cannot say; choose bounds that contain 1."
+            f"vllm_importance_sampling_clip_min={low!r}, "
+            f"vllm_importance_sampling_clip_max={high!r} with loss_type='vespo': TRL then adds a "
+            "term for every padded position, which a LossSpec cannot say; choose bounds that "
+            "contain 1."
         )
     outside: Any = "truncate" if mode == "token_truncate" else "mask"
     return RolloutProduct(
@@ -239,19 +245,19 @@ def _mode(config: Any) -> str | None:
 
 
 def _weight_bounds(config: Any) -> tuple[float, float]:
-    low, high = (
-        option(config, "vllm_importance_sampling_clip_min"),
-        option(config, "vllm_importance_sampling_clip_max"),
-    )
+    low = option(config, "vllm_importance_sampling_clip_min")
+    high = option(config, "vllm_importance_sampling_clip_max")
     cap = option(config, "vllm_importance_sampling_cap")  # the bound's older name, which wins
     high = high if cap is None else cap
     if low is not None and high is not None and low >= high:
         raise SpecError(
-            f"vllm_importance_sampling_clip_min={low!r} must be less than vllm_importance_sampling_clip_max={high!r}."
+            f"vllm_importance_sampling_clip_min={low!r} must be less than "
+            f"vllm_importance_sampling_clip_max={high!r}."
         )
     if low is None and high is None and str(_mode(config)).endswith("truncate"):
         raise SpecError(
-            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max are both None: a '*_truncate' mode needs one."
+            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max are both "
+            "None: a '*_truncate' mode needs one."
         )
     return 0.0 if low is None else low, math.inf if high is None else high
 

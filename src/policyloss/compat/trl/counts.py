@@ -35,9 +35,7 @@ def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> T
 
 
 def where_scored(logp: Tensor, instead: Tensor) -> Tensor:
-    """`logp`, or `instead` where the engine could not score a token and reported NaN.
-    Token-shaped.
-    """
+    """`logp`, or `instead` where the engine reported NaN for a token. Token-shaped."""
     return torch.where(logp.isnan(), instead.to(logp.dtype), logp)
 
 

@@ -47,7 +47,8 @@ def checked_loss(
     spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
     if not isinstance(spec, LossSpec):
         raise SpecError(
-            f"policy_loss must be a LossSpec, the name of a preset or None, got {type(spec).__name__}."
+            "policy_loss must be a LossSpec, the name of a preset or None, got "
+            f"{type(spec).__name__}."
         )
     if spec.needs_horizon:
         with naming(config, "max_completion_length"):
@@ -77,13 +78,15 @@ def _check_options(spec: LossSpec, config_spec: LossSpec, config: Any) -> None:
     ]
     if silent:
         raise SpecError(
-            f"policy_loss has parts of its own, so {', '.join(silent)} of the GRPOConfig would have no effect; leave them at their "
-            "defaults, or build the loss from the config: policy_loss=spec_from_config(args).replace(…)."
+            f"policy_loss has parts of its own, so {', '.join(silent)} of the GRPOConfig would "
+            "have no effect; leave them at their defaults, or build the loss from the config: "
+            "policy_loss=spec_from_config(args).replace(…)."
         )
     if spec.entropy_coef:
         raise SpecError(
-            f"policy_loss.entropy_coef={spec.entropy_coef!r}: the trainer has an entropy bonus of its own; set "
-            f"GRPOConfig(entropy_coef={spec.entropy_coef!r}) and leave the loss's at 0."
+            f"policy_loss.entropy_coef={spec.entropy_coef!r}: the trainer has an entropy bonus of "
+            f"its own; set GRPOConfig(entropy_coef={spec.entropy_coef!r}) and leave the loss's "
+            "at 0."
         )
 
 
@@ -92,7 +95,8 @@ def _check_reference(spec: LossSpec, config: Any) -> None:
     coef = spec.kl.coef if isinstance(spec.kl, KL) else None
     if reads and beta == 0.0:
         raise SpecError(
-            f"policy_loss reads ref_logp, and TRL keeps a reference model only if beta is not 0; set beta={coef or 'coef'}."
+            "policy_loss reads ref_logp, and TRL keeps a reference model only if beta is not 0; "
+            f"set beta={coef or 'coef'}."
         )
     if reads and coef is not None and coef != beta:
         raise SpecError(
@@ -100,7 +104,8 @@ def _check_reference(spec: LossSpec, config: Any) -> None:
         )
     if not reads and beta != 0.0:
         raise SpecError(
-            f"beta={beta!r} would have no effect: policy_loss reads no ref_logp; set beta=0.0, or give it a kl part."
+            f"beta={beta!r} would have no effect: policy_loss reads no ref_logp; set beta=0.0, or "
+            "give it a kl part."
         )
 
 
@@ -108,8 +113,8 @@ def _check_engine(spec: LossSpec, config: Any) -> None:
     vllm = option(config, "use_vllm")
     if not vllm and "rollout_logp" in spec.reads:
         raise SpecError(
-            "policy_loss reads rollout_logp, the inference engine's log-probabilities, and TRL has none without vLLM: set "
-            "use_vllm=True, or take a loss without a rollout correction."
+            "policy_loss reads rollout_logp, the inference engine's log-probabilities, and TRL has "
+            "none without vLLM: set use_vllm=True, or take a loss without a rollout correction."
         )
     if (
         vllm
@@ -117,8 +122,9 @@ def _check_engine(spec: LossSpec, config: Any) -> None:
         and "rollout_logp" not in spec.reads
     ):
         raise SpecError(
-            "vllm_importance_sampling_correction=True would have no effect: policy_loss has no part that reads rollout_logp. Add "
-            "correction=spec_from_config(args).correction, or set vllm_importance_sampling_correction=False."
+            "vllm_importance_sampling_correction=True would have no effect: policy_loss has no "
+            "part that reads rollout_logp. Add correction=spec_from_config(args).correction, or "
+            "set vllm_importance_sampling_correction=False."
         )
 
 
@@ -127,16 +133,19 @@ def _check_batching(spec: LossSpec, config: Any) -> None:
     several = calls > 1 or getattr(config, "world_size", 1) > 1
     if "group_ids" in spec.reads:
         raise SpecError(
-            f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use another average."
+            f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use "
+            "another average."
         )
     if spec.needs_statistics and several:
         raise SpecError(
-            "policy_loss needs numbers of the whole step (rejected= other than 'keep', SelfNormalise, CovClip, CovKL), and the "
-            f"trainer sees one micro-batch at a time: gradient_accumulation_steps={calls!r} on "
-            f"{getattr(config, 'world_size', 1)} process(es); use 1 and 1, or another loss."
+            "policy_loss needs numbers of the whole step (rejected= other than 'keep', "
+            "SelfNormalise, CovClip, CovKL), and the trainer sees one micro-batch at a time: "
+            f"gradient_accumulation_steps={calls!r} on {getattr(config, 'world_size', 1)} "
+            "process(es); use 1 and 1, or another loss."
         )
     if isinstance(spec.aggregate, (LocalTokenMean, LocalSeqMeanTokenMean)) and calls > 1:
         raise SpecError(
-            f"aggregate={spec.aggregate!r} does not know gradient_accumulation_steps={calls!r}, so the step's sum would be so many "
-            "times too large; use TokenMean or SeqMeanTokenMean, or loss_type='bnpo'."
+            f"aggregate={spec.aggregate!r} does not know gradient_accumulation_steps={calls!r}, so "
+            "the step's sum would be so many times too large; use TokenMean or SeqMeanTokenMean, "
+            "or loss_type='bnpo'."
         )

@@ -1,6 +1,4 @@
-"""`explain_config`: what a GRPOConfig trains, which of its options decide that, and where it
-surprises people.
-"""
+"""`explain_config`: what a GRPOConfig trains, which options decide that, and its traps."""
 
 from __future__ import annotations
 
@@ -12,21 +10,35 @@ from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
 from policyloss.compat.trl.options import DEFAULTS, advantages_of, is_set, option
 from policyloss.explain import explain
 
+_ROWS = (
+    "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row"
+)
+_STEP = "the sum over the valid tokens of the generation batch, scaled to one optimizer step"
 _AVERAGES = {
-    "grpo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
-    "sapo": "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row",
+    **dict.fromkeys(("grpo", "sapo"), _ROWS),
     "bnpo": "the sum over the valid tokens of each micro-batch, then the mean over micro-batches",
     "dr_grpo": "the sum over rows times max_completion_length, in each micro-batch",
     "luspo": "the sum of each row's tokens, mean over the rows of each micro-batch",
-    "dapo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
-    "cispo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
-    "vespo": "the sum over the valid tokens of the generation batch, scaled to one optimizer step",
+    **dict.fromkeys(("dapo", "cispo", "vespo"), _STEP),
 }
 _SURROGATES = {
     **dict.fromkeys(CLIPPED, "PPO's clip"),
     "cispo": "a capped, stopped ratio times logp",
     "sapo": "a sigmoid gate on the ratio",
     "vespo": "a smooth, stopped weight of the sequence's ratio times logp",
+}
+_BAND = "the band of the ratio, as distances from 1; epsilon_high=None means epsilon"
+_CAP = "the largest ratio itself, not a distance from 1; None means epsilon"
+_GATE = "the temperatures of the gate, by the sign of the advantage"
+_VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
+_VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
+_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+# The numbers of each surrogate, and what they are.
+_NUMBERS = {
+    **dict.fromkeys(CLIPPED, (("epsilon", "epsilon_high"), _BAND)),
+    "cispo": (("epsilon_high",), _CAP),
+    "sapo": (_SAPO, _GATE),
+    "vespo": (_VESPO, "the shape of the weight"),
 }
 
 
@@ -84,28 +96,9 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         ("loss_type",),
         f"the surrogate, {_SURROGATES[loss_type]}; and the average: {_AVERAGES[loss_type]}",
     )
-    if loss_type in CLIPPED:
-        yield (
-            ("epsilon", "epsilon_high"),
-            "the band of the ratio, as distances from 1; epsilon_high=None means epsilon",
-        )
-        if option(config, "delta") is not None:
-            yield ("delta",), "the largest ratio, also where the advantage is negative"
-    elif loss_type == "cispo":
-        yield (
-            ("epsilon_high",),
-            "the largest ratio itself, not a distance from 1; None means epsilon",
-        )
-    elif loss_type == "sapo":
-        yield (
-            ("sapo_temperature_pos", "sapo_temperature_neg"),
-            "the temperatures of the gate, by the sign of the advantage",
-        )
-    else:
-        yield (
-            ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-            "the shape of the weight",
-        )
+    yield _NUMBERS[loss_type]
+    if loss_type in CLIPPED and option(config, "delta") is not None:
+        yield ("delta",), "the largest ratio, also where the advantage is negative"
     if loss_type != "vespo" or _weighted_kl(config):
         what = "the weight of the KL" if loss_type == "vespo" else "the ratio"
         whose = "each token's own" if level == "token" else "one per sequence, the geometric mean"
@@ -114,7 +107,10 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         against = "vLLM's log-probabilities" if option(config, "use_vllm") else "the old ones"
         yield (
             ("off_policy_mask_threshold",),
-            f"drops sequences with negative advantage that drifted further than this from {against}",
+            (
+                "drops sequences with negative advantage that drifted further than this from "
+                f"{against}"
+            ),
         )
     if option(config, "beta") != 0.0:
         yield (
@@ -122,9 +118,7 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
             "the KL to the reference model, and whether it is multiplied by the ratio",
         )
     if _corrects(config):
-        names = tuple(
-            n for n in DEFAULTS if n.startswith("vllm_importance_sampling_") and hasattr(config, n)
-        )
+        names = tuple(name for name in _VLLM if hasattr(config, name))
         yield names, "the weight for vLLM's mismatch with the trainer, and its bounds"
 
 
@@ -152,15 +146,16 @@ def _beside(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     elif option(config, "entropy_coef") != 0.0:
         yield (
             ("entropy_coef",),
-            "an entropy bonus: the mean over the tokens of each micro-batch, whatever loss_type averages",
+            (
+                "an entropy bonus: the mean over the tokens of each micro-batch, whatever "
+                "loss_type averages"
+            ),
         )
 
 
 def _silent(config: Any) -> Iterator[tuple[str, str]]:
-    loss_type, capped_by_epsilon = (
-        option(config, "loss_type"),
-        option(config, "epsilon_high") is None,
-    )
+    loss_type = option(config, "loss_type")
+    capped_by_epsilon = option(config, "epsilon_high") is None
     groups = {
         "loss_type clips nothing with it": (loss_type in CLIPPED, ("delta",)),
         "loss_type has no band of the ratio": (
@@ -171,19 +166,10 @@ def _silent(config: Any) -> Iterator[tuple[str, str]]:
             loss_type != "cispo" or capped_by_epsilon,
             ("epsilon",),
         ),
-        "only loss_type='sapo' reads it": (
-            loss_type == "sapo",
-            ("sapo_temperature_pos", "sapo_temperature_neg"),
-        ),
-        "only loss_type='vespo' reads it": (
-            loss_type == "vespo",
-            tuple(n for n in DEFAULTS if n.startswith("vespo_")),
-        ),
+        "only loss_type='sapo' reads it": (loss_type == "sapo", _SAPO),
+        "only loss_type='vespo' reads it": (loss_type == "vespo", _VESPO),
         "beta is 0": (option(config, "beta") != 0.0, ("use_bias_correction_kl",)),
-        "vLLM's weights are not used": (
-            _corrects(config),
-            tuple(n for n in DEFAULTS if n.startswith("vllm_importance_sampling_")),
-        ),
+        "vLLM's weights are not used": (_corrects(config), _VLLM),
     }
     for why, (acts, names) in groups.items():
         yield from ((name, why) for name in names if not acts and is_set(config, name))
@@ -192,38 +178,55 @@ def _silent(config: Any) -> Iterator[tuple[str, str]]:
 def _traps(config: Any) -> Iterator[str]:
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
     if not is_set(config, "loss_type"):
-        yield "loss_type is 'dapo' unless it is set: a token mean over the step, not GRPO's mean of means."
+        yield (
+            "loss_type is 'dapo' unless it is set: a token mean over the step, not GRPO's mean of "
+            "means."
+        )
     if loss_type == "cispo" and option(config, "epsilon_high") is None:
         yield (
-            f"epsilon_high=None caps every weight at epsilon={option(config, 'epsilon')!r}, far below 1, as the cap is a ratio; "
-            "ScaleRL uses epsilon_high=5.0."
+            f"epsilon_high=None caps every weight at epsilon={option(config, 'epsilon')!r}, far "
+            "below 1, as the cap is a ratio; ScaleRL uses epsilon_high=5.0."
         )
     if loss_type == "bnpo":
-        yield "bnpo divides by each micro-batch's own tokens: the gradient depends on per_device_train_batch_size."
+        yield (
+            "bnpo divides by each micro-batch's own tokens: the gradient depends on "
+            "per_device_train_batch_size."
+        )
     if loss_type == "dr_grpo" and advantages_of(config) != "dr_grpo":
         yield (
-            f"scale_rewards={getattr(config, 'scale_rewards', 'group')!r}: Dr. GRPO's advantages are not divided by a standard "
-            "deviation; set scale_rewards='none'."
+            f"scale_rewards={getattr(config, 'scale_rewards', 'group')!r}: Dr. GRPO's advantages "
+            "are not divided by a standard deviation; set scale_rewards='none'."
         )
     if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        yield f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence by its length; GSPO is 'grpo'."
+        yield (
+            f"with importance_sampling_level='sequence', loss_type={loss_type!r} counts a sequence "
+            "by its length; GSPO is 'grpo'."
+        )
     if level == "token" and loss_type == "luspo":
         yield "LUSPO is a sequence-level loss: set importance_sampling_level='sequence'."
     if level == "sequence" and loss_type == "vespo":
-        yield "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight only."
-    if _corrects(config) and not any(
-        is_set(config, n) for n in DEFAULTS if n.startswith("vllm_importance_sampling_")
-    ):
         yield (
-            "with use_vllm=True a correction is on by default: a sequence whose product of weights exceeds 3 is dropped whole "
-            "(sequence_mask), and the others are weighted by that product, which wanders far from 1 in long completions."
+            "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight "
+            "only."
+        )
+    if _corrects(config) and not any(is_set(config, name) for name in _VLLM):
+        yield (
+            "with use_vllm=True a correction is on by default: a sequence whose product of weights "
+            "exceeds 3 is dropped whole (sequence_mask), and the others are weighted by that "
+            "product, which wanders far from 1 in long completions."
         )
     if _weighted_kl(config):
-        yield "the KL is multiplied by the ratio, with its gradient: beta means another pull than in releases before 1.10."
+        yield (
+            "the KL is multiplied by the ratio, with its gradient: beta means another pull than in "
+            "releases before 1.10."
+        )
         if loss_type in ("cispo", "vespo"):
             yield (
-                "far from the old policy TRL loses the policy gradient in the rounding of that KL's two terms (log-ratio 30 in "
-                "float32, 60 in float64); policyloss keeps it."
+                "far from the old policy TRL loses the policy gradient in the rounding of that "
+                "KL's two terms (log-ratio 30 in float32, 60 in float64); policyloss keeps it."
             )
     if loss_type in CLIPPED and option(config, "delta") is None:
-        yield "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative advantage weighs 1e13."
+        yield (
+            "no log-ratio is clamped and delta is None: one token of log-ratio +30 with a negative "
+            "advantage weighs 1e13."
+        )

@@ -1,6 +1,4 @@
-"""The options of TRL's GRPOConfig that decide its loss: their defaults, and what releases without
-one of them do.
-"""
+"""The options of a GRPOConfig that decide its loss, and what releases without them do."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ ABSENT: dict[str, Any] = {
 
 
 def option(config: Any, name: str) -> Any:
-    """The value of a GRPOConfig's option; if its release does not have the option, the value that
-    describes what it does.
-    """
+    """The value of an option; where the release lacks it, the value that describes the release."""
     if hasattr(config, name):
         return getattr(config, name)
     if name in ABSENT:
@@ -70,17 +66,13 @@ def option(config: Any, name: str) -> Any:
 
 
 def advantages_of(config: Any) -> str | None:
-    """The estimator of `policyloss.advantage` that `scale_rewards` stands for; None if there is no
-    such estimator.
-    """
+    """The estimator of `policyloss.advantage` that `scale_rewards` stands for, or None."""
     scale = getattr(config, "scale_rewards", "group")
     return {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}.get(scale)
 
 
 def is_set(config: Any, name: str) -> bool:
-    """Whether the option has another value than its default, which comes from the config if that is
-    a dataclass, else from `DEFAULTS`.
-    """
+    """Whether the option differs from its default: the dataclass's, else that of `DEFAULTS`."""
     if not hasattr(config, name):
         return False
     default = DEFAULTS[name]

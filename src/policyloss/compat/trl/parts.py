@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from policyloss.functional import kl
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import bound, fill
 from policyloss.functional.ratio import bounded_exp
-from policyloss.parts import validate
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct
+from policyloss.parts.validate import NotNegative, Positive, not_below
 from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 
@@ -40,19 +40,16 @@ class WrittenKL(KL):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ratio_level is not None:
-            validate.choice(self, "ratio_level", ("token", "sequence"))
-            if self.weight is not None:
-                raise SpecError(
-                    "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; give one."
-                )
+        if self.ratio_level is not None and self.weight is not None:
+            raise SpecError(
+                "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; "
+                "give one."
+            )
 
     @property
     # `KL` has one reach for all its values; here it depends on a field.
     def reach(self) -> str:  # type: ignore[override]
-        """Whose numbers a token's penalty depends on: those of the "token" or of its "sequence"
-        (see `LossSpec.reach`).
-        """
+        """Whether a penalty depends on its "token" alone or on its "sequence"."""
         return "sequence" if self.ratio_level == "sequence" else "token"
 
     @property
@@ -90,18 +87,15 @@ class RolloutProduct(SequenceProduct):
 
     reads: ClassVar[tuple[str, ...]] = ("rollout_logp",)
     outside: Literal["truncate", "mask"] = "truncate"
-    low: float = 0.0
-    high: float = math.inf
+    low: NotNegative = 0.0
+    high: Annotated[Positive, not_below("low")] = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.choice(self, "outside", ("truncate", "mask"))
-        validate.number(self, "low", least=0)
-        validate.number(self, "high", above=0)
-        validate.interval(self, "low", "high")
         if self.anchor != "old":
             raise SpecError(
-                f"RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not {self.anchor!r}."
+                "RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not "
+                f"{self.anchor!r}."
             )
 
     def __call__(self, t: Tokens) -> Tensor:
@@ -119,5 +113,8 @@ class RolloutProduct(SequenceProduct):
 
     def sentence(self) -> str:
         """What the ratio is, in words."""
-        to = f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, {self.high:.10g}]"
+        to = (
+            f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, "
+            f"{self.high:.10g}]"
+        )
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"

@@ -46,7 +46,8 @@ def trainer_class() -> type[Any]:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install trl."
+            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install "
+            "trl."
         ) from error
     parent: Any = trl.GRPOTrainer
     release: str = trl.__version__
@@ -71,7 +72,8 @@ def trainer_class() -> type[Any]:
                 checked_loss(policy_loss, config, release)
             if getattr(config, "use_liger_kernel", False) and hasattr(parent, "compute_liger_loss"):
                 raise SpecError(
-                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set it to False."
+                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set "
+                    "it to False."
                 )
             self._watched: _Watched | None = None
             self._window: list[Metrics] = []
@@ -94,9 +96,7 @@ def trainer_class() -> type[Any]:
 
         @contextmanager
         def _watching(self) -> Iterator[_Watched]:
-            """Give TRL's policy term log-probabilities without gradient, and keep them with
-            gradient for ours.
-            """
+            """Give TRL's policy term log-probabilities without gradient; ours keeps it."""
             self._watched = _Watched()
             try:
                 yield self._watched
@@ -151,10 +151,8 @@ def trainer_class() -> type[Any]:
                 return self._config_totals(inputs)
             if spec.needs_statistics:
                 return "local"  # checked_loss made sure that a step is one call
-            calls, generated = (
-                self.current_gradient_accumulation_steps,
-                self.args.steps_per_generation,
-            )
+            calls = self.current_gradient_accumulation_steps
+            generated = self.args.steps_per_generation
             if not self.model.training:
                 calls = generated = 1
             ranks = self.accelerator.num_processes
@@ -178,9 +176,7 @@ def trainer_class() -> type[Any]:
             )
 
         def _record(self, metrics: Metrics) -> None:
-            """Keep a micro-batch's metrics; at the end of an optimizer step log them, merged over
-            its micro-batches and ranks.
-            """
+            """Keep a micro-batch's metrics; log them, merged, when the step is complete."""
             if not self.model.training:
                 self._evaluated.append(metrics.all_reduce())
                 return

@@ -49,9 +49,7 @@ from policyloss.compat.verl.losses import (
     compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
 )
-from policyloss.compat.verl.registry import (
-    register,
-)
+from policyloss.compat.verl.registry import register
 from policyloss.compat.verl.rollout_correction import (
     SAFETY_BOUND,
     SUPPORTED_ROLLOUT_RS_OPTIONS,

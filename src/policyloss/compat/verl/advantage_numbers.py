@@ -23,7 +23,7 @@ from torch import Tensor
 
 from policyloss.advantage.groups import check_rewards, per_sequence, rows_by_size
 from policyloss.advantage.returns import GAE
-from policyloss.arguments import check_tensor, seen
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.segments import group_index
@@ -58,11 +58,9 @@ class PlainGroups:
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
         order, size, by_size = rows_by_size(group_ids)
-        total, mean, std = (
-            torch.zeros_like(rewards),
-            torch.zeros_like(rewards),
-            torch.ones_like(rewards),
-        )
+        total = torch.zeros_like(rewards)
+        mean = torch.zeros_like(rewards)
+        std = torch.ones_like(rewards)
         weight = (
             None if weights is None else per_sequence("weights", weights, rewards).to(rewards.dtype)
         )
@@ -129,9 +127,7 @@ class PlainGroups:
         return x / torch.where(self.size == 1, alone, self.std + eps)
 
     def left_out(self) -> Tensor:
-        """`r·n/(n−1) − μ·n/(n−1)`: the reward less the mean of the other members; r itself for a
-        group of one.
-        """
+        """`r·n/(n−1) − μ·n/(n−1)`: r less the mean of the others; r itself if there are none."""
         others = (self.size - 1).clamp(min=1)
         return torch.where(
             self.size > 1,
@@ -154,9 +150,7 @@ class PlainGroups:
 
 
 def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of segments in the dtype of `x`, one number after another (`Sequences.sum`
-    rounds once).
-    """
+    """Sums of segments, one number after another in the dtype of `x`."""
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
 
@@ -176,12 +170,12 @@ def _root(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_scores(token_rewards: Tensor) -> Tensor:
-    """The sum of a row's token rewards, at valid and masked tokens alike, in their dtype. `[B, T]`
-    → `[B]`.
-    """
+    """The sum of a row's token rewards, masked ones too, in their dtype. `[B, T]` → `[B]`."""
     check_tensor("token_level_rewards", token_rewards, "float")
     if token_rewards.dim() != 2:
-        raise InputError(f"token_level_rewards must be a tensor [B, T], got {seen(token_rewards)}.")
+        raise InputError(
+            f"token_level_rewards must be a tensor [B, T], got {description(token_rewards)}."
+        )
     return token_rewards.detach().sum(dim=-1)
 
 
@@ -199,7 +193,8 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
         raise InputError(
-            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and {tuple(mask.shape)}."
+            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and "
+            f"{tuple(mask.shape)}."
         )
     spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
     return fill(spread, as_mask(mask, spread))
@@ -264,9 +259,7 @@ def plain_returns(
 
 @torch.no_grad()
 def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
-    """`returns − b` at valid tokens, the returns themselves at masked ones; b `[B]` one number per
-    sequence.
-    """
+    """`returns − b` at valid tokens, the returns at masked ones; b `[B]` per sequence."""
     return returns - over_tokens(baseline.detach(), mask)
 
 

@@ -44,9 +44,7 @@ AdvantageResult = tuple[Tensor, Tensor]
 def _by_group(
     body: Callable[[Tensor, Tensor, Any], AdvantageResult],
 ) -> Callable[..., AdvantageResult]:
-    """An estimator from each row's score, mask and group, with the signature that verl's group
-    estimators share.
-    """
+    """An estimator from scores, mask and groups, with the signature of verl's group estimators."""
 
     def estimator(
         token_level_rewards: Tensor,
@@ -172,7 +170,8 @@ def compute_grpo_passk_outcome_advantage(
     ids = group_numbers(index, scores)
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
-            "index has a group with one row; pass@k needs at least 2 samples per group to have a second best."
+            "index has a group with one row; pass@k needs at least 2 samples per group to have a "
+            "second best."
         )
     margin = passk_max_gap(scores, ids, scale=None, group="local")
     return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
@@ -233,12 +232,11 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """ReMax: the reward-to-go less the greedy answer's reward; at masked tokens the reward-to-go
-    itself.
-    """
+    """ReMax: the reward-to-go less the greedy answer's reward; masked tokens keep theirs."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise InputError(
-            f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, {response_mask.shape[:1]}."
+            f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, "
+            f"{response_mask.shape[:1]}."
         )
     returns = reward_to_go(token_level_rewards, response_mask)
     return less_baseline(returns, reward_baselines, response_mask), returns
@@ -276,9 +274,7 @@ def compute_rloo_vectorized_outcome_advantage(
 def _by_token(
     body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult],
 ) -> Callable[..., AdvantageResult]:
-    """An estimator by `optimal_token_baseline`, with the signature that verl's two share. Returns
-    are the reward-to-go.
-    """
+    """An estimator by `optimal_token_baseline`, with the signature that verl's two share."""
 
     def estimator(
         token_level_rewards: Tensor,
@@ -325,9 +321,7 @@ def compute_optimal_token_baseline_advantage(
 def compute_multi_turn_optimal_token_baseline_advantage(
     estimate: Callable[[bool], AdvantageResult],
 ) -> AdvantageResult:
-    """The optimal token baseline by valid tokens, for rows of several turns; returns are the
-    reward-to-go.
-    """
+    """The optimal token baseline by valid tokens, for rows of several turns."""
     return estimate(True)
 
 
@@ -341,7 +335,8 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
         numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
     except TypeError:
         raise InputError(
-            f"index must hold one label per row (an array, a list or a tensor), got {type(index).__name__}."
+            "index must hold one label per row (an array, a list or a tensor), got "
+            f"{type(index).__name__}."
         ) from None
     if len(numbers) != rows.shape[0]:
         raise InputError(
@@ -353,7 +348,8 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
 def _required(config: Any) -> Any:
     if config is None:
         raise InputError(
-            "config was not given; this estimator reads verl's AlgoConfig, or an object with its attributes."
+            "config was not given; this estimator reads verl's AlgoConfig, or an object with its "
+            "attributes."
         )
     return config
 
@@ -384,12 +380,14 @@ def _reward_components(
     keys = read(config, "gdpo_reward_keys")
     if not keys:
         raise InputError(
-            "config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in non_tensor_batch."
+            "config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in "
+            "non_tensor_batch."
         )
     missing = [key for key in keys if key not in non_tensor_batch]
     if missing:
         raise InputError(
-            f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has {sorted(non_tensor_batch)}."
+            f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has "
+            f"{sorted(non_tensor_batch)}."
         )
     weights = read(config, "gdpo_reward_weights")
     columns = (non_tensor_batch[key] for key in keys)

@@ -1,6 +1,4 @@
-"""verl's names of averages, and its functions that average: `agg_loss`, `compute_value_loss`,
-`kl_penalty`.
-"""
+"""verl's averages: `agg_loss`, `compute_value_loss`, `kl_penalty`, and their names."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_choice, seen
+from policyloss.arguments import check_choice, description
 from policyloss.compat.arguments import drop_in
 from policyloss.compat.counts import guard, guarded_mean, number, share
 from policyloss.compat.parts import seq_mean_token_mean
@@ -74,7 +72,8 @@ def aggregation(
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
         raise SpecError(
-            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept here."
+            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept "
+            "here."
         )
     dp_size = int(dp_size)
     part = _part(loss_agg_mode, mask, loss_scale_factor, release)
@@ -87,7 +86,8 @@ def aggregation(
     name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and count is None and at_least(release, "0.7.1"):
         raise InputError(
-            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the whole step."
+            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the "
+            "whole step."
         )
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):
@@ -153,9 +153,7 @@ def compute_value_loss(
     *,
     release: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, the clipped value loss with its factor
-    one half.
-    """
+    """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, with its factor one half."""
     part, totals = aggregation(
         loss_agg_mode,
         response_mask,
@@ -185,11 +183,11 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 
 
 def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
-    """The KL part that verl's name stands for; a "+" at its end takes the gradient of k2 with the
-    value of the estimator.
-    """
+    """The KL part of verl's name; with a "+" at its end the gradient is that of k2."""
     if not isinstance(kl_penalty, str):
-        raise InputError(f"kl_penalty must be the name of an estimator, got {seen(kl_penalty)}.")
+        raise InputError(
+            f"kl_penalty must be the name of an estimator, got {description(kl_penalty)}."
+        )
     name = kl_penalty.removesuffix("+")
     if name == "full":
         raise NotOfferedError(
@@ -231,7 +229,8 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
     if isinstance(kl_penalty, str) and kl_penalty.endswith("+"):
         raise NotOfferedError(
-            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to kl_penalty_forward."
+            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to "
+            "kl_penalty_forward."
         )
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 

@@ -66,10 +66,8 @@ def policy_options(config: Any) -> Any:
 def clip_range(config: Any) -> tuple[float, float]:
     """`clip_ratio_low` and `clip_ratio_high`, each falling back to `clip_ratio`."""
     both = read(config, "clip_ratio")
-    low, high = (
-        either(read(config, "clip_ratio_low"), both),
-        either(read(config, "clip_ratio_high"), both),
-    )
+    low = either(read(config, "clip_ratio_low"), both)
+    high = either(read(config, "clip_ratio_high"), both)
     if low is None or high is None:
         raise InputError(
             "config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high."
@@ -85,7 +83,8 @@ def check_dual(clip_ratio_c: float) -> float:
     dual = float(clip_ratio_c)
     if not dual > 1:
         raise SpecError(
-            f"clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got {clip_ratio_c!r}."
+            "clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got "
+            f"{clip_ratio_c!r}."
         )
     return dual
 

@@ -59,9 +59,7 @@ def uninstall() -> None:
 
 
 def _pairs(module: Any, our_modules: tuple[Any, ...], version: str) -> list[tuple[Any, Any]]:
-    """The pair (verl's, ours) for every function of `module` that one of our modules has under the
-    same name.
-    """
+    """The pairs (verl's, ours) of the functions of `module` that our modules have, too."""
     pairs = []
     for name, function in inspect.getmembers(module, callable):
         ours = next((getattr(m, name) for m in our_modules if hasattr(m, name)), None)

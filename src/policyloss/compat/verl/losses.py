@@ -130,9 +130,7 @@ class PolicyLossFunction(Protocol):
 
 
 def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
-    """Turns a function of one `Call` into one with verl's signature. mode: the default of
-    loss_agg_mode.
-    """
+    """A function of one `Call` with verl's signature. mode: the default of loss_agg_mode."""
 
     def with_signature(body: Callable[[Call], LossResult]) -> PolicyLossFunction:
         def loss(
@@ -196,17 +194,13 @@ def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult
 
 @_drop_in
 def compute_policy_loss_dppo_tv(call: Call) -> LossResult:
-    """DPPO with total variation:
-    `ProbabilityBand("tv", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
-    """
+    """DPPO, total variation: `ProbabilityBand("tv", clip_ratio_low, …, cap=clip_ratio_c)`."""
     return _probability_band(call, "tv")
 
 
 @_drop_in
 def compute_policy_loss_dppo_kl(call: Call) -> LossResult:
-    """DPPO with the binary KL:
-    `ProbabilityBand("kl", clip_ratio_low, clip_ratio_high, cap=clip_ratio_c)`.
-    """
+    """DPPO, binary KL: `ProbabilityBand("kl", clip_ratio_low, …, cap=clip_ratio_c)`."""
     return _probability_band(call, "kl")
 
 
@@ -328,9 +322,7 @@ def compute_policy_loss_reinforce(
     *,
     release: str | None = None,
 ) -> LossResult:
-    """REINFORCE: `-w·A·logp`, with the weights w as an argument. `ppo_kl` is the drift from the
-    rollout policy.
-    """
+    """REINFORCE: `-w·A·logp` with weights w. `ppo_kl` is the drift from the rollout policy."""
     return _reinforce(
         Call(
             rollout_log_prob,
@@ -359,7 +351,8 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     options = read(policy_options(call.config), "rollout_correction")
     if options is None:
         raise SpecError(
-            'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings from there.'
+            'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings '
+            "from there."
         )
     loss_type = read(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}

@@ -89,16 +89,15 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
 
 def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
-    """verl's `global_batch_info` as totals: verl's counts over the optimizer step, and the counts
-    of this call where verl has none.
-    """
+    """verl's counts of the optimizer step as totals; this call's where verl has none."""
     totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:
             totals = replace(totals, **{ours: info[theirs]})
         elif totals.dp_size > 1:
             raise SpecError(
-                f"global_batch_info has dp_size={totals.dp_size} but no {theirs}; verl must count the whole step."
+                f"global_batch_info has dp_size={totals.dp_size} but no {theirs}; verl must count "
+                "the whole step."
             )
     return totals
 
@@ -119,15 +118,17 @@ def _served(name: str, spec: LossSpec, config: Any, weights: Tensor | None) -> L
         if weights is None:
             parts = ", ".join(type(part).__name__ for part in spec.correction)
             raise SpecError(
-                f"policyloss/{name} corrects for the rollout engine ({parts}), but verl passes no rollout log-probabilities to a "
-                "policy loss; set algorithm.rollout_correction (rollout_is, rollout_rs), which makes the weights before it."
+                f"policyloss/{name} corrects for the rollout engine ({parts}), but verl passes no "
+                "rollout log-probabilities to a policy loss; set algorithm.rollout_correction "
+                "(rollout_is, rollout_rs), which makes the weights before it."
             )
         spec = spec.replace(correction=kept, rejected=spec.rejected if kept else "keep")
     missing = [argument for argument in spec.reads if argument != "old_logp"]
     if missing:
         raise SpecError(
-            f"policyloss/{name} reads {', '.join(missing)}, which verl does not pass to a policy loss; register a spec that reads "
-            f"old_logp alone, such as preset({name!r}).replace(…)."
+            f"policyloss/{name} reads {', '.join(missing)}, which verl does not pass to a policy "
+            "loss; register a spec that reads old_logp alone, such as "
+            f"preset({name!r}).replace(…)."
         )
     return spec if weights is None else spec.replace(correction=(*kept, GivenWeight(weights)))
 
@@ -138,20 +139,20 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
         return
     if not isinstance(kl, KL) or kl.anchor != "ref" or kl.reads_ratio or kl.grad == "score":
         raise SpecError(
-            f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with kl=None or another."
+            f"policyloss/{name} has a KL term that verl cannot add ({kl!r}); register a spec with "
+            "kl=None or another."
         )
     plus = "+" if kl.grad == "k2" else ""
     wanted = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    used, kind, coef = (
-        read(config, "use_kl_loss", False),
-        read(config, "kl_loss_type", ""),
-        read(config, "kl_loss_coef", None),
-    )
+    used = read(config, "use_kl_loss", False)
+    kind = read(config, "kl_loss_type", "")
+    coef = read(config, "kl_loss_coef", None)
     if not used or kind not in wanted or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
-            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {used}, {kind!r}, {coef}), or register "
-            f"a spec without it: register({{'mine': preset({name!r}).replace(kl=None)}})."
+            f"actor.kl_loss_type={wanted[-1]}, actor.kl_loss_coef={kl.coef} (seen: {used}, "
+            f"{kind!r}, {coef}), or register a spec without it: register({{'mine': "
+            f"preset({name!r}).replace(kl=None)}})."
         )
 
 
@@ -159,7 +160,8 @@ def _check_entropy(name: str, coef: float, config: Any) -> None:
     """verl adds the entropy bonus itself: check that it does."""
     if coef and read(config, "entropy_coeff", 0.0) != coef:
         raise SpecError(
-            f"policyloss/{name} has an entropy bonus, which verl adds itself: set actor.entropy_coeff={coef}."
+            f"policyloss/{name} has an entropy bonus, which verl adds itself: set "
+            f"actor.entropy_coeff={coef}."
         )
 
 
@@ -173,6 +175,6 @@ def _check_average(name: str, spec: LossSpec, loss_agg_mode: str) -> None:
             f"set actor.loss_agg_mode={mode}" if mode else "register a spec without KL and entropy"
         )
         raise SpecError(
-            f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL and entropy it adds by "
-            f"actor.loss_agg_mode={loss_agg_mode!r}; {fix}."
+            f"policyloss/{name} is averaged by {spec.aggregate!r}, but verl would average the KL "
+            f"and entropy it adds by actor.loss_agg_mode={loss_agg_mode!r}; {fix}."
         )

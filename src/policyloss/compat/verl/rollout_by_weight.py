@@ -1,6 +1,4 @@
-"""verl's rejection up to 0.7.0: by the importance weight of a token or a sequence, or by a
-sequence's geometric mean weight.
-"""
+"""verl's rejection up to 0.7.0: by the weight of a token, a sequence, or its geometric mean."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
 def rejection_by_weight(
     log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float, log_clamp: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask, 0 where the weight lies outside [low, high] and float as in verl, and the metrics
-    of weights and mask.
-    """
+    """The mask, float as in verl, 0 outside [low, high]; and the metrics of weights and mask."""
     if not isinstance(rollout_rs, str) or rollout_rs not in LEVELS:
         raise SpecError(unknown_name("rollout_rs", rollout_rs, LEVELS))
     log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])

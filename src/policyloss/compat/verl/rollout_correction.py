@@ -73,9 +73,7 @@ LEVELS = {"token": ("token", "tokens"), "sequence": ("sum", "sequences")}
 
 @dataclass
 class TensorBatch:
-    """A substitute for `verl.DataProto` where verl is not installed: tensors by name in `batch`,
-    and `union`.
-    """
+    """What stands for `verl.DataProto` without verl: tensors by name, and `union`."""
 
     batch: dict[str, Tensor]
 
@@ -324,7 +322,8 @@ def compute_rollout_correction_and_rejection_mask(
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
         if x.shape != old_log_prob.shape:
             raise InputError(
-                f"{name} has shape {tuple(x.shape)} but old_log_prob has {tuple(old_log_prob.shape)}."
+                f"{name} has shape {tuple(x.shape)} but old_log_prob has "
+                f"{tuple(old_log_prob.shape)}."
             )
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
@@ -362,7 +361,8 @@ def compute_rollout_correction_and_rejection_mask(
 def _refuse_from_071(name: str, value: Any, release: str | None) -> None:
     if value is not None:
         raise SpecError(
-            f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got release={release!r}).'
+            f'{name}={value!r} left verl with 0.7.1; pass release="0.7.0" for its meaning (got '
+            f"release={release!r})."
         )
 
 
@@ -375,10 +375,8 @@ def _veto(
         if threshold <= 0:
             raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
         keep, shares = vetoed(log_ratio, means, threshold)
-        mask, vetoed_shares = (
-            fill(mask, keep, torch.promote_types(mask.dtype, torch.float32)),
-            _report("", shares),
-        )
+        mask = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32))
+        vetoed_shares = _report("", shares)
     return mask, {
         "rollout_is_veto_fraction": vetoed_shares["sequences"],
         "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
@@ -390,9 +388,7 @@ def _veto(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, Any]:
-    """Perplexities, KL and χ² between trainer and rollout engine, without prefix (see
-    `rollout_metrics.policy_gap`).
-    """
+    """`rollout_metrics.policy_gap` of trainer and rollout engine, without prefix."""
     return _report(
         "", policy_gap(old_log_prob, rollout_log_prob, _means(response_mask), SAFETY_BOUND)
     )
@@ -438,12 +434,11 @@ def compute_rollout_correction_and_add_to_batch(
 def apply_bypass_mode(
     batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None
 ) -> None:
-    """Make the rollout policy the old policy: set the batch's old_log_probs, and the config's
-    loss_mode to "bypass_mode".
-    """
+    """Make the rollout policy the old one, in the batch, and set loss_mode to "bypass_mode"."""
     if "rollout_log_probs" not in batch.batch:
         raise InputError(
-            "bypass mode needs rollout_log_probs in the batch; configure the rollout with calculate_log_probs=true."
+            "bypass mode needs rollout_log_probs in the batch; configure the rollout with "
+            "calculate_log_probs=true."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     with _open(policy_loss_config):
@@ -452,9 +447,7 @@ def apply_bypass_mode(
 
 
 def _open(config: Any) -> Any:
-    """A context in which new keys may be set: an OmegaConf node must be opened for that, a mapping
-    need not.
-    """
+    """A context in which new keys may be set, for which an OmegaConf node must be opened."""
     try:
         omegaconf = import_module("omegaconf")
     except ImportError:

@@ -41,9 +41,7 @@ class Means:
 
     @classmethod
     def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
-        """The means over padded rows `[B, T]`, or over one row of tokens `[N]` that is not cut into
-        sequences.
-        """
+        """The means over rows `[B, T]`, or over tokens `[N]` that are one sequence."""
         return cls(mask, Sequences(tuple(mask.shape)), epsilon)
 
     @property
@@ -67,9 +65,7 @@ class Means:
         return self.lengths > 0
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """`Σ x / (n + epsilon)` over the n valid tokens; flags count as 0 and 1 in
-        float32. 0-dim.
-        """
+        """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim; flags are float32."""
         return self.filled(x).sum() / (self.mask.sum() + self.epsilon)
 
     def of_sequences(self, x: Tensor) -> Tensor:
@@ -77,9 +73,7 @@ class Means:
         return self.sequences.sum(self.filled(x)) / (self.lengths + self.epsilon)
 
     def reduced(self, x: Tensor, how: str) -> Tensor:
-        """`x` (0 where not valid) per "token", or the "sum", "mean" or "max" of each sequence, at
-        every token of it.
-        """
+        """`x` per "token", or the "sum", "mean" or "max" of its sequence at every token."""
         if how == "mean":
             return self.sequences.expand(self.of_sequences(x))
         return reduced(x, how, self.valid, None, self.sequences)
@@ -96,9 +90,7 @@ def _share(flags: Tensor) -> Tensor:
 
 
 def _log(threshold: float, like: Tensor) -> Tensor:
-    """The logarithm of a bound, in torch's default dtype whatever that of `like` is, because verl
-    compares with such a number.
-    """
+    """The logarithm of a bound in torch's default dtype, with which verl compares."""
     return torch.tensor(float(threshold), device=like.device).log()
 
 
@@ -194,9 +186,7 @@ def normalised(
 def token_weight_limits(
     weight: Tensor, raw: Tensor, means: Means, low: float, high: float
 ) -> Statistics:
-    """Largest and smallest applied weight, and the shares of valid tokens whose raw weight is above
-    `high` or below `low`.
-    """
+    """Extremes of the applied weight, and the shares of tokens with a raw one beyond a bound."""
     largest, smallest = extremes(weight, means.valid)
     return {
         "max": largest,
@@ -223,9 +213,7 @@ def sequence_weight_limits(
 
 
 def spread(x: Tensor, means: Means, low: float, high: float) -> Tensor:
-    """The standard deviation over valid tokens of `x` clamped to [low, high], from E[x²] − E[x]²; 0
-    for a single token.
-    """
+    """√(E[x²] − E[x]²) over valid tokens, `x` clamped to [low, high]; 0 for a single token."""
     clamped = x.clamp(min=low, max=high)
     variance = means.of_tokens(clamped.square()) - means.of_tokens(clamped).square()
     return torch.where(means.mask.sum() > 1, variance.clamp(min=0).sqrt(), 0)

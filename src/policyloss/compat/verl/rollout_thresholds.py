@@ -9,32 +9,19 @@ from policyloss.compat.releases import at_least
 from policyloss.compat.verl.rollout_metrics import in_nats, reciprocal_band
 from policyloss.errors import SpecError, safe_repr, unknown_name
 
-SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = {
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-}
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | {
+    *(f"seq_{how}_{estimator}" for how in ("sum", "mean") for estimator in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
+}
 
 
 class ThresholdTypeError(SpecError, TypeError):
-    """A threshold of a wrong type. verl raises a TypeError; every error of this library is a
-    ValueError.
-    """
+    """A threshold of a wrong type: a TypeError as in verl, and a ValueError as all errors here."""
 
 
 class Rule(NamedTuple):
-    """One rejection, which keeps `low <= reduce(estimator) <= high`, in nats; a low of None does
-    not bind.
-    """
+    """Keeps `low <= reduce(estimator) <= high`, in nats; a low of None does not bind."""
 
     option: str
     estimator: str
@@ -50,11 +37,13 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
     if not isinstance(threshold, str) and not is_number(threshold):
         not_this = ", not a boolean" if isinstance(threshold, bool) else ""
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number or a string such as '2.0' or '0.5_2.0'{not_this}; got {safe_repr(threshold)}."
+            "rollout_is_threshold must be a number or a string such as '2.0' or "
+            f"'0.5_2.0'{not_this}; got {safe_repr(threshold)}."
         )
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with release={release!r}."
+            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with "
+            f"release={release!r}."
         )
     low, high = _bounds(
         "rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold
@@ -82,20 +71,23 @@ def rejection_rules(
     options = list(dict.fromkeys(_parts(rollout_rs)))
     if not options:
         raise SpecError(
-            f"rollout_rs={rollout_rs!r} names no option. Valid: {', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}."
+            f"rollout_rs={rollout_rs!r} names no option. Valid: "
+            f"{', '.join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))}."
         )
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
     if not isinstance(rollout_rs_threshold, str) and not is_number(rollout_rs_threshold):
         raise ThresholdTypeError(
-            f"rollout_rs_threshold must be a number or a string of one bound per option, got {safe_repr(rollout_rs_threshold)}."
+            "rollout_rs_threshold must be a number or a string of one bound per option, got "
+            f"{safe_repr(rollout_rs_threshold)}."
         )
     thresholds = _parts(str(rollout_rs_threshold))
     if len(thresholds) not in (1, len(options)):
         raise SpecError(
-            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the {len(options)} options of "
-            f"rollout_rs={rollout_rs!r}; give one for all, or one for each."
+            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the "
+            f"{len(options)} options of rollout_rs={rollout_rs!r}; give one for all, or one for "
+            "each."
         )
     each = thresholds if len(thresholds) == len(options) else [thresholds[0] for _ in options]
     return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
@@ -109,7 +101,8 @@ def _rule(option: str, text: str, release: str | None) -> Rule:
     if estimator != "k1":
         if low is not None:
             raise SpecError(
-                f"rollout_rs_threshold for {option} must be a single upper bound without '_', got {text!r}."
+                f"rollout_rs_threshold for {option} must be a single upper bound without '_', got "
+                f"{text!r}."
             )
         return Rule(option, estimator, reduce, None, high)
     low, high = reciprocal_band(high, low)
@@ -129,9 +122,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
-    """(low, high) of a number, "high" or "low_high"; all positive. `called` is what an
-    error names.
-    """
+    """(low, high) of a number, "high" or "low_high". called: what an error names."""
     words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
     try:
         numbers = [float(word) for word in words]

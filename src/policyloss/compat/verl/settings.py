@@ -80,9 +80,10 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
     if overridden:
         listed = ", ".join(f"actor.{option}" for option in overridden)
         warn_once(
-            f"{PREFIX}{name} has its own trust region and average, so {listed} of verl's configuration has no effect on it; "
-            f"leave it out, or register a loss with the number you want: register({{'mine': preset({name!r}).replace(…)}}). It "
-            f"runs with trust={spec.trust!r}, aggregate={spec.aggregate!r}."
+            f"{PREFIX}{name} has its own trust region and average, so {listed} of verl's "
+            "configuration has no effect on it; leave it out, or register a loss with the number "
+            f"you want: register({{'mine': preset({name!r}).replace(…)}}). It runs with "
+            f"trust={spec.trust!r}, aggregate={spec.aggregate!r}."
         )
 
 
@@ -107,19 +108,19 @@ def _default(config: Any, option: str, default: Any) -> Any:
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon of verl's setting `actor.loss_scale_factor`; two different horizons
-    are an error.
-    """
+    """`spec` with the horizon `actor.loss_scale_factor`; it is an error if the two differ."""
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
-            f"{PREFIX}{name} divides by the generation budget of your run, which verl does not tell a policy loss: set "
-            "actor_rollout_ref.actor.loss_scale_factor to the value of data.max_response_length."
+            f"{PREFIX}{name} divides by the generation budget of your run, which verl does not "
+            "tell a policy loss: set actor_rollout_ref.actor.loss_scale_factor to the value of "
+            "data.max_response_length."
         )
     if None not in (tokens, chosen) and tokens != chosen:
         raise SpecError(
-            f"{PREFIX}{name} divides by the horizon {chosen!r}, but actor.loss_scale_factor={tokens!r}; give both the same value, "
-            "or leave one of them out."
+            f"{PREFIX}{name} divides by the horizon {chosen!r}, but "
+            f"actor.loss_scale_factor={tokens!r}; give both the same value, or leave one of them "
+            "out."
         )
     return spec if tokens is None else spec.with_horizon(tokens)
 
@@ -137,13 +138,8 @@ def check_config(config: Any) -> None:
         return
     with_horizon_of(actor, name, PRESETS[name].spec)
     algorithm = read(config, "algorithm")
-    chosen = str(
-        getattr(
-            read(algorithm, "adv_estimator", "gae"),
-            "value",
-            read(algorithm, "adv_estimator", "gae"),
-        )
-    )
+    adv_estimator = read(algorithm, "adv_estimator", "gae")
+    chosen = str(getattr(adv_estimator, "value", adv_estimator))
     estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
     if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
         estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"

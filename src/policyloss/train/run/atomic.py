@@ -1,4 +1,6 @@
-"""Files that survive a crash: written whole, brought to the disk, then given their name; and JSON that keeps every float."""
+"""Files that survive a crash: written whole, brought to the disk, then given their name;
+and JSON that keeps every float.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class StorageError(PolicyLossError):
 
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
-    """The error for a failed write: what was to be written, why it failed, what to do. kept: what is still there."""
+    """The error for a failed write: what was to be written, why it failed,
+    what to do. kept: what is still there.
+    """
     number = error.errno if isinstance(error, OSError) else None
     reason = os.strerror(number) if number else str(error)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -48,7 +52,9 @@ def make_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk. What is there under its name, a link for one, is removed and not written to."""
+    """Write a new file and bring it to the disk. What is there under its name, a link for one, is
+    removed and not written to.
+    """
     path.unlink(missing_ok=True)
     with open(path, "xb") as file:
         file.write(data)
@@ -57,7 +63,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give `path` new contents at one moment: a reader, or a crash, sees the old ones or the new ones."""
+    """Give `path` new contents at one moment: a reader, or a crash,
+    sees the old ones or the new ones.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_synced(temporary, data)
@@ -69,9 +77,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
-    """`value` as JSON that any reader takes and `from_json` turns back exactly; tuples come back as lists.
+    """`value` as JSON that any reader takes and `from_json` turns back exactly;
+    tuples come back as lists.
 
-    Floats are written with all their digits. NaN and infinities, which JSON lacks, are written as `{"float": "nan"}`.
+    Floats are written with all their digits. NaN and infinities, which JSON lacks,
+    are written as `{"float": "nan"}`.
     name: what `value` is, for the error about something that JSON cannot hold.
     """
     return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
@@ -90,7 +100,8 @@ def _plain(value: Any, name: str) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise InputError(
-                    f"{name} has the key {key!r}, but JSON takes only strings as keys; use str(key)."
+                    f"{name} has the key {key!r}, but JSON takes only strings as keys; use "
+                    "str(key)."
                 )
         return {key: _plain(inner, f"{name}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -100,7 +111,8 @@ def _plain(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise InputError(
-        f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a list or a dict."
+        f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a "
+        "list or a dict."
     )
 
 

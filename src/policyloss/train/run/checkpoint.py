@@ -72,7 +72,8 @@ def save(
     keep: int | None,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`, return its path.
+    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`,
+    return its path.
 
     state: tensors, in mappings and sequences as deep as you like; they come back flat,
         `{"model": {"w": x}}` as `"model/w"`. Those that are the same memory (tied weights) are
@@ -87,7 +88,8 @@ def save(
     """
     if step < 0 or (keep is not None and keep < 1):
         raise InputError(
-            f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, keep={keep}."
+            f"a checkpoint needs step ≥ 0 and keep ≥ 1 (or None to keep all), got step={step}, "
+            f"keep={keep}."
         )
     tensors: dict[str, Tensor] = {}
 
@@ -95,9 +97,8 @@ def save(
         tensors.update(flatten(state))
         return {name: share_of(name, x, group) for name, x in tensors.items()}
 
-    entries = located(
-        on_every_rank(plan, group)
-    )  # of the same plans on every rank: all raise, or none
+    # Of the same plans on every rank: all raise, or none.
+    entries = located(on_every_rank(plan, group))
     path, file = published_path(folder, step), file_of(rank_in(group))
     to_write = {
         name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)
@@ -197,7 +198,8 @@ def flatten(state: State) -> dict[str, Tensor]:
                 add(f"{name}/{i}", inner)
         else:
             raise InputError(
-                f"state[{name!r}] is a {type(value).__name__}; tensors go into state, everything else into numbers."
+                f"state[{name!r}] is a {type(value).__name__}; tensors go into state, everything "
+                "else into numbers."
             )
 
     add("", state)
@@ -230,8 +232,8 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
         index: dict[str, Any] = from_json(body)
         if index["format"] != FORMAT:
             raise StorageError(
-                f"checkpoint {path} has format {index['format']}, and this version reads format {FORMAT}; "
-                "use the version that wrote it."
+                f"checkpoint {path} has format {index['format']}, and this version reads format "
+                f"{FORMAT}; use the version that wrote it."
             )
         for name, file in index["files"].items():
             _check_file(path, name, file, sums)
@@ -328,7 +330,8 @@ def _in_file(entry: Mapping[str, Any], file: str) -> bool:
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
         raise StorageError(
-            f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its folder."
+            f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its "
+            "folder."
         )
     require_plain(path / name)
     size = (path / name).stat().st_size
@@ -363,14 +366,17 @@ def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _own_memory(name: str, x: Tensor) -> Tensor:
-    """`x` on the CPU, contiguous, and in memory that nothing else uses, which safetensors asks for."""
+    """`x` on the CPU, contiguous, and in memory that nothing else uses,
+    which safetensors asks for.
+    """
     if x.is_meta or x.layout != torch.strided:
         raise InputError(
-            f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor with values."
+            f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor "
+            "with values."
         )
     here = x.cpu().contiguous()
-    whole = here.untyped_storage().nbytes() == here.numel() * here.element_size()
-    return here if whole else here.clone()
+    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
+    return here if alone else here.clone()
 
 
 def _readable(path: Path) -> bool:

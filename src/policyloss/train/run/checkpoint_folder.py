@@ -76,9 +76,8 @@ def newest_first(folder: Path) -> list[Path]:
     that was to replace it.
     """
     by_step: dict[int, Path] = {}
-    for path in (
-        sorted(folder.iterdir()) if folder.is_dir() else []
-    ):  # ".step…" sorts before "step…", which replaces it here
+    # ".step…" sorts before "step…", which replaces it here.
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _NAME.fullmatch(path.name)
         if (
             match
@@ -111,9 +110,8 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
             kept += 1
             continue
         try:
-            os.replace(
-                path, _hidden(folder, step_of(path), "gone", free=True)
-            )  # a crash leaves no half of it under its name
+            # A crash leaves no half of it under its name.
+            os.replace(path, _hidden(folder, step_of(path), "gone", free=True))
         except OSError as error:  # the new one is complete: not worth ending a run
             warnings.warn(
                 f"could not delete the old checkpoint {path}: {error}", UserWarning, stacklevel=3
@@ -122,7 +120,9 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
 
 
 def _tidy(folder: Path) -> None:
-    """Finish what a crash interrupted: bring back one that stepped aside, delete what has no use."""
+    """Finish what a crash interrupted: bring back one that stepped aside,
+    delete what has no use.
+    """
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))

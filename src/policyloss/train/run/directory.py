@@ -9,7 +9,8 @@
     checkpoints/       step_000010/, …
     lock               the process that uses the directory
 
-JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see `records.line_of`).
+JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see
+`records.line_of`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from policyloss.train.run.atomic import (
     write_error,
 )
 from policyloss.train.run.checkpoint_folder import discard_after
-from policyloss.train.run.lock import Lock
+from policyloss.train.run.lock import Lock, is_held
 from policyloss.train.run.plain_files import read_plain, refuse_links
 from policyloss.train.run.records import JsonLines
 from policyloss.train.view.track import TensorBoard, Tracker, service
 
-# What makes a directory a run. A lock alone, or an environment, is what a start that was killed left.
+# What makes a directory a run. A lock alone, or an environment,
+# is what a start that was killed left.
 _OF_A_RUN = (
     "config.json",
     "metrics.jsonl",
@@ -60,7 +62,8 @@ _PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors",
 class RunDir:
     """An open run directory, locked by this process until `close`. A context manager.
 
-    path, config and spec are what it was made with; `checkpoints` is the folder for `checkpoint.save`.
+    path, config and spec are what it was made with;
+    `checkpoints` is the folder for `checkpoint.save`.
     """
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
@@ -76,7 +79,8 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
-        """Start a run in `path`, which is made if need be. A directory that holds a run already is refused: resume it with `open`.
+        """Start a run in `path`, which is made if need be. A directory that holds a run already is
+        refused: resume it with `open`.
 
         config and spec: JSON.
         """
@@ -93,15 +97,13 @@ class RunDir:
         lock = Lock(path)
         try:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
-            if there and (
-                not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
-            ):
+            if _holds_run(path):
                 raise InputError(
-                    f"{path} holds a run already ({', '.join(there)}); resume it, or use another directory."
+                    f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
+                    "directory."
                 )
-            for name in (
-                there
-            ):  # a start that ended before its first checkpoint: there is nothing to resume
+            # A start that ended before its first checkpoint: there is nothing to resume.
+            for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
             replace_file(
@@ -115,7 +117,9 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the run in `path` to continue it. Call `truncate` next, with the step of the checkpoint it continues from."""
+        """Open the run in `path` to continue it. Call `truncate` next, with the step of the
+        checkpoint it continues from.
+        """
         path = Path(path)
         contents = cls.read_config(path)
         lock = Lock(path)
@@ -128,14 +132,17 @@ class RunDir:
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
-        """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without opening or locking the run."""
+        """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without
+        opening or locking the run.
+        """
         file = Path(path) / "config.json"
         refuse_links(Path(path))
         try:
             contents: Any = from_json(read_plain(file))
         except FileNotFoundError:
             raise InputError(
-                f"{path} holds no run: there is no {file}. Give the directory of a run, or start one."
+                f"{path} holds no run: there is no {file}. Give the directory of a run, or start "
+                "one."
             ) from None
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot read {file}: {error}.") from None
@@ -149,10 +156,19 @@ class RunDir:
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
-        """Write config.json anew, for a run that goes on with more steps than it was started for."""
+        """Write config.json anew, for a run that goes on
+        with more steps than it was started for.
+        """
         contents = {**self.read_config(self.path), "config": config}
         replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
         self.config = config
+
+    def note(self, **facts: str) -> None:
+        """Add what was chosen for this start, or this resume, to environment.json."""
+        file = self.path / "environment.json"
+        started = _environment(file)
+        (started["resumed"][-1] if started["resumed"] else started).update(facts)
+        replace_file(file, to_json(started, "environment", indent=2))
 
     @property
     def checkpoints(self) -> Path:
@@ -164,15 +180,18 @@ class RunDir:
         self._services.append(service(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to TensorBoard and other trackers.
+        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to
+        TensorBoard and other trackers.
 
-        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`. They are in the files, safe from kill -9, when
-        this returns. Steps must grow; on resume `truncate` makes room.
+        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`. They are in the
+        files, safe from kill -9, when this returns. Steps must grow;
+        on resume `truncate` makes room.
         """
         last = self._lines["metrics"].last
         if last is not None and step <= last:
             raise InputError(
-                f"step {step} was logged already (the last one is {last}); truncate({step - 1}) first to redo it."
+                f"step {step} was logged already (the last one is {last}); truncate({step - 1}) "
+                "first to redo it."
             )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
@@ -188,26 +207,28 @@ class RunDir:
         self._lines["rollouts"].append(rows)
 
     def truncate(self, step: int) -> None:
-        """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and TensorBoard hides later events.
+        """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and
+        TensorBoard hides later events.
 
         The lines that stay keep their bytes. After a crash in the middle, do it again.
         """
-        discard_after(
-            self.checkpoints, step
-        )  # first: the latest checkpoint must never be of a step whose lines are gone
+        # First: the latest checkpoint must never be of a step whose lines are gone.
+        discard_after(self.checkpoints, step)
         for lines in self._lines.values():
             lines.truncate(step)
         last = self._lines["metrics"].last
         if (-1 if last is None else last) < step:
             warnings.warn(
-                f"{self.path / 'metrics.jsonl'} ends at step {last}, before step {step} where the run continues: lines are lost.",
+                f"{self.path / 'metrics.jsonl'} ends at step {last}, before step {step} where the "
+                "run continues: lines are lost.",
                 UserWarning,
                 stacklevel=2,
             )
         self._resumed_after = step
 
     def sync(self) -> None:
-        """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot lose what comes before it.
+        """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot
+        lose what comes before it.
 
         What kill -9 can lose needs no sync: the lines are in the system's hands once `log` returns.
         """
@@ -245,15 +266,35 @@ class RunDir:
         self.close()
 
 
+def _holds_run(path: Path) -> bool:
+    """Whether a directory holds what must not be overwritten: anything of a run, but for a start
+    that ended before its first checkpoint.
+    """
+    return any((path / name).exists() for name in _OF_A_RUN) and (
+        not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
+    )
+
+
+def free_directory(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, … in which no run is or is being started."""
+    number, candidate = 1, path
+    while _holds_run(candidate) or is_held(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
 def environment() -> dict[str, Any]:
-    """What the numbers of a run may depend on beside its config: versions, hardware, threads; and who started it, and when."""
+    """What the numbers of a run may depend on beside its config: versions, hardware, threads; and
+    who started it, and when.
+    """
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -273,13 +314,18 @@ def _version(name: str) -> str | None:
 
 def _note_resume(path: Path) -> None:
     """Add the environment of this resume to that of the start."""
+    started = _environment(path)
+    started["resumed"].append(environment())
+    replace_file(path, to_json(started, "environment", indent=2))
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
         started: Any = from_json(read_plain(path))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
-    resumed = resumed if isinstance(resumed, list) else []
-    replace_file(
-        path, to_json({**started, "resumed": [*resumed, environment()]}, "environment", indent=2)
-    )
+    resumed = [x for x in resumed if isinstance(x, dict)] if isinstance(resumed, list) else []
+    return {**started, "resumed": resumed}

@@ -1,4 +1,6 @@
-"""Who is using a run directory: the file `lock` names a process, and a lock whose process has ended is no lock."""
+"""Who is using a run directory: the file `lock` names a process,
+and a lock whose process has ended is no lock.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ LOCK_BYTES = 4096  # no lock is longer
 
 
 class Lock:
-    """Holds `folder/lock` until `release`. It names this process: its id, its host, and when it began.
+    """Holds `folder/lock` until `release`. It names this process:
+    its id, its host, and when it began.
 
-    The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live one is refused. A lock from
-    another host is refused, because from here one cannot see whether its process lives; its user deletes the file.
+    The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live
+    one is refused. A lock from another host is refused, because from here one cannot see whether
+    its process lives; its user deletes the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,18 +56,18 @@ class Lock:
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """The lock file, opened, with other processes kept out for the moment: two that meet a dead lock must not both take it."""
+        """The lock file, opened, with other processes kept out for the moment: two that meet a dead
+        lock must not both take it.
+        """
         while True:
             handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 if sys.platform != "win32":
-                    with suppress(
-                        OSError
-                    ):  # some network disks cannot; then what the file says must do
+                    # Some network disks cannot; then what the file says must do.
+                    with suppress(OSError):
                         fcntl.flock(handle, fcntl.LOCK_EX)
-                if _same_file(
-                    handle, self.path
-                ):  # else another process removed the file meanwhile: open the new one
+                # Else another process removed the file meanwhile: open the new one.
+                if _same_file(handle, self.path):
                     yield handle
                     return
             finally:
@@ -76,17 +80,20 @@ class Lock:
         pid, host = holder["pid"], holder["host"]
         if host != self.owner["host"]:
             raise StorageError(
-                f"{self.path.parent} is locked by process {pid} on {host}, and from {self.owner['host']} one cannot see whether it "
-                f"still runs. If it does not, delete {self.path} and start again; or use another directory."
+                f"{self.path.parent} is locked by process {pid} on {host}, and from "
+                f"{self.owner['host']} one cannot see whether it still runs. If it does not, "
+                f"delete {self.path} and start again; or use another directory."
             )
         if _runs(pid, holder.get("began")):
             raise StorageError(
-                f"{self.path.parent} is in use by process {pid} on this host. Wait for it, stop it, or use another directory."
+                f"{self.path.parent} is in use by process {pid} on this host. Wait for it, stop "
+                "it, or use another directory."
             )
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the lock of a run names a process that is alive, or one on another host, which cannot be asked.
+    """Whether the lock of a run names a process that is alive, or one on another host,
+    which cannot be asked.
 
     A link or a pipe in the place of the lock is not read, and is no lock.
     """
@@ -104,7 +111,9 @@ def is_held(folder: Path) -> bool:
 
 
 def _read(data: bytes) -> dict[str, Any] | None:
-    """The holder of a lock; None for an empty or half-written file, which a crash left before it was a lock."""
+    """The holder of a lock; None for an empty or half-written file,
+    which a crash left before it was a lock.
+    """
     try:
         holder = from_json(data)
     except ValueError:
@@ -112,9 +121,8 @@ def _read(data: bytes) -> dict[str, Any] | None:
     if not isinstance(holder, dict) or "host" not in holder:
         return None
     pid = holder.get("pid")
-    real = (
-        isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
-    )  # 0 and less are groups of processes to the system
+    # 0 and less are groups of processes to the system.
+    real = isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
     return holder if real else None
 
 
@@ -126,7 +134,9 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _runs(pid: int, began: Any) -> bool:
-    """Whether the process that took the lock is alive. Ids are given again: one that began at another time is another process."""
+    """Whether the process that took the lock is alive. Ids are given again: one that began at
+    another time is another process.
+    """
     if sys.platform == "win32":
         return True  # where asking ends the process asked about
     try:
@@ -143,14 +153,16 @@ _ENDED = "ended"
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in the system's own count since it was started; None where the system does not tell."""
+    """When a process began, in the system's own count since it was started;
+    None where the system does not tell.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-    # The second field is the program's name, in parentheses, and may hold anything: count from the last parenthesis on.
+    # The second field is the program's name, in parentheses, and may hold anything:
+    # count from the last parenthesis on.
     state, *fields = stat.rpartition(")")[2].split()
-    return (
-        _ENDED if state in "ZX" else f"{boot} {fields[18]}"
-    )  # Z: killed, and nobody has asked for its exit code yet
+    # Z: killed, and nobody has asked for its exit code yet.
+    return _ENDED if state in "ZX" else f"{boot} {fields[18]}"

@@ -17,10 +17,12 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 def optimizer_state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON. Nothing is copied.
+    """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON.
+    Nothing is copied.
 
-    Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters, and state that is not a tensor.
-    The names are those of `model.named_parameters()`, so the order in which parameters were given to the optimizer does not matter.
+    Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters,
+    and state that is not a tensor. The names are those of `model.named_parameters()`, so the order
+    in which parameters were given to the optimizer does not matter.
     """
     names = _names(model, optimizer)
     tensors: dict[str, Tensor] = {}
@@ -34,8 +36,9 @@ def optimizer_state(
                 plain.setdefault(name, {})[key] = value
             else:
                 raise InputError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name}; a checkpoint holds tensors "
-                    "and numbers only. Use an optimizer such as AdamW or SGD."
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of "
+                    f"{name}; a checkpoint holds tensors and numbers only. Use an optimizer such "
+                    "as AdamW or SGD."
                 )
     groups = [
         {"parameters": [names[p] for p in group["params"]], "options": _options(group)}
@@ -52,8 +55,9 @@ def load_optimizer_state(
 ) -> None:
     """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
 
-    The next step is then the one that the saved optimizer would have made. `optimizer.load_state_dict` would not do: it casts a
-    float32 moment of a bfloat16 parameter to bfloat16.
+    The next step is then the one that the saved optimizer would have made.
+    `optimizer.load_state_dict` would not do: it casts a float32 moment
+    of a bfloat16 parameter to bfloat16.
     """
     names = _names(model, optimizer)
     _refuse_other_optimizer(optimizer, names, numbers)
@@ -70,20 +74,24 @@ def load_optimizer_state(
         name, _, key = place.rpartition("/")
         if name not in parameters:
             raise InputError(
-                f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the optimizer."
+                f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the "
+                "optimizer."
             )
         parameter = parameters[name]
         if value.dim() and value.shape != parameter.shape:
             raise InputError(
-                f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is {tuple(parameter.shape)}."
+                f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
+                f"{tuple(parameter.shape)}."
             )
         if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
             raise InputError(
-                f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded a layout for it."
+                f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded "
+                "a layout for it."
             )
         if value.is_floating_point() != parameter.is_floating_point():
             raise InputError(
-                f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}."
+                f"{place} in the checkpoint is {value.dtype}, but the parameter is "
+                f"{parameter.dtype}."
             )
         # A step count stays on the host, unless a fused or captured step reads it on the device.
         on_host = key == "step" and not (
@@ -102,7 +110,8 @@ def load_optimizer_state(
         for key, value in saved["options"].items():
             if key in group and not _same_kind(group[key], value):
                 raise InputError(
-                    f"the checkpoint has {str(value)[:40]!r} as {key!r} of the optimizer, where {group[key]!r} is one."
+                    f"the checkpoint has {str(value)[:40]!r} as {key!r} of the optimizer, where "
+                    f"{group[key]!r} is one."
                 )
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # a captured step reads this very tensor
@@ -113,13 +122,14 @@ def load_optimizer_state(
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """The name of each parameter of `optimizer`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = [tuple(p.shape) for p in held if p not in names]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [tuple(p.shape) for p in parameters if p not in names]
     if unknown:
         raise InputError(
-            f"the optimizer holds parameters of shapes {unknown} that the model does not have; give the model they are of."
+            f"the optimizer holds parameters of shapes {unknown} that the model does not have; "
+            "give the model they are of."
         )
-    return {p: names[p] for p in held}
+    return {p: names[p] for p in parameters}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,17 +157,18 @@ def _refuse_other_optimizer(
 ) -> None:
     if numbers["class"] != type(optimizer).__name__:
         raise InputError(
-            f"the checkpoint holds the state of {numbers['class']}, but the optimizer is {type(optimizer).__name__}."
+            f"the checkpoint holds the state of {numbers['class']}, but the optimizer is "
+            f"{type(optimizer).__name__}."
         )
     if len(numbers["groups"]) != len(optimizer.param_groups):
         raise InputError(
-            f"the checkpoint's optimizer had {len(numbers['groups'])} groups of parameters, but this one has "
-            f"{len(optimizer.param_groups)}; make it as it was."
+            f"the checkpoint's optimizer had {len(numbers['groups'])} groups of parameters, but "
+            f"this one has {len(optimizer.param_groups)}; make it as it was."
         )
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, numbers["groups"], strict=True)):
         here, there = {names[p] for p in group["params"]}, set(saved["parameters"])
         if here != there:
             raise InputError(
-                f"group {i} of the optimizer: {sorted(there - here)} are only in the checkpoint, {sorted(here - there)} only here; "
-                "use the model and the groups of the run."
+                f"group {i} of the optimizer: {sorted(there - here)} are only in the checkpoint, "
+                f"{sorted(here - there)} only here; use the model and the groups of the run."
             )

@@ -11,7 +11,8 @@ from pathlib import Path
 from policyloss.errors import InputError
 from policyloss.train.run.atomic import StorageError
 
-# What a run directory holds under names of its own; other files that lie there are nobody's business.
+# What a run directory holds under names of its own;
+# other files that lie there are nobody's business.
 FILES = (
     "config.json",
     "environment.json",
@@ -41,8 +42,9 @@ def require_plain(path: Path) -> None:
         return  # whoever opens it says what is wrong
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise StorageError(
-            f"{path} is {_KINDS.get(kind, 'no plain file')}. A run directory holds plain files and folders only, because what "
-            "leads out of it is neither read nor written; remove it, or put the file itself there."
+            f"{path} is {_KINDS.get(kind, 'no plain file')}. A run directory holds plain files and "
+            "folders only, because what leads out of it is neither read nor written; remove it, "
+            "or put the file itself there."
         )
 
 
@@ -72,7 +74,8 @@ def refuse_links(run: Path) -> None:
         str(run).encode()
     except UnicodeEncodeError:
         raise InputError(
-            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another name."
+            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another "
+            "name."
         ) from None
     for name in FILES:
         require_plain(run / name)

@@ -1,4 +1,6 @@
-"""A file of JSON lines, one row each with its step: appended whole, cut back on resume, readable after a crash at any moment."""
+"""A file of JSON lines, one row each with its step: appended whole, cut back on resume, readable
+after a crash at any moment.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 class JsonLines:
     """Appends rows `{"step": …, …}` to a file. last: the step of the last row, or None.
 
-    A row reaches the file as a whole line or not at all; if a crash of the machine cut the last line short, it is dropped when the
-    file is opened again.
+    A row reaches the file as a whole line or not at all; if a crash of the machine cut the last
+    line short, it is dropped when the file is opened again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +46,8 @@ class JsonLines:
                 )
             if last is not None and step < last:
                 raise InputError(
-                    f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to write it again."
+                    f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to "
+                    "write it again."
                 )
             last = step
         data = b"".join(line_of(row) + b"\n" for row in rows)
@@ -63,20 +66,21 @@ class JsonLines:
             data = data[os.write(self._handle, data) :]
 
     def truncate(self, step: int | None) -> None:
-        """Drop every row after `step` (None: no row), and what follows the last readable row; the bytes before stay as they are."""
+        """Drop every row after `step` (None: no row), and what follows the last readable row; the
+        bytes before stay as they are.
+        """
         end, at, last = 0, 0, None
-        with os.fdopen(
-            os.dup(self._handle), "rb"
-        ) as file:  # this very file, whatever its name leads to by now
+        # This very file, whatever its name leads to by now.
+        with os.fdopen(os.dup(self._handle), "rb") as file:
             file.seek(0)
             for line in file:
                 at += len(line)
-                found = _step_of(line)
-                if found is None:
+                row_step = _step_of(line)
+                if row_step is None:
                     continue
-                if step is not None and found > step:
+                if step is not None and row_step > step:
                     break
-                end, last = at, found
+                end, last = at, row_step
         if end < os.fstat(self._handle).st_size:
             os.ftruncate(self._handle, end)
             os.fsync(self._handle)
@@ -96,8 +100,9 @@ class JsonLines:
 def line_of(row: Mapping[str, Any]) -> bytes:
     """A row as one line of JSON, its step first.
 
-    JSON has no NaN and no infinity: such a number is written as null, and the row's `"nonfinite"` says which it was, by place:
-    `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}`.
+    JSON has no NaN and no infinity: such a number is written as null, and the row's `"nonfinite"`
+    says which it was, by place: `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm":
+    "nan"}}`.
     """
     row = {"step": row["step"], **row}
     try:
@@ -127,11 +132,10 @@ def _step_of(line: bytes) -> int | None:
     """The step of a whole line of JSON; None if it is not one."""
     if not line.endswith(b"\n"):
         return None
-    found = _STEP.match(line)
-    if found and line.endswith(
-        b"}\n"
-    ):  # as `line_of` writes it: to parse a long row for its first number would take far longer
-        return int(found[1])
+    match = _STEP.match(line)
+    # As `line_of` writes it: to parse a long row for its first number would take far longer.
+    if match and line.endswith(b"}\n"):
+        return int(match[1])
     try:
         step = from_json(line)["step"]
     except (ValueError, TypeError, KeyError):

@@ -54,7 +54,8 @@ def restore(
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
-            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew in another --out."
+            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew "
+            "in another --out."
         )
     tensors, numbers = load(path, layout, group=ranks.group)
     with explained(path):
@@ -97,7 +98,8 @@ def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> No
     if names:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise NotFiniteError(
-            f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is written."
+            f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is "
+            "written."
         )
 
 
@@ -106,13 +108,15 @@ def refuse_nonfinite_weights(path: Path) -> None:
     for name in checked_index(path, sums=False)["files"]:
         try:
             with safe_open(path / name, framework="pt") as file:
-                keys = [key for key in file.keys() if key.startswith(_TRAINED)]  # no dictionary
+                names = file.keys()  # of a file, which is no dictionary
+                keys = [key for key in names if key.startswith(_TRAINED)]
                 bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         except SafetensorError as error:
             raise StorageError(f"checkpoint {path} is damaged: {name}: {error}.") from error
         if bad:
             raise StorageError(
-                f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} among them."
+                f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} "
+                "among them."
             )
 
 

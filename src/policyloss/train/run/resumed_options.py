@@ -19,11 +19,13 @@ import tyro
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, change_spec, flag, read_spec, split_loss_options
+from policyloss.train.config import TrainConfig, flag
+from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
 from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.directory import RunDir
 
-# How a run is watched, stored and placed, which changes none of its numbers; these may be others when it goes on.
+# How a run is watched, stored and placed, which changes none of its numbers;
+# these may be others when it goes on.
 CHANGEABLE = (
     *(
         "track",
@@ -34,9 +36,12 @@ CHANGEABLE = (
         "reward_timeout",
         "nonfinite_limit",
     ),
-    *("device", "parallel", "unusable"),
+    *("device", "parallel", "unusable", "attention"),
+    *("rollout", "rollout_timeout", "rollout_memory"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
+# What may name code, or an address. To train, all of these are used; to evaluate, the reward.
+_MAY_BE_CODE = ("reward", "loss", "advantage", "rollout")
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
@@ -52,8 +57,8 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
     return frozenset(fields & {*names, *(name.removeprefix("no_") for name in names)})
 
 
-def stored_options(run: Path) -> tuple[TrainConfig, LossSpec]:
-    """The options and the loss that a run was started with."""
+def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
+    """The options and the loss that a run was started with; None for a loss that is code."""
     contents = RunDir.read_config(run)
     try:
         if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
@@ -61,7 +66,8 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec]:
         config = TrainConfig.from_dict(
             {**contents["config"], "resume": False, "extend": None, "out": str(run)}
         )
-        return config, LossSpec.from_dict(contents["loss"])
+        code = contents["loss"] == {"code": config.loss}
+        return config, None if code else LossSpec.from_dict(contents["loss"])
     except PolicyLossError as error:
         raise StorageError(f"{run / 'config.json'}: {error}") from None
     except (
@@ -91,9 +97,12 @@ def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     config = tyro.cli(
         TrainConfig, args=rest, default=replace(stored, resume=True), prog="policyloss train"
     )
-    spec = read_spec(config.loss, changes) if "loss" in named else change_spec(stored_spec, changes)
+    refuse_unnamed_code(config, named, _MAY_BE_CODE)
+    if "loss" in named or stored_spec is None:
+        spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
+    else:
+        spec = change_spec(stored_spec, changes)
     refuse_changes(stored, config, stored_spec, spec)
-    refuse_unnamed_code(config, named)
     return config, spec
 
 
@@ -112,7 +121,7 @@ def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
 
 
 def refuse_changes(
-    stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec, spec: LossSpec
+    stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
 ) -> None:
     """Raise if an option or a number of the loss is another one than the run was started with; all
     of them are listed.
@@ -123,7 +132,8 @@ def refuse_changes(
         if field.name not in (*CHANGEABLE, *_OF_THE_CALL)
         and getattr(stored, field.name) != getattr(now, field.name)
     ]
-    before, after = _flat(stored_spec.to_dict()), _flat(spec.to_dict())
+    before = _flat(loss_data(stored_spec, stored.loss))
+    after = _flat(loss_data(spec, now.loss))
     names = [
         name
         for name in {**before, **after}
@@ -143,30 +153,45 @@ def refuse_changes(
         )
 
 
-def refuse_unnamed_code(config: TrainConfig, named: frozenset[str]) -> None:
-    """Raise if the run directory would have code run that the user did not name."""
-    if runs_code(config.reward) and "reward" not in named:
-        raise InputError(
-            f"{config.out / 'config.json'} names the reward {config.reward!r}, which is code. A run "
-            f"directory is only data: if you trust that code, name it yourself: --reward {config.reward}"
-        )
+def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
+    """The loss as config.json holds it: its numbers, or `{"code": name}` if it is code."""
+    return {"code": name} if spec is None or not spec.is_data else spec.to_dict()
+
+
+def refuse_unnamed_code(
+    config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
+) -> None:
+    """Raise if the run directory would have code run, or a server used, that the user did not name
+    among the `options` that matter.
+    """
+    for name in options:
+        value = getattr(config, name)
+        if runs_code(value) and name not in named:
+            kind = "address" if "://" in value else "code"
+            raise InputError(
+                f"{config.out / 'config.json'} names the {name} {value!r}, which is "
+                f"{'an ' if kind == 'address' else ''}{kind}. A run directory is only data: if you "
+                f"trust that {kind}, name it yourself: {flag(name)} {value}"
+            )
     if config.trust_remote_code and "trust_remote_code" not in named:
         raise InputError(
-            f"{config.out / 'config.json'} says that code which comes with the model {config.model!r} is "
-            "to be run. A run directory is only data: if you trust that code, say so yourself: "
-            "--trust-remote-code"
+            f"{config.out / 'config.json'} says that code which comes with the model "
+            f"{config.model!r} is to be run. A run directory is only data: if you trust that "
+            "code, say so yourself: --trust-remote-code"
         )
 
 
-def runs_code(reward: str | None) -> bool:
-    """Whether a reward is imported, by module:function, and none of the built-in ones."""
-    return reward is not None and ":" in reward
+def runs_code(value: str | None) -> bool:
+    """Whether an option names code, by module:function, or an address, and nothing built-in."""
+    return value is not None and ":" in value
 
 
 def resume_command(config: TrainConfig) -> str:
     """What to type to go on with a run."""
     words = ["policyloss", "train", "--resume", "--out", str(config.out)]
-    words += ["--reward", str(config.reward)] if runs_code(config.reward) else []
+    for name in _MAY_BE_CODE:
+        value = getattr(config, name)
+        words += [flag(name), value] if runs_code(value) else []
     words += ["--trust-remote-code"] if config.trust_remote_code else []
     return shlex.join(words)
 

@@ -76,7 +76,8 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
         ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
         if ranks > 1 and group is None:
             raise InputError(
-                f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the ranks that write it."
+                f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the "
+                "ranks that write it."
             )
         if isinstance(placement, Replicate):
             writes = writes and rank == 0
@@ -86,12 +87,14 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
             first, rows = first + begin, min(size, rows - begin)
         else:
             raise InputError(
-                f"state[{name!r}] is laid out as {placements}; only shards of the first dimension can be written."
+                f"state[{name!r}] is laid out as {placements}; only shards of the first dimension "
+                "can be written."
             )
     here = local_part(x).shape[:1]
     if placements and x.dim() and here != (rows,):
         raise InputError(
-            f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are its share."
+            f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are "
+            "its share."
         )
     return Share(
         list(x.shape), str(x.dtype).removeprefix("torch."), bool(placements), first, rows, writes
@@ -113,8 +116,9 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
             earlier = named_by.setdefault(name, rank)
             if (entry["shape"], entry["dtype"]) != (share.shape, share.dtype):
                 raise InputError(
-                    f"state[{name!r}] is {entry['dtype']} {entry['shape']} on rank {earlier} but {share.dtype} {share.shape} "
-                    f"on rank {rank}; give what belongs to one rank a name with that rank in it."
+                    f"state[{name!r}] is {entry['dtype']} {entry['shape']} on rank {earlier} but "
+                    f"{share.dtype} {share.shape} on rank {rank}; give what belongs to one rank a "
+                    "name with that rank in it."
                 )
             if share.rows and (share.writes if share.sharded else not known):
                 entry["pieces"].append(
@@ -131,23 +135,24 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
-        stored, wanted = (
-            files[piece["file"]].shape(name),
-            [piece["rows"], *shape[1:]] if shape else [],
-        )
+        stored = files[piece["file"]].shape(name)
+        wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
             raise StorageError(
-                f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. Use an older checkpoint."
+                f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. "
+                "Use an older checkpoint."
             )
         if piece["first"] != next_row:
             raise StorageError(
-                f"{name}: a piece begins at row {piece['first']}, where row {next_row} is next. Use an older checkpoint."
+                f"{name}: a piece begins at row {piece['first']}, where row {next_row} is next. "
+                "Use an older checkpoint."
             )
         next_row += piece["rows"]
     rows = shape[0] if shape else 1
     if next_row != rows:
         raise StorageError(
-            f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older one."
+            f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older "
+            "one."
         )
 
 

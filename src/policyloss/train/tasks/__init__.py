@@ -18,15 +18,16 @@ GYM = "reasoning_gym:"
 def make_task(name: str, *, reward: str | None, seed: int, success: float | None = None) -> Task:
     """The task called `name`: "sort", "reasoning_gym:<data set>", or the path of a .jsonl file.
 
-    reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The seed chooses training prompts
-    where they are generated; what is held out does not depend on it, so runs with different seeds can be compared.
+    reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The
+    seed chooses training prompts where they are generated; what is held out does not depend on it,
+    so runs with different seeds can be compared.
     success: the reward from which on a completion counts as right; None is the task's own, 1.
     """
-    task = _made(name, reward, seed)
+    task = _task(name, reward, seed)
     return task if success is None else replace(task, success=success)
 
 
-def _made(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
+def _task(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":
         return SortTask.of(seed, chosen or make_reward("exact"))
@@ -35,7 +36,8 @@ def _made(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
     if name.endswith(".jsonl"):
         return file_task(Path(name), chosen or make_reward("exact"))
     raise InputError(
-        f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in .jsonl."
+        f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in "
+        ".jsonl."
     )
 
 

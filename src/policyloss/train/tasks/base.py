@@ -1,4 +1,6 @@
-"""What a task is made of: prompts, each with its answer, and a way to score what a model says to them."""
+"""What a task is made of: prompts, each with its answer,
+and a way to score what a model says to them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in its split."""
+    """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in
+    its split. messages: what the prompt was made of, if it is a chat.
+    """
 
     prompt: str
     answer: str
     id: int
     meta: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 SUCCESS = 1.0  # the score of a right answer, where a task says nothing else
@@ -23,7 +28,9 @@ Reward = Callable[[Example, str], float]
 
 
 class Task(Protocol):
-    """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention in [0, 1]."""
+    """Prompts to train on, others to evaluate on (no prompt is in both), and a score,
+    by convention in [0, 1].
+    """
 
     @property
     def name(self) -> str:
@@ -39,7 +46,9 @@ class Task(Protocol):
 
     @property
     def success(self) -> float:
-        """The score from which on a completion counts as right: accuracy is the share of those that reach it."""
+        """The score from which on a completion counts as right:
+        accuracy is the share of those that reach it.
+        """
 
     def score(self, example: Example, completion: str) -> float:
         """How good `completion` is; raises `RewardError` where the scorer fails."""

@@ -11,29 +11,34 @@ from policyloss.train.tasks.base import ListTask, Reward, numbered
 from policyloss.train.tasks.rewards import checked
 
 TRAIN, HELD_OUT = 1024, 128
-# Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all items, so ours lie far apart.
+# Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all
+# items, so ours lie far apart.
 SEED_STRIDE = 1_000_000
 
 
 def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> ListTask:
-    """The data set `dataset`. Held out are the same prompts whatever the seed; none of them is trained on."""
+    """The data set `dataset`. Held out are the same prompts whatever the seed;
+    none of them is trained on.
+    """
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
     held_out = list(_different(source, set()))
-    seen = {row[0] for row in held_out}
-    # Enough items that the loss of repeated prompts is made up for, where the data set has that many different ones.
+    taken = {row[0] for row in held_out}
+    # Enough items that the loss of repeated prompts is made up for,
+    # where the data set has that many different ones.
     train = list(
-        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), seen), TRAIN)
+        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), taken), TRAIN)
     )
     if not train:
         raise InputError(
-            f"{name} has no more than {len(held_out)} different prompts: nothing is left to train on."
+            f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
+            "train on."
         )
-    own = checked(
+    rule = checked(
         name,
         lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
     )
-    return ListTask(name, numbered(train), numbered(held_out), reward or own)
+    return ListTask(name, numbered(train), numbered(held_out), reward or rule)
 
 
 def _creator(dataset: str) -> Any:
@@ -43,7 +48,8 @@ def _creator(dataset: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise InputError(
-            f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install reasoning-gym."
+            f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install "
+            "reasoning-gym."
         ) from error
     if dataset not in DATASETS:
         raise InputError(unknown_name("task of reasoning_gym", dataset, DATASETS))
@@ -51,23 +57,27 @@ def _creator(dataset: str) -> Any:
     def create(seed: int, size: int) -> Any:
         try:
             return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+        # "composite", for one, is nothing without settings.
         except (
             AssertionError,
             TypeError,
             ValueError,
-        ) as error:  # "composite", for one, is nothing without settings
+        ) as error:
             raise InputError(
-                f"the task reasoning_gym:{dataset} cannot be made with its default settings: {error}."
+                f"the task reasoning_gym:{dataset} cannot be made with its default settings: "
+                f"{error}."
             ) from error
 
     return create
 
 
-def _different(source: Any, seen: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(prompt, answer, meta) of each item whose prompt is new. An item whose scorer needs no answer has the answer ""."""
-    seen = set(seen)
+def _different(source: Any, taken: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(prompt, answer, meta) of each item whose prompt is new.
+    An item whose scorer needs no answer has the answer "".
+    """
+    taken = set(taken)
     for entry in source:
         prompt, answer = entry["question"], entry["answer"]
-        if prompt not in seen:
-            seen.add(prompt)
+        if prompt not in taken:
+            taken.add(prompt)
             yield prompt, "" if answer is None else str(answer), {"entry": entry}

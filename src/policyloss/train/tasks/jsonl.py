@@ -1,4 +1,6 @@
-"""Tasks from a file of JSON lines, `{"prompt": …, "answer": …}`, with `"split": "held_out"` where the file has its own split."""
+"""Tasks from a file of JSON lines: `{"prompt": …, "answer": …}`, or with "messages" in place of the
+prompt, and with `"split": "held_out"` where the file has its own split.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import ListTask, Reward, normalised, numbered
+from policyloss.train.tasks.base import Example, ListTask, Reward, normalised
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -18,16 +20,19 @@ SPLITS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Row:
-    """One line. split: None if it does not say."""
+    """One line. split: None if it does not say. prompt: of messages, their contents."""
 
     prompt: str
     answer: str
     split: str | None
     meta: dict[str, Any]
+    messages: tuple[dict[str, str], ...]
 
 
 def file_task(path: Path, reward: Reward) -> ListTask:
-    """The task in the file at `path`. Prompts that are also trained on are left out of what is held out."""
+    """The task in the file at `path`. Prompts that are also trained on are left out of what
+    is held out.
+    """
     rows = list(_rows(path))
     if not rows:
         raise InputError(
@@ -36,8 +41,8 @@ def file_task(path: Path, reward: Reward) -> ListTask:
     if any(row.split == "held_out" for row in rows):
         chosen = [row.split == "held_out" for row in rows]
     else:
-        held = _share({normalised(row.prompt) for row in rows})
-        chosen = [normalised(row.prompt) in held for row in rows]
+        chosen_prompts = _share({normalised(row.prompt) for row in rows})
+        chosen = [normalised(row.prompt) in chosen_prompts for row in rows]
     train = [row for row, is_held in zip(rows, chosen, strict=True) if not is_held]
     trained = {normalised(row.prompt) for row in train}
     held_out = [
@@ -48,18 +53,23 @@ def file_task(path: Path, reward: Reward) -> ListTask:
     for name, split in (("train on", train), ("hold out", held_out)):
         if not split:
             raise InputError(
-                f"{path} leaves no prompt to {name}: it needs different prompts for training and for evaluation."
+                f"{path} leaves no prompt to {name}: it needs different prompts for training and "
+                "for evaluation."
             )
-    return ListTask(
-        str(path),
-        numbered((row.prompt, row.answer, row.meta) for row in train),
-        numbered((row.prompt, row.answer, row.meta) for row in held_out),
-        reward,
+    return ListTask(str(path), _examples(train), _examples(held_out), reward)
+
+
+def _examples(rows: list[Row]) -> tuple[Example, ...]:
+    """As a task holds them, each with its place as id."""
+    return tuple(
+        Example(row.prompt, row.answer, i, row.meta, row.messages) for i, row in enumerate(rows)
     )
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their order nor a seed matters."""
+    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their
+    order nor a seed matters.
+    """
     ordered = sorted(
         prompts, key=lambda prompt: sha256(prompt.encode("utf-8", "surrogatepass")).digest()
     )
@@ -80,30 +90,61 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _row(line: bytes, where: str) -> Row:
     try:
-        found = json.loads(line.decode("utf-8"))
+        data = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}).") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise InputError(
-            f'{where}: {type(found).__name__} where an object {{"prompt": …, "answer": …}} belongs.'
+            f'{where}: {type(data).__name__} where an object {{"prompt": …, "answer": …}} belongs.'
         )
+    messages = _messages(data, where)
+    if messages:
+        data["prompt"] = "\n".join(message["content"] for message in messages)
     for key in ("prompt", "answer"):
-        if key not in found:
+        if key not in data:
             raise InputError(
-                f"{where}: the key {key!r} is missing; there are: {', '.join(map(repr, found)) or 'none'}."
+                f"{where}: the key {key!r} is missing; there are: "
+                f"{', '.join(map(repr, data)) or 'none'}."
             )
-        if not isinstance(found[key], str):
+        if not isinstance(data[key], str):
             raise InputError(
-                f'{where}: {key!r} is {found[key]!r}; write it as a string, "{key}": "…".'
+                f'{where}: {key!r} is {data[key]!r}; write it as a string, "{key}": "…".'
             )
-    if not found["prompt"].strip():
+    if not data["prompt"].strip():
         raise InputError(f"{where}: the prompt is empty.")
-    split = found.get("split")
+    split = data.get("split")
     if split is not None and split not in SPLITS:
         raise InputError(
             f"{where}: 'split' is {split!r}; valid are {' and '.join(map(repr, SPLITS))}."
         )
-    meta = {key: value for key, value in found.items() if key not in ("prompt", "answer", "split")}
-    return Row(found["prompt"], found["answer"], split, meta)
+    named = ("prompt", "messages", "answer", "split")
+    meta = {key: item for key, item in data.items() if key not in named}
+    return Row(data["prompt"], data["answer"], split, meta, messages)
+
+
+def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
+    """The messages of a row; none if it has a prompt."""
+    if "messages" not in row:
+        return ()
+    messages, keys = row["messages"], {"role", "content"}
+    if "prompt" in row:
+        raise InputError(f"{where}: there are both 'prompt' and 'messages'; leave one out.")
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: 'messages' is {messages!r:.80}; write a list of messages.")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or set(message) != keys
+            or not all(isinstance(x, str) for x in message.values())
+        ):
+            raise InputError(
+                f"{where}: the message {message!r:.80} is not of the form "
+                '{"role": "user", "content": "…"}.'
+            )
+    if messages[-1]["role"] == "assistant":
+        raise InputError(
+            f"{where}: the last message is the assistant's; it must be one that is to be answered."
+        )
+    return tuple(messages)

@@ -1,19 +1,18 @@
-"""Rewards: functions from an example and a completion to a number, 1 for a right answer. None of them can fail unnoticed."""
+"""Rewards: functions from an example and a completion to a number, 1 for a right answer.
+None of them can fail unnoticed.
+"""
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError, unknown_name
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 from policyloss.train.tasks.time_limit import TimeIsUp, within
+from policyloss.train.user_code import load_code
 
 
 class RewardError(PolicyLossError):
@@ -28,9 +27,11 @@ class RewardError(PolicyLossError):
 
 
 def make_reward(name: str) -> Reward:
-    """`exact`, `math`, or `module:function`: a function `(example, completion) → number` of an importable module.
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`
+    of an importable module.
 
-    What it returns must be a finite number; anything else, and whatever it raises, becomes a `RewardError`.
+    What it returns must be a finite number; anything else, and whatever it raises,
+    becomes a `RewardError`.
     """
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
@@ -46,18 +47,19 @@ def checked(name: str, function: Any) -> Reward:
 
     def reward(example: Example, completion: str) -> float:
         try:
-            found = function(example, completion)
+            value = function(example, completion)
+        # By `sys.exit` a reward would end the run as if it had succeeded.
         except (
             Exception,
             SystemExit,
-        ) as error:  # by `sys.exit` a reward would end the run as if it had succeeded
+        ) as error:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
-        number = _number(found)
+        number = _number(value)
         if not math.isfinite(number):
             raise RewardError(
-                name, example, completion, f"returned {_shown(found)} where a finite number belongs"
+                name, example, completion, f"returned {_shown(value)} where a finite number belongs"
             )
         return number
 
@@ -65,7 +67,9 @@ def checked(name: str, function: Any) -> Reward:
 
 
 def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
-    """The task's score of a completion; a `RewardError` where it fails or takes longer than `seconds` (0: it may)."""
+    """The task's score of a completion; a `RewardError` where it fails
+    or takes longer than `seconds` (0: it may).
+    """
     try:
         return float(within(seconds, task.score, example, completion))
     except TimeIsUp:
@@ -90,9 +94,8 @@ def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward
 def _shown(x: object) -> str:
     try:
         return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    except (
-        Exception
-    ):  # an object may fail to show itself; so does a whole number of more than 4300 digits
+    # An object may fail to show itself; so does a whole number of more than 4300 digits.
+    except Exception:
         return f"something of type {type(x).__name__}"
 
 
@@ -110,7 +113,9 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """1 if the completion ends in an expression of the same value as the answer; else 0. Both may be LaTeX, boxed or not."""
+    """1 if the completion ends in an expression of the same value as the answer; else 0.
+    Both may be LaTeX, boxed or not.
+    """
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -137,38 +142,10 @@ _BUILT_IN = {"exact": _exact, "math": _math}
 
 def _imported(name: str) -> Any:
     """The function that `module:function` names."""
-    module_name, _, attribute = name.partition(":")
-    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise InputError(f"the reward {name!r} is not of the form module:function.")
-    function = getattr(_module(module_name, name), attribute, None)
+    function = load_code(name, "the reward")
     if not callable(function):
+        module, _, attribute = name.rpartition(":")
         raise InputError(
-            f"the reward {name!r}: the module {module_name!r} has no function {attribute!r}."
+            f"the reward {name!r}: the module {module!r} has no function {attribute!r}."
         )
     return function
-
-
-def _module(module: str, reward: str) -> ModuleType:
-    """Import it; the current folder counts, as it does for `python -m`."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-            raise InputError(
-                f"the reward {reward!r}: the module {module!r} needs another one: {error}."
-            ) from error
-        raise InputError(
-            f"the reward {reward!r}: there is no module {module!r} here or among the installed ones."
-        ) from error
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # it is the user's own code, which may do anything when it is imported
-        raise InputError(
-            f"the reward {reward!r}: importing {module!r} raised {type(error).__name__}: {error}."
-        ) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)

@@ -1,8 +1,10 @@
-"""The built-in task: put digits in order. A model with 140 thousand weights learns it by reinforcement in a minute on a CPU.
+"""The built-in task: put digits in order. A model with 140 thousand weights learns it by
+reinforcement in a minute on a CPU.
 
-What warm-up shows is imperfect on purpose, as the text that a language model first learns from is: nine demonstrations of ten
-leave the last digit where it stood. So the model learns to write digits, when to stop, and mostly the wrong thing; by how much it
-is wrong hardly depends on how long warm-up lasts. That the last digit has a place too is what only the reward can teach it.
+What warm-up shows is imperfect on purpose, as the text that a language model first learns from is:
+nine demonstrations of ten leave the last digit where it stood. So the model learns to write digits,
+when to stop, and mostly the wrong thing; by how much it is wrong hardly depends on how long warm-up
+lasts. That the last digit has a place too is what only the reward can teach it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ RIGHT_DEMONSTRATIONS = 0.1  # chosen by experiment: greedy accuracy 0.2 to 0.35 
 
 @dataclass(frozen=True)
 class SortTask:
-    """`sort 52731=` → `12357`: four to six different digits. Held out are the same prompts whatever the seed."""
+    """`sort 52731=` → `12357`: four to six different digits.
+    Held out are the same prompts whatever the seed.
+    """
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -42,20 +46,22 @@ class SortTask:
         return self.reward(example, completion)
 
     def demonstration(self, example: Example, rng: Random) -> str | None:
-        """The answer in one case of ten; else the digits but the last in order, and then the last."""
+        """The answer in one case of ten; else the digits but the last in order,
+        and then the last.
+        """
         if rng.random() < RIGHT_DEMONSTRATIONS:
             return example.answer
         *others, last = example.meta["digits"]
         return "".join([*sorted(others), last])
 
 
-def _different(rng: Random, seen: set[str]) -> Iterator[str]:
-    """Digit strings, each once and none that is in `seen`."""
-    seen = set(seen)
+def _different(rng: Random, taken: set[str]) -> Iterator[str]:
+    """Digit strings, each once and none that is in `taken`."""
+    taken = set(taken)
     while True:
         digits = "".join(rng.sample(DIGITS, rng.randint(SHORTEST, LONGEST)))
-        if digits not in seen:
-            seen.add(digits)
+        if digits not in taken:
+            taken.add(digits)
             yield digits
 
 

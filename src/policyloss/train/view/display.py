@@ -32,10 +32,11 @@ REFRESH_S = 0.1  # a table that is drawn more often flickers
 
 
 class Display:
-    """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and `warn` work outside of it too.
+    """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and
+    `warn` work outside of it too.
 
-    quiet: show nothing, as on every rank but the first. Without a terminal there are about 20 lines, evenly spaced, and one for
-    the first step, the last, and each with a held-out accuracy.
+    quiet: show nothing, as on every rank but the first. Without a terminal there are about 20
+    lines, evenly spaced, and one for the first step, the last, and each with a held-out accuracy.
     """
 
     def __init__(self, total: int, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -75,7 +76,9 @@ class Display:
         self._print(f"warning: {text}", style="yellow")
 
     def warmup(self, total: int) -> Callable[..., None]:
-        """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the loop. One line, or about four."""
+        """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the
+        loop. One line, or about four.
+        """
 
         def progress(done: int, loss: float | None = None) -> None:
             text = f"warm-up {done:>{len(str(total))}}/{total}" + (
@@ -89,7 +92,9 @@ class Display:
         return progress
 
     def update(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Show what is known after `step` steps. timing: the seconds of the last, "step_s", and its speed, "tokens_per_s"."""
+        """Show what is known after `step` steps. timing: the seconds of the last, "step_s",
+        and its speed, "tokens_per_s".
+        """
         self._done = step
         if step:  # before the first, there was no step to take the time of
             self._seconds.append(timing.get("step_s", math.nan))
@@ -101,9 +106,8 @@ class Display:
             if known.get(name) is not None
         }
         row["ETA"] = self._time_left()
-        self._held_out = row.get(
-            "held-out", self._held_out
-        )  # measured now and then; the table shows the last one
+        # Measured now and then; the table shows the last one.
+        self._held_out = row.get("held-out", self._held_out)
         self._rows.append({"held-out": self._held_out, **row})
         self._titles |= row.keys()
         if self._live is not None:

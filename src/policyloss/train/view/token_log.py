@@ -1,4 +1,6 @@
-"""What a run shows of single tokens: the distribution of ratios, and some completions token by token."""
+"""What a run shows of single tokens: the distribution of ratios,
+and some completions token by token.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
 
 
 def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
-    """How often the ratio to the old policy fell between which edges, over the tokens of all ranks."""
+    """How often the ratio to the old policy fell between which edges,
+    over the tokens of all ranks.
+    """
     tokens = learned.pack.tokens
     ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
     place = torch.bucketize(ratio, EDGES[1:-1])
@@ -37,7 +41,9 @@ def rollout_rows(
     tokenizer: Any,
     spec: pl.LossSpec,
 ) -> list[dict[str, Any]]:
-    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones of the pack."""
+    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones
+    of the pack.
+    """
     if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)
@@ -56,6 +62,7 @@ def rollout_rows(
                 "step": step,
                 "example": sample.example,
                 "group": sample.group,
+                "weights": sample.version,
                 "prompt": example.prompt,
                 "completion": sample.text,
                 "answer": example.answer,
@@ -76,9 +83,11 @@ def rollout_rows(
 
 
 def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
-    """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]` bool.
+    """Where the trust region or a correction leaves a token with an advantage no gradient,
+    `[N]` bool.
 
-    Read off the loss itself, without its KL and entropy terms: the derivative with respect to logp is exactly 0 there.
+    Read off the loss itself, without its KL and entropy terms:
+    the derivative with respect to logp is exactly 0 there.
     """
     t = pack.tokens
     logp = t["logp"].clone().requires_grad_()

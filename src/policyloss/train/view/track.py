@@ -1,4 +1,6 @@
-"""Where the numbers of a run go beside its own files: TensorBoard, and Weights & Biases or trackio if asked for."""
+"""Where the numbers of a run go beside its own files:
+TensorBoard, and Weights & Biases or trackio if asked for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Tracker(Protocol):
     """Something that shows the metrics of a run while it trains."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step: numbers, and histograms as `{"edges": […], "counts": […]}`."""
+        """Take the metrics of a step: numbers, and histograms
+        as `{"edges": […], "counts": […]}`.
+        """
 
     def flush(self) -> None:
         """See that what was logged is not lost if the process is killed."""
@@ -32,7 +36,9 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder`. resumed_after: the step a resumed run continues from; later events of before are hidden."""
+    """Event files in `folder`. resumed_after: the step a resumed run continues from;
+    later events of before are hidden.
+    """
 
     def __init__(self, folder: Path, *, resumed_after: int | None = None) -> None:
         try:
@@ -64,13 +70,16 @@ class TensorBoard:
 
 
 def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
-    """What TensorBoard wants: the upper limit of each bucket, and moments, here with every value in the middle of its bucket.
+    """What TensorBoard wants: the upper limit of each bucket, and moments, here with every value in
+    the middle of its bucket.
 
-    One edge more than counts: they enclose the buckets. One less: they separate them, and the first and last have no outer end.
+    One edge more than counts: they enclose the buckets. One less: they separate them, and the first
+    and last have no outer end.
     """
     if len(edges) not in (len(counts) + 1, len(counts) - 1):
         raise InputError(
-            f"a histogram needs one edge more or one less than its counts, got {len(edges)} edges and {len(counts)} counts."
+            f"a histogram needs one edge more or one less than its counts, got {len(edges)} edges "
+            f"and {len(counts)} counts."
         )
     ends = edges if len(edges) > len(counts) else [edges[0], *edges, edges[-1]]
     middles = [(low + high) / 2 for low, high in pairwise(ends)]
@@ -89,7 +98,9 @@ def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
 
 
 class Service:
-    """Weights & Biases or trackio, which share their calls. A failure of the service is warned of once, and training goes on."""
+    """Weights & Biases or trackio, which share their calls. A failure of the service is warned of
+    once, and training goes on.
+    """
 
     def __init__(self, name: str, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
         self._name, self._module, self._works = name, module, True
@@ -117,10 +128,12 @@ class Service:
             return
         try:
             call()
-        except Exception as error:  # a service on the network may fail in any way; a run of days must not end by that
+        # A service on the network may fail in any way; a run of days must not end by that.
+        except Exception as error:
             self._works = False
             warnings.warn(
-                f"{self._name} failed ({error}); the run goes on without it, and its own files have all.",
+                f"{self._name} failed ({error}); the run goes on without it, and its own files "
+                "have all.",
                 stacklevel=2,
             )
 
@@ -129,12 +142,16 @@ SERVICES = ("wandb", "trackio")
 
 
 def service(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
-    """The tracker called `name`, with a run of its own for the run directory `folder`; a resumed one continues it."""
+    """The tracker called `name`, with a run of its own for the run directory `folder`;
+    a resumed one continues it.
+    """
     return Service(name, service_module(name), folder, config)
 
 
 def service_module(name: str) -> Any:
-    """The package of a tracker, or an error that says how to get it: to be asked before anything is loaded."""
+    """The package of a tracker, or an error that says how to get it:
+    to be asked before anything is loaded.
+    """
     if name not in SERVICES:
         raise InputError(unknown_name("tracker", name, SERVICES))
     try:

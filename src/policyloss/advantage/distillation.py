@@ -1,0 +1,208 @@
+"""A teacher in the advantages, and a KL in the advantages or in the rewards.
+
+A teacher that scores the tokens that the student sampled says with each of them how much it would
+have preferred it: `teacher_logp − old_logp`. That number is an advantage, and any policy loss can
+train with it.
+Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Nothing carries a
+gradient, and whatever masked positions hold is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.advantage.groups import moments, shared_groups
+from policyloss.advantage.returns import discounted_returns, token_rewards, whole_sequences
+from policyloss.arguments import check_choice, check_like, check_number, check_tensor
+from policyloss.functional.kl import ESTIMATORS, estimate
+from policyloss.functional.masking import compute_dtype, difference, fill
+from policyloss.functional.segments import Sequences
+from policyloss.tokens import as_mask, expand_advantages
+
+
+@torch.no_grad()
+def opd(
+    teacher_logp: Tensor,
+    old_logp: Tensor,
+    coef: float = 1.0,
+    base: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+) -> Tensor:
+    """On-policy distillation: `A = base + coef·(teacher_logp − old_logp)`, for each token.
+
+    The mean of −A over tokens of the student is its KL to the teacher, so a policy gradient with
+    this advantage lowers the reverse KL.
+    teacher_logp, old_logp: token-shaped, of the sampled token; old_logp is the policy that sampled
+    it (the rollout engine's log-probability where there is no other). base: the advantages of a
+    reward, token-shaped or one per sequence, `[S]` (`[S, 1]` in a pack of a `cp_group`). mask:
+    token-shaped; masked tokens then get 0 → token-shaped.
+    Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
+    """
+    check_number("coef", coef, finite=True)
+    gap = _Gap.of(old_logp, ("teacher_logp", teacher_logp), mask, cu_seqlens, cp_group)
+    return gap.added_to(base, coef * gap.d)
+
+
+@torch.no_grad()
+def iw_opd(
+    teacher_logp: Tensor,
+    old_logp: Tensor,
+    mask: Tensor,
+    gamma: float = 0.5,
+    coef: float = 1.0,
+    base: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """IW-OPD: `A = base + w·coef·(teacher_logp − old_logp)`, where w falls along the sequence.
+
+    w as in `prefix_weights`, of the teacher's part alone. Arguments as in `opd` and `gae`.
+    Source: arXiv 2606.22600; gamma as in TRL's `iw_opd`.
+    """
+    check_number("coef", coef, finite=True)
+    gap = _Gap.of(old_logp, ("teacher_logp", teacher_logp), mask, cu_seqlens, cp_group)
+    where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group, "positions": positions}
+    w = prefix_weights(gap.d, mask, gamma, **where)
+    return gap.added_to(base, coef * w * gap.d)
+
+
+@torch.no_grad()
+def prefix_weights(
+    advantages: Tensor,
+    mask: Tensor,
+    gamma: float = 0.5,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """`w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
+
+    Tokens that come after a prefix on which teacher and student already differed count less: w
+    falls from 1 + γ at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are
+    bridged, and get 0. Where every A is 0, w is 1 + γ.
+    advantages, mask: token-shaped → token-shaped. cp_group, positions: as in `gae`.
+    """
+    check_number("gamma", gamma, least=0, finite=True)
+    check_tensor("advantages", advantages, "float")
+    valid = as_mask(mask, advantages, like_called="advantages")
+    sequences = Sequences.of(advantages, cu_seqlens, cp_group, "advantages")
+    size = fill(advantages.detach(), valid, compute_dtype(advantages)).abs()
+    # 1 − Σ_{k<t} / Σ is the share of this and all later tokens, without the cancellation. One
+    # number per token is [1, N] in a pack, where [N] might mean one per sequence.
+    rest = discounted_returns(
+        size if cu_seqlens is None else size.unsqueeze(0),
+        valid,
+        cu_seqlens=cu_seqlens,
+        cp_group=cp_group,
+        positions=positions,
+    )
+    total = sequences.expand(sequences.sum(size))
+    share = torch.where(total == 0, 1, rest / torch.where(total == 0, 1, total))
+    return fill(1 + gamma * share, valid)
+
+
+@torch.no_grad()
+def centered_kl(
+    old_logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor,
+    coef: float,
+    base: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    group: Any = None,
+    cp_group: Any = None,
+) -> Tensor:
+    """`A = base + coef·(mean of kl − kl_t)` with `kl_t = old_logp − ref_logp`.
+
+    A KL in the advantages that does not move their mean: a token that drifts less than the average
+    is rewarded. The mean is over all valid tokens of the step. `ref_logp` may be a teacher's.
+    old_logp, ref_logp, mask: token-shaped. base: as in `opd`. group, cp_group: ranks that share the
+    mean, as in `whiten` → token-shaped.
+    Source: Tinker's cookbook, `incorporate_kl_penalty`.
+    """
+    check_number("coef", coef, finite=True)
+    gap = _Gap.of(old_logp, ("ref_logp", ref_logp), mask, cu_seqlens, cp_group)
+    mean, _ = moments(gap.d, gap.valid, 1, *shared_groups(group, cp_group))
+    centered = (gap.d.to(mean.dtype) - mean).to(gap.d.dtype)
+    return gap.added_to(base, fill(coef * centered, gap.valid))
+
+
+@torch.no_grad()
+def kl_in_reward(
+    rewards: Tensor,
+    old_logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor,
+    coef: float,
+    *,
+    estimator: str = "k1",
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """`r_t − coef·kl_t`: a penalty on every token, to be summed up by `gae` or `reinforce_pp`.
+
+    kl_t: "k1", "k2", "k3" or "abs" of `d = ref_logp − old_logp`, as in `KL`. A loss that is trained
+    on these rewards has `kl=None`: the penalty counts once.
+    rewards: token-shaped, or one per sequence `[S]`, then put on the last valid token. The others
+    are token-shaped → token-shaped, 0 at masked tokens. cp_group, positions: as in `gae`.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_number("coef", coef, least=0, finite=True)
+    check_tensor("rewards", rewards)
+    gap = _Gap.of(old_logp, ("ref_logp", ref_logp), mask, cu_seqlens, cp_group)
+    dtype = compute_dtype(rewards, gap.d)
+    if cp_group is None:
+        reward = token_rewards(rewards, gap.valid, gap.sequences, dtype)
+    else:
+        pack, reward = whole_sequences(rewards, gap.valid, gap.sequences, positions, dtype)
+        layout = Sequences.of(pack.mask, pack.cu_seqlens)
+        reward = pack.on_this_rank(token_rewards(reward, pack.mask, layout, dtype))
+    return fill(reward - coef * estimate(gap.d.to(dtype), estimator), gap.valid)
+
+
+class _Gap(NamedTuple):
+    """`d = other_logp − old_logp` of the valid tokens, 0 at the others; and where they are."""
+
+    d: Tensor
+    valid: Tensor
+    sequences: Sequences
+
+    @classmethod
+    def of(
+        cls,
+        old_logp: Tensor,
+        other: tuple[str, Tensor],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp_group: Any,
+    ) -> _Gap:
+        """The gap between two arguments. other: with its name. mask: None if all tokens count."""
+        check_tensor("old_logp", old_logp, "float")
+        check_like(*other, ("old_logp", old_logp), "float")
+        valid = (
+            torch.ones_like(old_logp, dtype=torch.bool)
+            if mask is None
+            else as_mask(mask, old_logp, like_called="old_logp")
+        )
+        logp = other[1].detach()
+        d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))
+        return cls(d, valid, Sequences.of(old_logp, cu_seqlens, cp_group, "old_logp"))
+
+    def added_to(self, base: Tensor | None, a: Tensor) -> Tensor:
+        """`base + a`, 0 at masked tokens; `a` alone without a base."""
+        if base is None:
+            return a
+        check_tensor("base", base, like=("old_logp", a))
+        per_token = expand_advantages(base.detach(), self.sequences, "base").to(a.dtype)
+        return fill(per_token + a, self.valid)

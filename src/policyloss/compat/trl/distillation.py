@@ -1,0 +1,146 @@
+"""TRL's divergences: GKDTrainer's `generalized_jsd_loss`, the chunked kernel, and
+DistillationTrainer's loss, with their arguments and results.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.compat.arguments import drop_in
+from policyloss.functional.divergence import Measure, terms
+from policyloss.head.divergence import linear_divergence
+from policyloss.head.linear import linear_logprobs
+from policyloss.teacher import Teacher
+
+
+@drop_in
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:
+    """`GKDTrainer.generalized_jsd_loss`: the JSD of two `[B, T, V]` logits, reduced as TRL does.
+
+    labels: `[B, T]`, −100 where a token does not count. reduction "batchmean" divides by the
+    tokens that count (without labels, by B), "sum" adds up, "mean" averages over tokens *and*
+    vocabulary entries, and anything else returns the terms `[…, V]`. num_items_in_batch: divide the
+    sum by this instead.
+    """
+    student, teacher = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
+    each = terms(student, teacher, Measure("jsd", beta))
+    valid = None if labels is None else labels != -100
+    each = each if valid is None else each[valid]
+    if num_items_in_batch is not None:
+        return each.sum() / num_items_in_batch
+    if reduction == "batchmean":
+        count = max(each.shape[0], 1) if valid is None else valid.sum().clamp(min=1)
+        return each.sum() / count
+    if reduction == "mean":
+        return each.mean()
+    return each.sum() if reduction == "sum" else each
+
+
+class TokenDivergences(NamedTuple):
+    """The divergence and the student's entropy of each token `[N]`; the entropy has no gradient."""
+
+    divergence: Tensor
+    entropy: Tensor
+
+
+def chunked_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float = 1.0,
+    student_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_final_logit_softcapping: float | None = None,
+) -> TokenDivergences:
+    """`ChunkedDivergenceFunction.apply`: the GKD divergence of each token, from hidden states.
+
+    hidden: `[N, D]` of either model, weight: `[V, D]`, bias: `[V]`. The scale multiplies a model's
+    logits, bias included, before its softcap.
+    """
+    hidden, bias = _scaled(student_hidden, student_bias, student_logit_scale)
+    seen, its_bias = _scaled(teacher_hidden, teacher_bias, teacher_logit_scale)
+    teacher = Teacher(seen, teacher_weight, its_bias, temperature, teacher_final_logit_softcapping)
+    softcap = student_final_logit_softcapping
+    divergence = linear_divergence(
+        hidden,
+        student_weight,
+        teacher,
+        kind="jsd",
+        beta=beta,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+    )
+    with torch.no_grad():
+        ids = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        spread = linear_logprobs(
+            hidden, student_weight, ids, bias, temperature, entropy=True, softcap=softcap
+        )
+    return TokenDivergences(divergence, spread.entropy)
+
+
+def chunked_divergence_loss(
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Tensor | float | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """DistillationTrainer's loss → (loss, summed entropy, number of tokens that count), 0-dim each.
+
+    hidden states: `[B, T, D]`. completion_mask: `[B, T]`. The loss is divided by
+    num_items_in_batch, or else by the tokens of this call (at least one).
+    """
+    valid = completion_mask.reshape(-1) != 0
+    hidden, of_teacher = (
+        x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
+    )
+    each = chunked_divergence(
+        hidden,
+        student_lm_head_weight,
+        student_lm_head_bias,
+        of_teacher,
+        teacher_lm_head_weight,
+        teacher_lm_head_bias,
+        beta,
+        temperature,
+        student_logit_scale,
+        student_final_logit_softcapping,
+        teacher_logit_scale,
+        teacher_final_logit_softcapping,
+    )
+    count = valid.sum()
+    items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return each.divergence.sum() / items, each.entropy.sum(), count
+
+
+def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Hidden states and bias whose logits are `scale` times as large."""
+    if scale == 1:
+        return hidden, bias
+    return hidden * scale, None if bias is None else bias * scale

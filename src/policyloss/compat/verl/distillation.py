@@ -1,0 +1,97 @@
+"""verl's distillation losses: the forward KL on a teacher's top-k entries, and the estimates on
+sampled tokens, also with the gradient of k2, in its registry.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from policyloss.compat.verl.aggregation import kl_penalty
+from policyloss.compat.verl.calls import read
+from policyloss.compat.verl.settings import PREFIX
+from policyloss.functional.divergence import Measure, on_support, terms
+
+FORWARD = Measure("forward", tail=False)
+ESTIMATES = ("k1", "k1+", "abs", "k2", "k3", "k3+")
+
+
+def kl_divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """`KL(p‖q)` over the entries that are given, in float32. `[..., K]` twice → `[...]`."""
+    return on_support(log_q.float(), log_p.float(), FORWARD)
+
+
+def compute_forward_kl_topk(
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: Any,
+    data_format: str = "thd",
+) -> dict[str, Tensor]:
+    """verl's forward KL on the teacher's top-k entries, and what it reports of them.
+
+    student_logits: `[B, T, V]`. teacher_topk_log_probs, teacher_topk_ids: `[B, T, K]`, or nested
+    tensors, which are packed. config: its `distillation_loss.log_prob_min_clamp` holds both
+    log-probabilities up. data_format changes nothing here. → five `[B, T]` tensors by name. verl
+    holds the divergence at 0 later, which takes its gradient where the sum is negative;
+    `Divergence("forward", …)` with its tail is never negative.
+    """
+    teacher, ids = (_of_this_rank(x) for x in (teacher_topk_log_probs, teacher_topk_ids))
+    student = student_logits.log_softmax(-1)
+    top = student.topk(ids.shape[-1], -1).indices
+    chosen = student.gather(-1, ids)
+    masses = {"student_mass": chosen.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+    least = read(read(config, "distillation_loss"), "log_prob_min_clamp")
+    if least is not None:
+        chosen, teacher = chosen.clamp(min=least), teacher.clamp(min=least)
+    shared = (ids.unsqueeze(-1) == top.unsqueeze(-2)).any(-1)
+    count = shared.sum(-1)
+    advantage = -(terms(chosen, teacher, FORWARD) * shared).sum(-1) / count.clamp(min=1)
+    return {
+        "distillation_losses": kl_divergence(chosen, teacher),
+        **masses,
+        "overlap_count": count,
+        "overlap_token_advantage": advantage,
+    }
+
+
+def register_distillation() -> tuple[str, ...]:
+    """Register the estimates on sampled tokens in verl as "policyloss/<name>"; returns the names.
+
+    Choose one by `distillation.distillation_loss.loss_mode`. "k1+" and "k3+" report the estimate
+    and have the gradient of k2, which is that of the reverse KL on-policy; verl's own k1 pulls
+    nowhere unless `use_policy_gradient` makes an advantage of it.
+    """
+    losses = import_module("verl.trainer.distillation.losses")
+    for name in ESTIMATES:
+        settings = losses.DistillationLossSettings(names=[f"{PREFIX}{name}"], use_estimator=True)
+        losses.register_distillation_loss(settings)(_estimate(name))
+    return tuple(f"{PREFIX}{name}" for name in ESTIMATES)
+
+
+def _estimate(name: str) -> Any:
+    def loss(
+        config: Any, distillation_config: Any, model_output: Any, data: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The estimate of each token of a response `[B, T]`, and no metrics."""
+        padded = import_module("verl.workers.utils.padding").no_padding_2_padding
+        student = padded(model_output["log_probs"], data)
+        teacher = padded(data["teacher_logprobs"], data).squeeze(-1)
+        return kl_penalty(student, teacher, name), {}
+
+    loss.__name__ = f"policyloss_{name.replace('+', '_with_k2')}"
+    return loss
+
+
+def _of_this_rank(x: Tensor) -> Tensor:
+    """The entries as `[B, T, K]`: a nested tensor packed, and cut where verl cuts sequences."""
+    x = x.values().unsqueeze(0) if x.is_nested else x
+    try:
+        ulysses = import_module("verl.utils.ulysses")
+    except ModuleNotFoundError:
+        return x
+    several = ulysses.get_ulysses_sequence_parallel_world_size() > 1
+    cut: Tensor = ulysses.slice_input_tensor(x, dim=1) if several else x
+    return cut

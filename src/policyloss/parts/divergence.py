@@ -1,0 +1,145 @@
+"""A pull to a teacher's whole distribution, in the `kl` slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from policyloss.arguments import description
+from policyloss.errors import SpecError
+from policyloss.functional.divergence import Measure
+from policyloss.functional.masking import bound
+from policyloss.functional.ratio import LogClamp
+from policyloss.parts.validate import Part, Positive, log_clamp, within
+from policyloss.parts.wording import bounds_in_words, spoken
+from policyloss.tokens import Tokens
+
+_IN_WORDS = {
+    "forward": "KL(teacher, student)",
+    "reverse": "KL(student, teacher)",
+    "generalised": "the generalised KL(student, teacher)",
+}
+
+
+def _name_or_none(owner: Any, field: str) -> None:
+    value = getattr(owner, field)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise SpecError(
+            f'Divergence.{field} must be None, "ratio" or the name of a tensor of extras, got '
+            f"{description(value)}."
+        )
+
+
+def _true_or_false(owner: Any, field: str) -> None:
+    value = getattr(owner, field)
+    if not isinstance(value, bool):
+        raise SpecError(f"Divergence.{field} must be True or False, got {description(value)}.")
+
+
+@dataclass(frozen=True)
+class Divergence(Part):
+    """`coef · divergence of the teacher's and the student's distributions` per token.
+
+    kind: "forward" KL(teacher‖student), "reverse" KL(student‖teacher), "jsd" with the mixture m =
+    (1−beta)·student + beta·teacher (0 and 1 are the forward and the reverse KL, as in GKD), or
+    "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, which is least at equality on any support.
+    weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of `extras`; it
+    multiplies the divergence, at most as `weight_max`, and is never differentiated. clamp: the
+    divergence is held within ±this, or within a pair (low, high) with None for no bound; its
+    gradient is 0 beyond.
+    top: None compares every entry that the teacher knows; "student", "teacher", "union" or
+    "intersection" compares the k most probable entries of the student, of the teacher, of either or
+    of both. tail: the entries outside of those, or outside of a `TopK`, count as one more entry;
+    without it they are left out. The generalised kind never has a tail.
+
+    The numbers come from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`), or
+    from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, tail, top and k.
+    """
+
+    reach: ClassVar[str] = "token"
+    teaches: ClassVar[bool] = True
+
+    kind: Literal["forward", "reverse", "jsd", "generalised"]
+    coef: Annotated[float, within(least=0, finite=True, hint="to leave it out, use kl=None.")]
+    beta: Annotated[float, within(least=0)] = 0.5
+    weight: Annotated[str | None, _name_or_none] = None
+    clamp: Annotated[LogClamp, log_clamp] = None
+    weight_max: Positive | None = None
+    tail: Annotated[bool, _true_or_false] = True
+    top: Literal["student", "teacher", "union", "intersection"] | None = None
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta > 1:
+            raise SpecError(
+                f"Divergence.beta must be between 0 (forward KL) and 1 (reverse), got {self.beta}."
+            )
+        counts = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k > 0
+        if (self.top is None) != (self.k is None) or not (self.k is None or counts):
+            raise SpecError(
+                f"Divergence has top={self.top!r} and k={description(self.k)}; give both, k as a "
+                "positive number of entries, or neither."
+            )
+        if self.weight_max is not None and self.weight is None:
+            raise SpecError(
+                f"Divergence.weight_max={self.weight_max!r} bounds a weight, and there is none."
+            )
+
+    @property
+    def measure(self) -> Measure:
+        """What the head computes."""
+        return Measure(self.kind, self.beta, self.tail, self.top, self.k)
+
+    @property
+    def idle_fields(self) -> tuple[str, ...]:
+        """The fields that have no effect."""
+        beta = () if self.kind == "jsd" else ("beta",)
+        return (*beta, "tail") if self.kind == "generalised" else beta
+
+    @property
+    def reads_ratio(self) -> bool:
+        """Whether the ratio weights the divergence."""
+        return self.weight == "ratio"
+
+    def __call__(self, t: Tokens) -> Tensor:
+        """The divergence of each token before `coef`, token-shaped."""
+        value = bound(t.divergence, self.clamp)
+        if self.weight is None:
+            return value
+        weight = t.ratio.detach() if self.reads_ratio else t.extra(self.weight)
+        return value * bound(weight, (None, self.weight_max))
+
+    def sentence(self) -> str:
+        """What it adds, in words."""
+        of = _IN_WORDS.get(self.kind, f"the JSD of student and teacher at beta {self.beta:.10g}")
+        limit = self.clamp
+        low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)
+        clamp = " and ".join(bounds_in_words(low, high)).removeprefix("at ")
+        limited = f", held at {clamp}" if clamp else ""
+        weight = "the ratio" if self.reads_ratio else self.weight
+        most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
+        by = "" if weight is None else f", times {weight}{most}, without its gradient"
+        over = self._entries_in_words()
+        return (
+            f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{limited}{by}"
+        )
+
+    def _entries_in_words(self) -> str:
+        if self.top is None:
+            return ""
+        both = {"union": "the student's or the teacher's", "intersection": "both models'"}
+        whose = both.get(self.top, f"the {self.top}'s")
+        rest = " and one for the rest" if self.measure.has_tail else ""
+        return f" over {whose} {self.k} most probable entries{rest}"
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Its kind (as it is computed), its entries, and what weights it."""
+        weight = "ratio" if self.reads_ratio else "extra"
+        tail = () if self.measure.has_tail else ("divergence_no_tail",)
+        top = () if self.top is None else (f"divergence_top_{self.top}",)
+        by = () if self.weight is None else (f"divergence_weight_{weight}",)
+        return "Divergence", f"divergence_{self.measure.form}", *tail, *top, *by

@@ -1,0 +1,108 @@
+"""Teachers: what the head compares a student's distributions with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher known by its head: `softmax((hidden @ weight.T + bias) / temperature)` per token.
+
+    hidden: `[..., D]`, the teacher's last hidden states at the student's tokens; D may differ from
+    the student's. weight: `[V, D]`, over the student's vocabulary (over this rank's entries of it,
+    if the vocabulary is cut over ranks). bias, temperature, softcap: as of `linear_logprobs`. The
+    teacher gets no gradient, whatever its tensors require.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+
+    def prefix(self, size: int) -> Teacher:
+        """The same teacher over the first `size` entries of its vocabulary, normalised over them.
+
+        For models that share a tokenizer and pad its vocabulary to different sizes.
+        """
+        check_tensor("teacher.weight", self.weight, "float")
+        entries = self.weight.shape[0]
+        if not isinstance(size, int) or not 0 < size <= entries:
+            raise InputError(
+                f"prefix takes the first entries of the teacher's {entries}, got "
+                f"{description(size)}."
+            )
+        bias = None if self.bias is None else self.bias[:size]
+        return replace(self, weight=self.weight[:size], bias=bias)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """A teacher known by its log-probabilities of some entries per token, usually the k largest.
+
+    ids: `[..., K]` integers, rising within a token; −1, at the front, stands for no entry. logp:
+    `[..., K]`, normalised over the whole vocabulary. Where the entries were chosen by the student,
+    the divergence is one on the student's support.
+    """
+
+    ids: Tensor
+    logp: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, Tensor) or not fits_kind(self.ids, "integer"):
+            raise InputError(f"TopK.ids must be a tensor of integers, got {description(self.ids)}.")
+        check_tensor("TopK.ids", self.ids)
+        check_tensor("TopK.logp", self.logp, "float", like=("TopK.ids", self.ids))
+        if self.ids.shape != self.logp.shape or self.ids.dim() < 2 or not self.ids.shape[-1]:
+            raise InputError(
+                f"TopK.ids has shape {tuple(self.ids.shape)} and logp {tuple(self.logp.shape)}; "
+                "give both as [..., K], with at least one entry per token."
+            )
+
+    @classmethod
+    def sorted(cls, ids: Tensor, logp: Tensor) -> TopK:
+        """From entries in any order, such as `torch.topk` returns them."""
+        order = ids.argsort(-1)
+        return cls(ids.gather(-1, order), logp.gather(-1, order))
+
+    def counts(self, size: int, valid: Tensor | None) -> Tensor:
+        """How many tokens have ids outside a vocabulary of `size`, ids that do not rise, a
+        log-probability above 0, and a mass above 1. valid: flat, which tokens count. → `[4]`.
+        """
+        k = self.ids.shape[-1]
+        ids, logp = self.ids.reshape(-1, k), self.logp.detach().reshape(-1, k).float()
+        tolerance = max(1e-3, 4 * torch.finfo(self.logp.dtype).eps)
+        there = ids >= 0
+        known = torch.where(there, logp, -torch.inf)
+        falls = there[:, :-1] & (ids[:, 1:] <= ids[:, :-1])
+        wrong = torch.stack(
+            [
+                ((ids < -1) | (ids >= size)).any(-1),
+                falls.any(-1),
+                ~(known <= tolerance).all(-1),
+                known.exp().sum(-1) > 1 + tolerance,
+            ]
+        )
+        return (wrong if valid is None else wrong & valid).sum(-1)
+
+
+def refuse_counts(counts: list[int], size: int) -> None:
+    """Raise if `counts`, the result of `TopK.counts`, show a teacher that cannot be used."""
+    problems = (
+        f"ids lie outside of the student's vocabulary of {size} entries, 0 to {size - 1}",
+        "ids do not rise, or hold one id twice; TopK.sorted(ids, logp) sorts them, and an entry "
+        "may be there once",
+        "logp holds a log-probability above 0 (or NaN): give log-probabilities, not logits",
+        "logp holds probabilities that sum to more than 1: they must be normalised over the whole "
+        "vocabulary, not over the entries that were kept",
+    )
+    for number, problem in zip(counts, problems, strict=True):
+        if number:
+            raise InputError(f"teacher has {number} token(s) whose {problem}.")

@@ -1,0 +1,297 @@
+"""How the sequences of a micro-batch go through a model's body, so that attention costs what it
+should: the pairs of tokens within each sequence, and no pair across two of them.
+
+- "varlen": all sequences in one row, and a kernel for sequences of any length,
+  `torch.nn.attention.varlen`. It needs CUDA and half precision.
+- "flash": the same by the package flash-attn, which also knows soft caps.
+- "rows": one sequence per row, sorted by length and padded on the right. It needs nothing: a causal
+  model reads padding only after all that counts, so that no mask is needed either.
+
+Legend: N tokens of a micro-batch, end to end, S sequences, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.errors import InputError
+
+PADDING = 0.25  # the largest share of a padded micro-batch that may be padding
+_VARLEN = "policyloss_varlen"  # our name in the registry of transformers
+_FLASH = "flash_attention_2"  # the registry's own
+# Arguments of an attention function that change its numbers and that `varlen_attn` does not know.
+_UNKNOWN_TO_VARLEN = ("softcap", "s_aux", "position_bias")
+
+
+class Attention(Protocol):
+    """A way through the body."""
+
+    @property
+    def name(self) -> str:
+        """As `--attention` takes it."""
+
+    def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
+        """Which sequences go through together: at most `budget` tokens, or one sequence."""
+
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
+        """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence per row, padded on the right."""
+
+    name: str = "rows"
+
+    def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
+        """The longest first, so that those of one micro-batch are of about one length."""
+        parts: list[list[int]] = []
+        used = 0
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            width = lengths[parts[-1][0]] if parts else 0
+            places, used = width * (len(parts[-1]) + 1 if parts else 0), used + lengths[i]
+            if not parts or places > budget or places - used > PADDING * places:
+                parts.append([])
+                used = lengths[i]
+            parts[-1].append(i)
+        return parts
+
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
+        """By a call of the body with ids `[S, longest]`."""
+        ids, lengths = micro["ids"], micro["lengths"]
+        rows, width = len(lengths), max(lengths)
+        if ids.shape[0] == rows * width:
+            return _last(body(input_ids=ids.view(rows, width), use_cache=False)).flatten(0, 1)
+        places = torch.cat([torch.arange(n) + row * width for row, n in enumerate(lengths)])
+        places = places.to(ids.device)
+        padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # any id that there is
+        hidden = _last(body(input_ids=padded.view(rows, width), use_cache=False))
+        return hidden.flatten(0, 1).index_select(0, places)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All sequences in one row, kept apart by an attention that is told where they begin."""
+
+    name: str
+
+    def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
+        """In their order."""
+        parts: list[list[int]] = []
+        used = 0
+        for i, n in enumerate(lengths):
+            if not parts or used + n > budget:
+                parts.append([])
+                used = 0
+            parts[-1].append(i)
+            used += n
+        return parts
+
+    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
+        """By a call of the body with ids `[1, N]`, and the names that transformers has for this."""
+        ids, longest = micro["ids"], max(micro["lengths"])
+        ends = micro["cu_seqlens"].to(torch.int32)
+        where = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        if self.name == "varlen":
+            # Given a mask of four dimensions, transformers makes none: it would have N² entries.
+            where["attention_mask"] = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        positions = micro["position_ids"][None]
+        out = body(input_ids=ids[None], position_ids=positions, use_cache=False, **where)
+        return _last(out)[0]
+
+
+@torch.no_grad()
+def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
+    """The first way that gives the model's own numbers, and a sentence about it.
+
+    wanted: "auto", or the name of a way. Each is tried on two short sequences, which are also run
+    one at a time. The model's attention function is set accordingly; a model that samples with it
+    gets the function that it had.
+    """
+    before, trial = model.config._attn_implementation, _Trial.of(model)
+    reasons: list[str] = []
+    for attention in _candidates(wanted, model.device):
+        reason = _unavailable(attention.name, model) or _set(model, attention.name)
+        reason = reason or trial.difference(model, attention)
+        if not reason:
+            why = f" ({'; '.join(reasons)})" if reasons else ""
+            return attention, f"attention: {attention.name}{why}"
+        model.set_attn_implementation(before)
+        reasons.append(f"{attention.name}: {reason}")
+    raise InputError(
+        f"{type(model).__name__} cannot be trained with --attention {wanted}: {'; '.join(reasons)}."
+    )
+
+
+def _candidates(wanted: str, device: torch.device) -> Iterator[Attention]:
+    """Those that are wanted, the fastest first. On a CPU, "auto" need not say why it is "rows"."""
+    for attention in (Packed("varlen"), Packed("flash"), Rows()):
+        if wanted == attention.name or (
+            wanted == "auto" and (device.type == "cuda" or attention.name == "rows")
+        ):
+            yield attention
+
+
+def _unavailable(name: str, model: Any) -> str:
+    """Why a way cannot be tried here; "" if it can."""
+    if name == "rows":
+        return ""
+    if model.device.type != "cuda":
+        return "needs CUDA"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs half precision, not {str(model.dtype).removeprefix('torch.')}"
+    if name == "varlen":
+        return "" if _kernel() is not None else "needs torch 2.10 or later"
+    from transformers.utils import is_flash_attn_2_available
+
+    return "" if is_flash_attn_2_available() else "needs the package flash-attn"
+
+
+def _set(model: Any, name: str) -> str:
+    """Let the model use the attention function of a way. → why it cannot; "" if it can."""
+    if name == "rows":
+        return ""
+    if name == "varlen":
+        register()
+    implementation = _VARLEN if name == "varlen" else _FLASH
+    try:
+        model.set_attn_implementation(implementation)
+    except (ValueError, ImportError, KeyError, RuntimeError) as error:
+        return f"{type(model).__name__} does not take it ({error})"
+    if model.config._attn_implementation != implementation:
+        return f"{type(model).__name__} does not take it"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Two short sequences, and what the model makes of each alone with its own attention."""
+
+    micro: dict[str, Any]
+    alone: Tensor
+
+    @classmethod
+    def of(cls, model: Any) -> _Trial:
+        lengths = [5, 3]
+        ids = torch.arange(sum(lengths), device=model.device) % 4
+        starts = torch.tensor([0, *lengths], device=model.device).cumsum(0)
+        positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])
+        micro = {"ids": ids, "lengths": lengths, "cu_seqlens": starts, "position_ids": positions}
+        body, rows = model.base_model, torch.split(ids, lengths)
+        alone = [_last(body(input_ids=x[None], use_cache=False))[0] for x in rows]
+        return cls(micro, torch.cat(alone).float())
+
+    def difference(self, model: Any, attention: Attention) -> str:
+        """How far the two are from that when they go through together; "" if not at all."""
+        try:
+            together = attention.hidden(model.base_model, self.micro).float()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:
+            return str(error).partition("\n")[0]
+        gap, size = (together - self.alone).abs().max(), self.alone.abs().max()
+        if gap <= 8 * torch.finfo(model.dtype).eps * size:
+            return ""
+        return f"its hidden states are {gap:.3g} off those of one sequence alone (up to {size:.3g})"
+
+
+def register() -> None:
+    """Make "varlen" known to transformers. Where a call is not told where sequences begin, as when
+    the model samples, it is transformers' own "sdpa".
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(_VARLEN, varlen_attention)
+    AttentionMaskInterface.register(_VARLEN, sdpa_mask)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a row, as transformers calls it.
+
+    query: `[1, heads, N, D]`. key, value: `[1, key heads, N, D]`. cu_seq_lens_q: `[S+1]`.
+    → `[1, N, heads, D]`
+    """
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return out, None
+    unknown = [name for name in _UNKNOWN_TO_VARLEN if others.get(name) is not None]
+    if unknown or not others.get("is_causal", getattr(module, "is_causal", True)):
+        raise InputError(f"it has no {' and no '.join(unknown) or 'attention to later tokens'}")
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    window = -1 if sliding_window is None else sliding_window - 1
+    kernel = _kernel()
+    assert kernel is not None
+    return kernel(*tokens, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+
+
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    """`kernel(query, key, value, cu_seqlens, longest, scale, window)` of tokens `[N, heads, D]`, by
+    torch's function, whose arguments have grown over releases; None where torch has none.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor,
+        longest: int,
+        scale: float | None,
+        window: int,
+    ) -> Tensor:
+        options: dict[str, Any] = {"enable_gqa": True}
+        if "enable_gqa" not in known:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+            del options["enable_gqa"]
+        if "scale" in known:
+            options["scale"] = scale
+        elif scale is not None:
+            query = query * (scale * query.shape[-1] ** 0.5)
+        if "window_size" in known:
+            options["window_size"] = (window, 0)
+        elif window >= 0:
+            raise InputError("its sliding window needs a later torch")
+        else:
+            options["is_causal"] = True
+        out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return kernel
+
+
+def _last(output: Any) -> Tensor:
+    hidden: Tensor = output.last_hidden_state
+    return hidden

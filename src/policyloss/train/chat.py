@@ -1,0 +1,73 @@
+"""Prompts as messages: the tokenizer's chat template makes the text of a prompt, once, before
+anything is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policyloss.errors import InputError
+from policyloss.train.tasks.base import Example, Task
+
+
+def with_template(
+    task: Task, tokenizer: Any, system_prompt: str | None, chat_template: Path | None
+) -> Task:
+    """The task with the prompts that the model reads: those that are messages as the template
+    writes them, up to where the assistant begins. Plain ones are left as they are, unless a system
+    prompt or a template is named: then each is the message of a user.
+
+    chat_template: a file to use in place of the tokenizer's own template; it becomes the
+    tokenizer's.
+    """
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read --chat-template {chat_template}: {error}.") from error
+    wanted = system_prompt is not None or chat_template is not None
+    splits = {
+        name: tuple(
+            replace(example, prompt=rendered(tokenizer, _messages(example, system_prompt)))
+            if example.messages or wanted
+            else example
+            for example in getattr(task, name)
+        )
+        for name in ("train", "held_out")
+    }
+    return replace(task, **splits)  # type: ignore[type-var]
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Messages as the text of a prompt, without the special tokens that the tokenizer itself puts
+    around a text: they would be there twice.
+    """
+    if tokenizer.chat_template is None:
+        raise InputError(
+            "prompts are messages, but the tokenizer has no chat template; name a file with one: "
+            "--chat-template FILE."
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(map(dict, messages)), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program of somebody else's
+        raise InputError(f"the chat template fails on {messages!r:.200}: {error}.") from error
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
+        if tokenizer(candidate)["input_ids"] == expected:
+            return candidate
+    raise InputError(
+        f"the tokenizer puts special tokens around {text!r:.200}, which the chat template has not "
+        "asked for; set add_bos_token and add_eos_token to false in its tokenizer_config.json."
+    )
+
+
+def _messages(example: Example, system_prompt: str | None) -> list[Mapping[str, str]]:
+    messages = list(example.messages) or [{"role": "user", "content": example.prompt}]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages

@@ -1,0 +1,68 @@
+"""`policyloss export RUN DIR`: the policy of a run as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from policyloss.errors import InputError
+from policyloss.train.adapter import has_adapter, merged_weights, written_whole
+from policyloss.train.commands import FromRun, load_run, unscored_options
+from policyloss.train.run.atomic import make_folder, sync, write_error
+
+
+@dataclass(frozen=True)
+class ExportOptions(FromRun):
+    """Write the policy of a run as a Hugging Face folder: weights, tokenizer and chat template."""
+
+    folder: tyro.conf.Positional[Path] = Path()
+    """The folder to write, which must not be there yet."""
+    adapter: bool = False
+    """Write the adapter of a run with --lora-rank alone, for peft. Otherwise it is added to the
+    weights, and nothing else is needed to load them."""
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """`policyloss export RUN DIR`."""
+    options = tyro.cli(ExportOptions, args=list(arguments), prog="policyloss export")
+    if options.folder == Path():
+        raise InputError("name the folder to write: policyloss export RUN DIR.")
+    if options.folder.exists():
+        raise InputError(f"{options.folder} is there already; name a folder that is not.")
+    config, spec = unscored_options(options)
+    if options.adapter and not config.lora_rank:
+        raise InputError(f"{options.run} has no adapter: it trained all weights. Omit --adapter.")
+    setup, step = load_run(options, config, spec)
+    save(setup.model, setup.tokenizer, options.folder, adapter=options.adapter)
+    print(f"{options.folder}: the policy of {options.run} after step {step}")
+    return 0
+
+
+def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
+    """Write model and tokenizer under a temporary name beside `folder`, then give them their name.
+
+    adapter: write the adapters alone; otherwise they are merged into the weights.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        make_folder(temporary)
+        if adapter or not has_adapter(model):
+            model.save_pretrained(temporary)
+        else:
+            with written_whole(model):
+                model.save_pretrained(temporary, state_dict=merged_weights(model))
+        tokenizer.save_pretrained(temporary)
+        for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):
+            sync(file)
+        os.rename(temporary, folder)
+        sync(folder.parent)
+    except OSError as error:
+        raise write_error(folder, error, "Nothing is there under that name.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""A user's own code, named on the command line: `module:name`, or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from policyloss.errors import InputError, safe_repr
+from policyloss.spec import LossSpec
+
+
+def is_reference(text: str | None) -> bool:
+    """Whether `text` names code, as `load_code` takes it, and no address of a server."""
+    return text is not None and ":" in text and "://" not in text
+
+
+def load_code(reference: str, what: str) -> Any:
+    """What `module:name` or `path/to/file.py:name` names. what: for errors, "the reward".
+
+    The current folder counts as a place of modules, as it does for `python -m`.
+    """
+    module_name, _, attribute = reference.rpartition(":")
+    is_file = module_name.endswith(".py")
+    is_module = all(part.isidentifier() for part in module_name.split("."))
+    if not attribute.isidentifier() or not (is_file or is_module):
+        raise InputError(
+            f"{what} {reference!r} is not of the form module:function or path/to/file.py:function."
+        )
+    try:
+        module = _file(module_name) if is_file else _module(module_name)
+    except FileNotFoundError as error:
+        raise InputError(f"{what} {reference!r}: there is no file {error.filename}.") from error
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"{what} {reference!r}: the module {module_name!r} needs another one: {error}."
+            ) from error
+        raise InputError(
+            f"{what} {reference!r}: there is no module {module_name!r} here or among the "
+            "installed ones."
+        ) from error
+    # It is the user's own code, which may do anything when it is imported.
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{what} {reference!r}: importing {module_name!r} raised "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if not hasattr(module, attribute):
+        raise InputError(
+            f"{what} {reference!r}: the module {module_name!r} has no function {attribute!r}."
+        )
+    return getattr(module, attribute)
+
+
+def load_loss(reference: str) -> LossSpec:
+    """A loss of the user's own: a `LossSpec`, a function without arguments that returns one, or a
+    function of `Tokens`, which fills the slot `trust` of the default loss.
+    """
+    value = load_code(reference, "the loss")
+    if callable(value) and not _needed(value):
+        value = value()
+    elif callable(value) and _needed(value) == 1:
+        return LossSpec(trust=value)
+    if isinstance(value, LossSpec):
+        return value
+    raise InputError(
+        f"the loss {reference!r} is {safe_repr(value)}; give a LossSpec, a function without "
+        "arguments that returns one, or a function of Tokens that returns a loss per token."
+    )
+
+
+def _needed(function: Any) -> int:
+    """How many arguments a function cannot be called without."""
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(function).parameters.values()
+    )
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _file(path: str) -> ModuleType:
+    return _executed(str(Path(path).expanduser().resolve(strict=True)))
+
+
+@functools.cache
+def _executed(path: str) -> ModuleType:
+    """The file as a module, executed once: two options may name functions of one file."""
+    spec = importlib.util.spec_from_file_location(path, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,147 @@
+"""A server that speaks the endpoints of vLLM that the trainer uses, with a tiny model; and that
+fails as it is told.
+
+It holds a model of its own, which it loads from the folders it is told of, as vLLM does.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from policyloss.train.sampler import Rule, complete, uniforms
+
+
+class FakeServer:
+    """`with FakeServer(folder) as server: … server.address`.
+
+    faults: what to do to the next calls of a path, one after the other: "500", "400", "time out",
+    "half" (of an answer), "close" (the connection), "old weights", "abort". calls: paths that were
+    asked for.
+    """
+
+    def __init__(self, folder: str, logprobs_mode: str = "processed_logprobs") -> None:
+        self.folder, self.mode = folder, logprobs_mode
+        self.faults: dict[str, list[str]] = {}
+        self.calls: list[str] = []
+        self.before: Callable[[str], None] = lambda path: None
+        self.lock = threading.Lock()
+        self.port = 0
+
+    def start(self) -> FakeServer:
+        """Serve, with the weights of the folder."""
+        if not hasattr(self, "model"):
+            from transformers import AutoModelForCausalLM
+
+            self.model: Any = AutoModelForCausalLM.from_pretrained(self.folder)
+        self.forget()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.answer(self, None)
+
+            def do_POST(self) -> None:
+                size = int(self.headers["Content-Length"])
+                outer.answer(self, json.loads(self.rfile.read(size)))
+
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.http.daemon_threads = True
+        self.port = self.http.server_port
+        self.address = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def forget(self) -> None:
+        """Have the weights of the start again, as after a restart."""
+        self.load(self.folder)
+        self.version = "default"
+
+    def stop(self) -> None:
+        """From here on, connections to its port are refused."""
+        self.http.shutdown()
+        self.http.server_close()
+
+    def __enter__(self) -> FakeServer:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def answer(self, handler: Any, body: Any) -> None:
+        path = handler.path.partition("?")[0]
+        self.before(path)
+        with self.lock:
+            self.calls.append(path)
+            fault = self.faults.get(path, [])
+            kind = fault.pop(0) if fault else ""
+        if kind == "close":
+            handler.close_connection = True
+            handler.connection.close()
+            return
+        if kind == "time out":
+            time.sleep(1.0)
+        code = int(kind) if kind.isdecimal() else 200
+        data = self.result(path, body) if code == 200 else {"error": f"told to fail: {kind}"}
+        if kind == "old weights":
+            data["choices"][0]["weight_versions"][0]["version"] = "default"
+        if kind == "abort":
+            data["choices"][0]["finish_reason"] = "abort"
+        text = json.dumps(data).encode()
+        try:
+            handler.send_response(code)
+            handler.send_header("Content-Length", str(len(text)))
+            handler.end_headers()
+            handler.wfile.write(text[: len(text) // 2] if kind == "half" else text)
+        except OSError:  # who asked has gone
+            pass
+        if kind == "half":
+            handler.close_connection = True
+
+    def result(self, path: str, body: Any) -> Any:
+        with self.lock:
+            if path == "/server_info":
+                return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+            if path == "/weight_info":
+                return {"weight_version": self.version}
+            if path == "/collective_rpc":
+                assert body["method"] == "reload_weights"
+                self.load(body["kwargs"]["weights_path"])
+            elif path == "/update_weight_version":
+                self.version = body["new_version"]
+            elif path == "/inference/v1/generate":
+                return {"choices": self.choices(body["token_ids"], body["sampling_params"])}
+            else:
+                assert path in ("/pause", "/resume"), path
+            return {}
+
+    def load(self, folder: str) -> None:
+        """Read weights. (Two threads must not make models by transformers at one time.)"""
+        for file in Path(folder).glob("*.safetensors"):
+            self.model.load_state_dict(load_file(file), strict=False)
+
+    def choices(self, prompt: list[int], p: dict[str, Any]) -> list[dict[str, Any]]:
+        rule = Rule(p["temperature"], p["top_p"], p["top_k"])
+        drawn = uniforms(p["seed"], 0, p["n"], p["max_tokens"])
+        pairs = complete(
+            self.model, [prompt] * p["n"], drawn, p["stop_token_ids"], rule, batch_tokens=4096
+        )
+        return [
+            {
+                "token_ids": ids,
+                "logprobs": {"content": [{"logprob": x} for x in logp.tolist()]},
+                "finish_reason": "stop" if ids[-1] in p["stop_token_ids"] else "length",
+                "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+            }
+            for ids, logp in pairs
+        ]
