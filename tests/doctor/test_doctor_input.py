@@ -155,3 +155,59 @@ def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
     assert main(["doctor", str(tmp_path / "a.safetensors")]) == 0
     assert "320 tokens" in capsys.readouterr().out
+
+
+# Where people meet it -----------------------------------------------------------------------------
+
+
+def test_the_first_step_of_a_run_is_looked_at() -> None:
+    from types import SimpleNamespace
+
+    from policyloss.train.first_step import mismatch_of
+
+    a = healthy()
+    bounds = torch.arange(0, 321, 40)
+    tokens = {name: x.flatten() for name, x in a.items()}
+    assert mismatch_of(SimpleNamespace(tokens=tokens, cu_seqlens=bounds)) is None
+    late = a["rollout_logp"].roll(1, 1).flatten()
+    shifted = SimpleNamespace(tokens={**tokens, "rollout_logp": late}, cu_seqlens=bounds)
+    message = mismatch_of(shifted)
+    assert message is not None
+    assert "the ratio of the unchanged policy is not 1" in message
+    assert "numbers one token off" in message
+    few = SimpleNamespace(tokens={k: x[:5] for k, x in tokens.items()}, cu_seqlens=None)
+    assert mismatch_of(few) is None
+
+
+def test_a_callback_warns_once_of_each_symptom() -> None:
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+
+    from policyloss.compat.trl import DoctorCallback
+
+    callback = DoctorCallback(every=10)
+
+    def log(steps: range, cut: float) -> None:
+        for step in steps:
+            state = SimpleNamespace(global_step=step)
+            logs = {"reward": step / 40, "completions/clipped_ratio": cut, "note": "text"}
+            callback.on_log(None, state, None, logs=logs)
+
+    log(range(1, 11), 0.0)
+    with pytest.warns(UserWarning, match=r"truncation: 90% of the completions are cut"):
+        log(range(11, 31), 0.9)
+    log(range(31, 41), 0.9)  # a second warning would be an error here
+
+
+def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
+    from policyloss.report import collect, render
+
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": s, "reward/mean": s / 20, "truncated": 0.9} for s in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = collect([run])
+    assert [row["cause"] for row in data["runs"][0]["health"]] == ["truncation"]
+    assert "<summary>Health</summary>" in render(data)
+    (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "<summary>Health</summary>" not in render(collect([run]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from policyloss.doctor.diagnosis import Diagnosis
@@ -51,13 +50,15 @@ def columns_of(names: Any) -> dict[str, str]:
     return columns
 
 
-def doctor_batch(
-    batch: Mapping[str, Any], *, check: Callable[..., Diagnosis] = doctor, **options: Any
-) -> Diagnosis:
-    """`pl.doctor` on a mapping of tensors, such as a batch of verl, TRL or OpenRLHF.
+def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
+    """`pl.doctor` on a batch of a framework: verl's `DataProto` or its `batch`, the inputs of TRL's
+    trainer, OpenRLHF's `Experience`, or any mapping of tensors.
 
     options: those of `pl.doctor`, such as `model`. Prompts are taken from the options alone.
     """
+    batch = getattr(batch, "batch", batch)
+    if not hasattr(batch, "keys"):
+        batch = {name: x for name, x in vars(batch).items() if x is not None}
     columns = columns_of(batch.keys())
     arguments = {
         argument: batch[name]
@@ -67,4 +68,4 @@ def doctor_batch(
     rows = arguments["rollout_logp"].shape[-1]
     if "ids" in arguments and arguments["ids"].shape[-1] != rows:
         del arguments["ids"]  # some hold prompt and completion together
-    return check(**{**arguments, **options})
+    return doctor(**{**arguments, **options})

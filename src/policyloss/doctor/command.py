@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,12 @@ def _holds_tokens(path: Path) -> bool:
 
 def _load(model: str) -> Any:
     try:
-        from transformers import AutoModelForCausalLM
+        loader = import_module("transformers").AutoModelForCausalLM
     except ModuleNotFoundError:
         raise InputError("--model needs transformers; pip install 'policyloss[train]'.") from None
     if not Path(model).is_dir():
         raise InputError(f"there is no folder {model}; give that of a saved model.")
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            model, local_files_only=True, use_safetensors=True
-        )
+        return loader.from_pretrained(model, local_files_only=True, use_safetensors=True)
     except Exception as error:  # files of any origin, read by another package
         raise InputError(f"cannot load the model {model}: {error}") from error
