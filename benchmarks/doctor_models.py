@@ -8,8 +8,10 @@ looks back at its prompt, as a trained language model does.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def train(model: Any, steps: int, seed: int, rate: float) -> Iterator[int]:
         loss = nn.functional.cross_entropy(
             logits[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=PAD
         )
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         yield step
@@ -136,10 +138,7 @@ def with_adapter(model: Any, seed: int) -> Any:
 
 def quantised(model: Any, kind: str) -> Any:
     """A copy with the linear layers' weights through torchao's int8 or float8 and back."""
-    import copy
-
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
+    quantization = import_module("torchao.quantization")
     twin = copy.deepcopy(model)
     for module in twin.modules():  # GPT-2 keeps its matrices transposed, in a class of its own
         for child_name, child in list(module.named_children()):
@@ -149,7 +148,8 @@ def quantised(model: Any, kind: str) -> Any:
                 linear.bias = nn.Parameter(child.bias.detach().clone())
                 setattr(module, child_name, linear)
     body = twin.base_model
-    quantize_(body, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    config = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind]
+    quantization.quantize_(body, getattr(quantization, config)())
     weights = {
         f"{name}.weight": m.weight.dequantize()
         for name, m in body.named_modules()
@@ -160,9 +160,7 @@ def quantised(model: Any, kind: str) -> Any:
         for name, w in plain.base_model.named_parameters():
             if name in weights:
                 new = weights[name].to(w.dtype)
-                w.copy_(
-                    new if new.shape == w.shape and kind != "" and not _conv(plain, name) else new.T
-                )
+                w.copy_(new.T if _conv(plain, name) else new)
     return plain
 
 
@@ -173,15 +171,11 @@ def _conv(model: Any, name: str) -> bool:
 
 def rounded_to(model: Any, dtype: torch.dtype) -> Any:
     """A copy whose float32 weights are numbers of a 16-bit type."""
-    import copy
-
     return copy.deepcopy(model).to(dtype).float()
 
 
 def build(folder: Path, name: str) -> None:
     """Write the model of this name and the variants of its weights, each as a folder."""
-    import copy
-
     torch.set_num_threads(1)
     model = trained(name)
     variants: dict[str, Any] = {}

@@ -233,8 +233,10 @@ def _verdict(
     ]
     details: dict[str, object] = {"scale": first.scale, "scale_left": left.scale}
     for row in accepted:
-        share = row.left.scale / first.scale if row.fit.shape is None else left.scale / first.scale
-        evidence.append(f"{row.fit.sentence}; this leaves {share:.1%} of the scale")
+        law = row.fit.shape is not None and row.fit.source is None
+        share = left.scale if row.fit.shape is not None else row.left.scale
+        tail = "" if law else f"; this leaves {share / first.scale:.1%} of the scale"
+        evidence.append(row.fit.sentence + tail)
         details |= row.fit.details
     causes = tuple(dict.fromkeys(c for row in accepted for c in row.fit.cause.split("+")))
     if "weights_bf16" in causes:  # a model in bf16 has such logits, too
