@@ -212,7 +212,7 @@ def measured_floor(case: Case, thresholds: Thresholds) -> float:
 
 def _copied(case: Case, first: Misfit) -> Diagnosis:
     evidence = f"all {case.pairs.size} log-probabilities are equal bit for bit"
-    return _made(case, ("copy",), 0.99, [evidence], 0.0, {}, [])
+    return _diagnosis(case, ("copy",), 0.99, [evidence], 0.0, {}, [])
 
 
 def _verdict(
@@ -255,7 +255,9 @@ def _verdict(
         )
     evidence += notes
     chosen = causes or ("healthy",)
-    return _made(case, chosen, confidence, evidence, floor, details, _listed(tested, first, chosen))
+    return _diagnosis(
+        case, chosen, confidence, evidence, floor, details, _listed(tested, first, chosen)
+    )
 
 
 def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
@@ -290,7 +292,7 @@ def _listed(tested: Sequence[Fitted], first: Misfit, causes: Sequence[str]) -> l
     ]
 
 
-def _made(
+def _diagnosis(
     case: Case,
     causes: tuple[str, ...],
     confidence: float,

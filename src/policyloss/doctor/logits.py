@@ -92,8 +92,8 @@ class VocabularyShard:
             if count < 2:
                 continue
             mine = ids // size
-            own = chosen - sums.gather(1, mine[:, None])[:, 0]
-            effects = {f"normalised over 1 of {count} shards": own}
+            alone = chosen - sums.gather(1, mine[:, None])[:, 0]
+            effects = {f"normalised over 1 of {count} shards": alone}
             for j in range(count):
                 others = torch.cat([sums[:, :j], sums[:, j + 1 :]], 1).logsumexp(1)
                 width = min(size, vocabulary - j * size)

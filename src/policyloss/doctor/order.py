@@ -65,10 +65,10 @@ class PermutedRows:
         ours = _table(pairs.trainer, starts, count)
         theirs = _table(pairs.rollout, starts, count)
         gaps = torch.stack([(theirs - row).abs().nanmean(1).nan_to_num(torch.inf) for row in ours])
-        own = gaps.diagonal()
+        at_home = gaps.diagonal()
         nearest = gaps.argmin(1)
         best = gaps.gather(1, nearest[:, None])[:, 0]
-        nearest = torch.where(best < 0.5 * own, nearest, torch.arange(count))
+        nearest = torch.where(best < 0.5 * at_home, nearest, torch.arange(count))
         moved = int((nearest != torch.arange(count)).sum())
         if moved < 2:
             return

@@ -85,9 +85,9 @@ def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
     if rollout_ids is None:
         return []
     if ids is None or ids.shape != rollout_ids.shape:
-        seen = None if ids is None else tuple(ids.shape)
+        shape = None if ids is None else tuple(ids.shape)
         raise InputError(
-            f"rollout_ids has shape {tuple(rollout_ids.shape)} and ids {seen}; pass both, of one "
+            f"rollout_ids has shape {tuple(rollout_ids.shape)} and ids {shape}; pass both, of one "
             "shape."
         )
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()

@@ -138,9 +138,9 @@ class Adapter:
                 return scorer.forward()
 
         def merged() -> Tensor:
-            whole = copy.deepcopy(model).merge_and_unload()
-            with altered(whole, lambda name, w: w.bfloat16().to(w.dtype)):
-                return scorer.with_model(whole).forward()
+            merged_model = copy.deepcopy(model).merge_and_unload()
+            with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
+                return scorer.with_model(merged_model).forward()
 
         for cause, what, logits in (
             ("adapter_missing", "is that of the model without its adapter", without),

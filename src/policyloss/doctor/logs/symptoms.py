@@ -183,14 +183,14 @@ def gradient_spike(log: Log, limits: LogThresholds) -> Finding | None:
 
 def _tokens(log: Log, step: int) -> str:
     """The tokens with the largest ratios among the completions that were stored at a step."""
-    found: list[tuple[float, str]] = []
+    moved: list[tuple[float, str]] = []
     for row in log.rollouts:
         if row.get("step") == step:
             ratios, tokens = row.get("ratio"), row.get("tokens")
             if isinstance(ratios, list) and isinstance(tokens, list):
                 sizes = [abs(math.log(r)) if isinstance(r, float) and r > 0 else 0 for r in ratios]
-                found += [(x, str(t)) for x, t in zip(sizes, tokens, strict=False)]
-    top = [repr(token) for _, token in sorted(found, reverse=True)[:3]]
+                moved += [(x, str(t)) for x, t in zip(sizes, tokens, strict=False)]
+    top = [repr(token) for _, token in sorted(moved, reverse=True)[:3]]
     return f"; the tokens whose ratio moved most are {', '.join(top)}" if top else ""
 
 
