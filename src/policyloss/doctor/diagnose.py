@@ -30,7 +30,7 @@ class Thresholds:
 
     floor: the scale of differences, in nats of an unlikely token, below which pairs without
     structure are healthy. explains: the share of the scale that a hypothesis may leave;
-    fixed: the same for a prediction without a fitted number; order: the same for another order,
+    fixed: the same for a prediction without a fitted number; shift: the same for a shift,
     under which another cause may still hide. gain: by
     how much it must beat what was there, in units of the score. noise: times the noise of bf16
     (measured on the model) that is healthy. law: by how much, for each token, a law of noise must
@@ -41,7 +41,7 @@ class Thresholds:
     floor: float = 0.02
     explains: float = 0.6
     fixed: float = 0.97
-    order: float = 0.9
+    shift: float = 0.9
     gain: float = 12.0
     noise: float = 3.0
     law: float = 0.02
@@ -180,8 +180,8 @@ def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
     more because nothing was fitted, or speaks of a few tokens at the edges alone.
     """
     share = thresholds.fixed if row.fit.fixed else thresholds.explains
-    if row.fit.source is not None:
-        share = thresholds.order
+    if row.fit.cause == "shift":
+        share = thresholds.shift
     at_edges = row.fit.shape is not None and row.fit.source is not None
     return row.left.score < left.score - thresholds.gain and (
         at_edges or row.left.scale <= share * left.scale
