@@ -137,7 +137,7 @@ PLANS: Mapping[str, Plan] = {
     "gkd_reverse": _TAUGHT,
     "mopd_topk": Plan(
         _OF_TEACHER,
-        {"kl.support": "teacher", "kl.k": 4},
+        {"kl.top": "teacher", "kl.k": 4},
         why="learns from the teacher's four most probable entries",
     ),
     "opsd": _SELF_TAUGHT,

@@ -64,7 +64,14 @@ PEERS = {
         Peer(
             "verl",
             "0.9.1",
-            ("verl_losses", "verl_advantages", "verl_rollout", "verl_worker", "verl_distillation"),
+            (
+                "verl_losses",
+                "verl_advantages",
+                "verl_rollout",
+                "verl_worker",
+                "verl_distillation",
+                "verl_head",
+            ),
             others=("0.9.0", "0.8.0", "0.7.1", "0.7.0"),
             steps=(
                 ("torch", "numpy"),
@@ -78,7 +85,7 @@ PEERS = {
         Peer(
             "openrlhf",
             "0.11.2",
-            ("openrlhf",),
+            ("openrlhf", "openrlhf_head"),
             others=("0.11.1", "0.11.0", "0.10.3"),
             steps=(
                 ("torch", "numpy", "setuptools", "wheel"),
@@ -96,7 +103,7 @@ PEERS = {
             ("trl", "trl_distillation"),
             others=("1.15.0", "1.14.0"),
             steps=(("torch", "numpy"), ("trl",)),
-            programs=("conformance.trl_run",),
+            programs=("conformance.trl_run", "conformance.trl_head_run"),
             minutes=1,
         ),
         # Its package is on no index: the recorded cases are all there is.

@@ -97,6 +97,11 @@ def without(package: str) -> Iterator[None]:
         sys.modules.update(loaded)
 
 
+def is_recordable(function: Function) -> bool:
+    """Whether any case may be recorded: cases are float64, which a framework may not compute in."""
+    return next(_candidates(function), None) is not None
+
+
 def needs_framework(function: Function) -> bool:
     """Whether our side imports the framework, as a hook in it does, where its import fails."""
     case = next(cases(function))
@@ -136,7 +141,8 @@ def _features(case: Case) -> set[frozenset[str]]:
 
 def _candidates(function: Function) -> Iterator[Case]:
     """Some of the function's cases, each on a small batch, where there is something to compare."""
-    every, chance = list(cases(function, dtypes=("float64",))), random.Random(function.name)
+    dtypes = function.dtypes or ("float64",)
+    every, chance = list(cases(function, dtypes=dtypes)), random.Random(function.name)
     for case in chance.sample(every, min(CANDIDATES, len(every))):
         small = Case(chance.choice(_small_seeds()), case.kind, case.dtype, case.options)
         if all(

@@ -15,6 +15,9 @@ from conformance.environments import Peer
 from conformance.suite import Function
 
 CORE, ROLLOUT = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
+ADD_FUSED_HEAD = "trl.trainer.utils:add_fused_lm_head"
+ACTOR_FORWARD = "openrlhf.models.actor:Actor.forward"
+TORCH_HEAD = "verl.utils.experimental.torch_functional"
 REQUIRED = "required"
 Parameters = list[list[str]]  # name, kind, default as Python writes it
 Described = dict[str, Any]
@@ -73,6 +76,7 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _verl(ROLLOUT, "compute_rs_metrics"),
         _verl(ROLLOUT, "compute_rollout_corr_metrics_from_logprobs"),
         _verl(ROLLOUT, "apply_bypass_mode"),
+        _verl(TORCH_HEAD, "FusedLinearForPPO.forward"),
     ),
     "openrlhf": (
         _openrlhf(
@@ -90,15 +94,17 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _openrlhf("utils", "compute_approx_kl"),
     ),
 }
-# What our subclass of TRL's trainer overrides or passes through. It has no signature of its own:
-# theirs must be as recorded.
+# What our subclass of TRL's trainer overrides or passes through, which has no signature of its own,
+# and what our heads take the place of: theirs must be as recorded.
 HOOKS: dict[str, tuple[str, ...]] = {
     "trl": (
         "trl:GRPOTrainer.__init__",
         "trl:GRPOTrainer._compute_loss",
         "trl:GRPOTrainer._get_per_token_logps_and_entropies",
         "trl:GRPOTrainer.get_high_entropy_mask",
-    )
+        ADD_FUSED_HEAD,
+    ),
+    "openrlhf": (ACTOR_FORWARD,),
 }
 REGISTRIES: dict[str, tuple[Registry, ...]] = {
     "verl": (

@@ -111,7 +111,7 @@ def _names_for_trl() -> dict[str, Any]:
     """
     run = import_module("conformance.trl_run")
     path = Path("tiny").resolve()
-    with run._tiny_model() as model:
+    with run.tiny_model() as model:
         model.rename(path)
     prompts = import_module("datasets").Dataset.from_dict(
         {"prompt": [f"w{i} w{i + 1}" for i in range(8)]}

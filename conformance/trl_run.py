@@ -80,7 +80,7 @@ def compare_runs() -> dict[str, dict[str, float]]:
         import_module("trl").GRPOTrainer,
     )
     found = {}
-    with _tiny_model() as model:
+    with tiny_model() as model:
         for (name, options), seed in product(ALGORITHMS.items(), SEEDS):
             given = {"policy_loss": _spec(options)} if name.endswith(GIVEN) else {}
             seeded = {**options, "seed": seed}
@@ -89,9 +89,9 @@ def compare_runs() -> dict[str, dict[str, float]]:
                 "loss_difference": max(
                     abs(a - b) for a, b in zip(mine.losses, other.losses, strict=True)
                 ),
-                "weight_difference": _furthest(mine.end, other.end),
-                "weight_change": _furthest(other.start, other.end),
-                "metric_difference": _metric_difference(mine, other),
+                "weight_difference": furthest(mine.end, other.end),
+                "weight_change": furthest(other.start, other.end),
+                "metric_difference": metric_difference(mine, other),
                 "ratio_spread": max(_ratio_spread(entry) for entry in mine.logged),
                 "steps": len(mine.losses),
             }
@@ -103,7 +103,7 @@ def custom_run(steps: int = 4) -> dict[str, float]:
     the last step's metrics of this library.
     """
     ours = import_module("policyloss.compat.trl").GRPOTrainer
-    with _tiny_model() as model:
+    with tiny_model() as model:
         run = train(
             ours, model, {"eval_strategy": "steps", "eval_steps": 2}, steps, policy_loss="gspo"
         )
@@ -116,33 +116,38 @@ def custom_run(steps: int = 4) -> dict[str, float]:
 
 
 def train(
-    trainer_class: Any, model: Path, options: dict[str, Any], steps: int = STEPS, **extra: Any
+    trainer_class: Any,
+    model: Path,
+    options: dict[str, Any],
+    steps: int = STEPS,
+    config: str = "GRPOConfig",
+    **extra: Any,
 ) -> Run:
     """Train the model at this path from scratch."""
-    GRPOConfig = import_module("trl").GRPOConfig  # noqa: N806
+    GRPOConfig = getattr(import_module("trl"), config)  # noqa: N806
     Dataset = import_module("datasets").Dataset  # noqa: N806
     with tempfile.TemporaryDirectory() as scratch, _quiet():
-        args = GRPOConfig(
-            output_dir=scratch,
-            max_steps=steps,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            num_iterations=2,
-            max_completion_length=8,
-            optim="sgd",
-            learning_rate=0.1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "auto"},
-            **options,
-        )
+        settings: dict[str, Any] = {
+            "output_dir": scratch,
+            "max_steps": steps,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "num_iterations": 2,
+            "max_completion_length": 8,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "model_init_kwargs": {"dtype": "auto"},
+        }
+        args = GRPOConfig(**{**settings, **options})
         prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]})
         trainer = trainer_class(
             model=str(model),
@@ -183,8 +188,12 @@ def _reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 @contextmanager
-def _tiny_model() -> Iterator[Path]:
-    """A random two-layer Qwen2 with 64 words, and its tokenizer, in a directory."""
+def tiny_model(
+    vocabulary: int | None = None, hidden: int = 32, positions: int = 64
+) -> Iterator[Path]:
+    """A random two-layer Qwen2 with 64 words, and its tokenizer, in a directory. vocabulary: more
+    entries than there are words.
+    """
     transformers, tokenizers = import_module("transformers"), import_module("tokenizers")
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
@@ -199,13 +208,13 @@ def _tiny_model() -> Iterator[Path]:
     )
     torch.manual_seed(5)
     config = transformers.Qwen2Config(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
+        vocab_size=vocabulary or len(words),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -235,12 +244,15 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
-def _furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of a weight."""
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def _metric_difference(mine: Run, other: Run) -> float:
-    """The largest difference in anything else that both log, but for times and speeds."""
+def metric_difference(mine: Run, other: Run, relative: bool = False) -> float:
+    """The largest difference in anything else that both log, but for times and speeds. relative:
+    to the metric, where it is larger than 1.
+    """
     pairs = [
         (name, a[name], b[name])
         for a, b in zip(mine.logged, other.logged, strict=True)
@@ -248,7 +260,7 @@ def _metric_difference(mine: Run, other: Run) -> float:
     ]
     timed = ("time", "per_second")
     return max(
-        abs(x - y)
+        abs(x - y) / (max(abs(y), 1.0) if relative else 1.0)
         for name, x, y in pairs
         if isinstance(y, (int, float)) and not any(word in name for word in timed)
     )

@@ -37,9 +37,11 @@ def performance_page(runs: dict[str, Run]) -> str:
         "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    sections += [step_section(runs[f"step_{d}"], d) for d in WHERE if f"step_{d}" in runs]
     divergences = [d for d in WHERE if f"divergence_{d}" in runs]
     sections += [divergence_section(runs[f"divergence_{d}"], d) for d in divergences]
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
+    sections += [training_section(runs[f"train_{d}"], d) for d in WHERE if f"train_{d}" in runs]
     sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
     return join(
         "# Performance",
@@ -48,6 +50,77 @@ def performance_page(runs: dict[str, Run]) -> str:
         targets_section(runs),
         *(sections or ["No run has been written down yet."]),
     )
+
+
+def step_section(run: Run, device: str) -> str:
+    """A whole training step with each head: time, times the body's, and peak memory."""
+    heads = list(dict.fromkeys(row["head"] for row in run["rows"]))
+    cells = {(row["model"], row["tokens"], row["head"]): row for row in run["rows"]}
+    sizes = list(dict.fromkeys((row["model"], row["tokens"]) for row in run["rows"]))
+    rows, most = [], []
+    for model, tokens in sizes:
+        shown = [_step_cell(cells.get((model, tokens, head), {})) for head in heads]
+        rows.append([f"{model}, {tokens:,}", *shown])
+    counts = {(row["model"], row["head"]): row["tokens"] for row in run["largest"]}
+    for model in dict.fromkeys(row["model"] for row in run["largest"]):
+        most.append([model, *(f"{counts.get((model, head), 0):,}" for head in heads)])
+    return join(
+        f"## A whole training step {WHERE[device]}",
+        f"{machine(run)}. Forward and backward of random-weight Qwen3 models, sequences of "
+        f"{run['length']} tokens, half of them prompt, with recomputed activations: median time, "
+        "and the most memory that tensors took, weights and gradients included. A dash is a step "
+        "that did not fit.",
+        table(["model, tokens", *heads], rows),
+        *(
+            ["The largest batch that fits, in tokens:", table(["model", *heads], most)]
+            if run["largest"]
+            else []
+        ),
+        *(f"Not measured: {who} ({why})." for who, why in run["absent"].items()),
+    )
+
+
+def training_section(run: Run, device: str) -> str:
+    """The reference trainer: its learning phase beside a dense mask, or its steps beside TRL's."""
+    title, where = f"## Training {WHERE[device]}", machine(run)
+    if "learning" in run:
+        phase = run["learning"]
+        rates, size = phase["tokens_per_s"], phase["size"]
+        rows = [[way, f"{rate:,.0f}"] for way, rate in rates.items()]
+        return join(
+            title,
+            f"{where}. The learning phase of `policyloss train` (`python -m benchmarks.train "
+            f"--device {device}`): a model of {phase['weights'] / 1e6:.0f} million weights, "
+            f"{size['micro_tokens']} tokens at a time in sequences of about {size['new_tokens']}. "
+            f"Target T13 is 5 times the 47,639 tokens per second of the time when every pack had a "
+            f"dense mask; {phase['of_before']:.2f} times were measured, so that it is "
+            f"{'met' if phase['of_before'] >= 5 else 'missed'}. What is left is the host: the GPU "
+            "works for two thirds of the phase.",
+            table(["attention", "completion tokens per second"], rows),
+        )
+    rows = [
+        [
+            name,
+            f"{row['median_s']['ours']:.3g} s",
+            f"{row['median_s']['trl']:.3g} s",
+            f"{row['faster']:.2f}",
+        ]
+        for name, row in run["trl"].items()
+    ]
+    return join(
+        title,
+        f"{where}. Whole steps of `policyloss train` and of TRL's GRPOTrainer on the same model, "
+        "prompts and batch (`python -m benchmarks.train`); they take turns, and loss and gradient "
+        "of one batch agree first. Target C4 is 1.3 times TRL's steps per second.",
+        table(["model", "policyloss", "TRL", "times faster"], rows),
+    )
+
+
+def _step_cell(row: Run) -> str:
+    if "median_ms" not in row:
+        return "–"
+    peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{row['median_ms']:.0f} ms{peak}"
 
 
 def machine(run: Run) -> str:

@@ -7,7 +7,7 @@ out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
 out.loss.backward()
 """
 
-from policyloss import advantage, compat, functional
+from policyloss import advantage, compat, functional, hf
 from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.loss import check_loss
@@ -151,6 +151,7 @@ __all__ = [
     "functional",
     "gae",
     "group_advantages",
+    "hf",
     "linear_divergence",
     "linear_logprobs",
     "linear_policy_loss",

@@ -81,6 +81,7 @@ def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
     given: dict[str, Any] = {
         **batch.kwargs,
         "logp": batch.logp.clone().requires_grad_(),
+        "divergence": batch.divergence.clone().requires_grad_(),
         "print": lambda *_: None,
     }
     exec(snippet[1], given)

@@ -17,6 +17,7 @@ from head_cases import (
     LossRun,
     MatmulRows,
     Poison,
+    arguments_of,
     assert_near,
     assert_same_bits,
     assert_same_loss,
@@ -87,14 +88,12 @@ def test_scaled_repeated_and_detached(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_without_gradients(name: str) -> None:
     """Under no_grad, or with nothing that requires it: the value and the metrics, and no graph."""
-    expected = run_oracle(PRESETS[name], BATCH)
+    expected, arguments = run_oracle(PRESETS[name], BATCH), arguments_of(PRESETS[name], BATCH)
     with torch.no_grad():
         out = pl.linear_policy_loss(
-            PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **BATCH.kwargs
+            PRESETS[name], leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids, **arguments
         )
-    other = pl.linear_policy_loss(
-        PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **BATCH.kwargs
-    )
+    other = pl.linear_policy_loss(PRESETS[name], BATCH.hidden, BATCH.weight, BATCH.ids, **arguments)
     for found in (out, other):
         assert not found.loss.requires_grad
         assert_same_loss(
@@ -419,3 +418,19 @@ def test_the_plan_knows_what_trains() -> None:
         plan = pl.explain_plan(None, **{**frozen, **trains}, plan="recompute")
         assert plan.with_gradient == live, list(trains)
         assert plan.matmuls == pytest.approx(3 * share)
+
+
+def test_a_plan_says_what_works_on_rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from policyloss.head import softmax_rows
+
+    plan = pl.explain_plan(None, torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2).long())
+    assert plan.kernels == "plain PyTorch, because the tensors are on cpu"
+    assert "rows of logits by plain PyTorch" in str(plan)
+    gpu = torch.device("cuda")
+    words = softmax_rows.explain_kernels(gpu, torch.float64)
+    assert words == "plain PyTorch, because the logits are float64"
+    monkeypatch.setattr(softmax_rows, "kernels", lambda name: None)
+    words = softmax_rows.explain_kernels(gpu, torch.float32)
+    assert words == "plain PyTorch, because Triton is not installed"
+    monkeypatch.setattr(softmax_rows, "kernels", lambda name: name)
+    assert softmax_rows.explain_kernels(gpu, torch.float32) == "Triton kernels"

@@ -19,6 +19,7 @@ from head_cases import (
     HeadBatch,
     LossRun,
     admitted,
+    arguments_of,
     assert_near,
     assert_same_bits,
     assert_same_loss,
@@ -70,7 +71,9 @@ def rows_of_plan(
     """A plan by name with windows of `rows` rows."""
     hidden, weight = leaf(batch.hidden), leaf(batch.weight)
     return forced_rows(
-        pl.explain_plan(spec, hidden, weight, batch.ids, plan=plan, **{**batch.kwargs, **kwargs}),
+        pl.explain_plan(
+            spec, hidden, weight, batch.ids, **arguments_of(spec, batch, plan=plan, **kwargs)
+        ),
         rows,
     )
 
@@ -105,9 +108,11 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
     """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
     batch, spec = LAYOUTS[layout], PRESETS[name]
-    logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
-    expected = run_oracle(spec, batch, old_logp=logp.detach())
-    assert_same_loss(run_oracle(spec, batch, old_logp="current"), expected, loss_tolerance(batch))
+    expected = run_oracle(spec, batch, old_logp="current")
+    if not CUDA:  # in float64: its rounding moves no token over a limit
+        logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
+        named = run_oracle(spec, batch, old_logp=logp.detach())
+        assert_same_loss(expected, named, loss_tolerance(batch))
     for plan in admitted(lambda plan: run_loss(spec, batch, plan=plan, old_logp="current")):
         actual = run_loss(spec, batch, plan=plan, old_logp="current")
         assert_same_loss(actual, expected, loss_tolerance(batch))
@@ -276,7 +281,7 @@ def test_every_preset_that_can_takes_one_pass(name: str) -> None:
         leaf(BATCH.weight),
         BATCH.ids,
         totals=totals,
-        **BATCH.kwargs,
+        **arguments_of(PRESETS[name], BATCH),
     )
     assert plan.name == "one_pass"
 

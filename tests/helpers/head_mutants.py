@@ -12,7 +12,51 @@ _ERRORS, _CALLS, _COMPOSED = (
     "test_head_composed.py::",
 )
 
+_HF = "test_hf_calls.py::"
+
 HEAD = (
+    (
+        "hf_does_not_shift",
+        "hf/calls.py",
+        "x[:, x.shape[1] - count - 1 : -1]",
+        "x[:, x.shape[1] - count :]",
+        f"{_HF}test_the_shift_by_hand",
+    ),
+    (
+        "hf_forgets_the_scale",
+        "hf/output_head.py",
+        '"temperature": temperature / self.scale',
+        '"temperature": temperature',
+        f"{_HF}test_a_temperature_per_token_and_a_scale",
+    ),
+    (
+        "hf_takes_the_cap_as_it_is",
+        "hf/output_head.py",
+        "None if self.cap is None else self.cap / self.scale",
+        "self.cap",
+        f"{_HF}test_a_cap_and_a_scale_in_either_order",
+    ),
+    (
+        "hf_believes_the_first_transformation",
+        "hf/output_head.py",
+        "if gap <= 4 * torch.finfo(after.dtype).eps:",
+        "if gap <= 4:",
+        f"{_HF}test_an_error_names_what_was_looked_for",
+    ),
+    (
+        "hf_leaves_the_adapter_out",
+        "hf/output_head.py",
+        "weight = weight + head.get_delta_weight(name).to(weight.dtype)",
+        "pass",
+        f"{_HF}test_an_adapter_on_the_head_is_trained",
+    ),
+    (
+        "hf_packs_any_model",
+        "hf/layouts.py",
+        "if present[kind] and not known[kind]:",
+        "if False:",
+        f"{_HF}test_a_model_that_mixes_sequences_is_refused",
+    ),
     (
         "pair_total_forgotten",
         "head/pair_rows.py",
@@ -51,8 +95,8 @@ HEAD = (
     (
         "pair_kernel_cross_of_the_student",
         "head/pair_kernels.py",
-        "e_t * (t - s)",
-        "e_s * (t - s)",
+        "e_t * (t - s), 0.0",
+        "e_s * (t - s), 0.0",
         _PAIRS + "test_statistics",
     ),
     (

@@ -12,6 +12,13 @@ _DISK, _FAULTS, _DOORS, _REAL = (
 )
 TRAIN = (
     (
+        "rewards_count_beside_a_teacher",
+        "train/config.py",
+        "return 1.0 if self.teacher is None else 0.0",
+        "return 1.0 if self.teacher is None else 1.0",
+        "test_train_teacher.py::test_rewards_count_if_they_are_asked_for",
+    ),
+    (
         "reference_not_restored",
         "train/learner.py",
         'load_weights(weights(self.reference), subtree(tensors, "reference"))',

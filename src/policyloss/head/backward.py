@@ -235,36 +235,43 @@ def gradients_from_stash(
     """The gradients from what the forward kept, `[R, V]` each: probabilities, and the derivatives
     of the divergence from a teacher by the logits.
 
-    Both are overwritten by the gradient of the logits. With the forward this takes three matmuls,
-    and the teacher's.
+    Probabilities are overwritten by the gradient of the logits. With the forward this takes three
+    matmuls, and the teacher's.
     """
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, *derivatives)
     dlogp, dentropy, ddivergence = (*_times(derivatives, scale), None)[:3]
     probabilities, slopes = kept
-    if slopes is not None and ddivergence is not None:
-        slopes.mul_(ddivergence.unsqueeze(-1))
+    # The gradient of the logits is `of_rows[:, None] * stash`. To scale the hidden states is
+    # cheaper than to read and write the stash once more.
+    of_rows: Tensor | None = None
     if probabilities is not None and (dlogp is not None or dentropy is not None):
-        _probabilities_to_gradients(probabilities, rows, s, dlogp, dentropy)
-        stash = (
-            probabilities if slopes is None or ddivergence is None else probabilities.add_(slopes)
-        )
+        stash = probabilities
+        _probabilities_to_gradients(stash, rows, s, dlogp, dentropy)
+        if slopes is not None and ddivergence is not None:
+            stash.add_(slopes.mul_(ddivergence.unsqueeze(-1)))
     else:
         assert slopes is not None
-        stash = slopes
+        assert ddivergence is not None
+        stash, of_rows = slopes, ddivergence
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
         dhidden = torch.empty_like(
             x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype
         )
         rounded_product(stash, w, dhidden, 1 / scale)
-        dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
+        dhidden = _times_rows(head.vocabulary.summed(dhidden), of_rows).to(wanted.hidden)
     if wanted.weight is not None:
         dweight = torch.empty_like(w, dtype=wanted.weight)
-        rounded_product(stash.t(), x, dweight, 1 / scale)
+        rounded_product(stash.t(), _times_rows(x, of_rows), dweight, 1 / scale)
     if wanted.bias is not None:
-        dbias = column_sum(stash, head.dtype, scale).to(wanted.bias)
+        dbias = column_sum(_times_rows(stash, of_rows), head.dtype, scale).to(wanted.bias)
     return Gradients(dhidden, dweight, dbias)
+
+
+def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
+    """Each row of x times its number, rounded once; x itself if there are none."""
+    return x if of_rows is None else (x * of_rows.unsqueeze(-1)).to(x.dtype)
 
 
 def _probabilities_to_gradients(

@@ -16,6 +16,7 @@ from policyloss.functional.divergence import Measure
 from policyloss.head.kernels import BACKWARD, LN_2, LOG2_E, NOTHING, _device, _shape
 from policyloss.head.pair_kernels import (
     FORMS,
+    FUSION,
     _scaled_tile,
     _to_mixture,
     biases,
@@ -248,4 +249,5 @@ def pair_gradient(
             NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
             BLOCK=block,
             num_warps=warps,
+            enable_fp_fusion=FUSION,
         )

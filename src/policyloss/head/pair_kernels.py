@@ -32,6 +32,9 @@ from policyloss.head.softmax_rows import Partials, Scaling
 # As in `kernels.py`: entries of a row that a program reads at once, and the warps that share them.
 # A program holds two rows at a time, so its tiles are half as large.
 PAIR_FORWARD = {4: (4096, 4), 2: (2048, 4)}
+# A multiply-add that is rounded once would make two equal rows differ: `u·rate` is subtracted from
+# `z·rate`, which is rounded. The kernels wait for memory in any case.
+FUSION = False
 # The kinds of divergence as the kernels know them.
 FORMS = {"forward": 0, "reverse": 1, "jsd": 2}
 
@@ -307,6 +310,7 @@ def pair_partials(
                 L=lanes,
                 E=entries,
                 num_warps=warps,
+                enable_fp_fusion=FUSION,
             )
     top, total, target, teacher_top, teacher_total, cross, *moment = out.unbind()
     student = Partials(top, total, moment[0] if entropy else None, target)
@@ -347,6 +351,7 @@ def mixture_sums(
                 **options(scaling, teacher_scaling),
                 BLOCK=block,
                 num_warps=warps,
+                enable_fp_fusion=FUSION,
             )
     return out
 

@@ -17,6 +17,7 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.head.comparison import Comparison
 from policyloss.head.head import Head
 from policyloss.head.matmul import WIDE_BYTES
+from policyloss.head.softmax_rows import explain_kernels
 
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")
@@ -50,7 +51,8 @@ class Plan:
     are multiplied together; 0 multiplies each window's by itself.
     tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
     the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory
-    beyond inputs and gradients, at most about this. reason: why this plan.
+    beyond inputs and gradients, at most about this. reason: why this plan. kernels: what works
+    on rows of logits.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Plan:
     matmuls: float = 0.0
     extra_bytes: int = 0
     reason: str = ""
+    kernels: str = ""
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
@@ -78,6 +81,7 @@ class Plan:
             f"  {windows} window(s) of at most {self.rows} rows; "
             f"{self.matmuls:.2f} matmuls of tokens x vocabulary x hidden{kept}\n"
             f"  about {self.extra_bytes / 2**20:.0f} MiB beyond inputs and gradients"
+            + (f"\n  rows of logits by {self.kernels}" if self.kernels else "")
         )
 
 
@@ -273,10 +277,12 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
             "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
             "plan='recompute'."
         )
+    # The backward needs more room than windows of both models' logits do.
+    rows = GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS
     return _with_figures(
         head,
         work,
-        Plan("stash", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
+        Plan("stash", _rows(head, work, rows), _columns(head, work), reason=reason),
     )
 
 
@@ -394,4 +400,5 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
         matmuls=forward + backward * share + of_teacher,
         extra_bytes=extra,
         reason=plan.reason + ("; a teacher's logits lie beside" if work.compares_logits else ""),
+        kernels=explain_kernels(head.hidden.device, head.dtype),
     )

@@ -262,8 +262,19 @@ def kernels_for(z: Tensor, scaling: Scaling) -> Any:
     """
     if scaling.restricted and scaling.softcap is not None:
         return None
-    return (
-        kernels("policyloss.head.kernels")
-        if z.device.type == "cuda" and z.dtype != torch.float64
-        else None
-    )
+    return None if _unsuited(z.device, z.dtype) else kernels("policyloss.head.kernels")
+
+
+def explain_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """What works on rows of logits of this kind, and why not Triton."""
+    why = _unsuited(device, dtype)
+    if not why and kernels("policyloss.head.kernels") is None:
+        why = "Triton is not installed"
+    return f"plain PyTorch, because {why}" if why else "Triton kernels"
+
+
+def _unsuited(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernels cannot work on such logits; "" if they can."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    return "the logits are float64" if dtype == torch.float64 else ""

@@ -1,9 +1,11 @@
 """OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`: they have
-OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF.
+OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF,
+and `install_head()` lets its actor compute log-probabilities and entropies without logits.
 OpenRLHF trains in Ray's worker processes, so it must run there:
 `ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.openrlhf.install"})`.
 """
 
+from policyloss.compat.openrlhf.head import install_head, uninstall_head
 from policyloss.compat.openrlhf.hook import install, uninstall
 from policyloss.compat.openrlhf.losses import (
     PolicyLoss,
@@ -20,5 +22,7 @@ __all__ = [
     "compute_approx_kl",
     "doctor_batch",
     "install",
+    "install_head",
     "uninstall",
+    "uninstall_head",
 ]

@@ -41,3 +41,13 @@ def capped_weight(log_ratio: Tensor, cap: float) -> Tensor:
     so that it cannot explode.
     """
     return log_ratio.detach().exp().clamp(max=cap)
+
+
+def positions_in(attention_mask: Tensor) -> Tensor:
+    """The position of each token in its row, counted from the row's first token; 1 at padding."""
+    return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+
+
+def where_acted(logp: Tensor, action_mask: Tensor) -> Tensor:
+    """The log-probabilities of the last tokens, as many as `action_mask` has, 0 where it is 0."""
+    return logp[:, logp.shape[1] - action_mask.shape[1] :] * action_mask.float()

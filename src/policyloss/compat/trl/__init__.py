@@ -6,9 +6,13 @@
     print(explain_config(GRPOConfig(loss_type="cispo")))
     # TRL's trainer with another loss; None keeps the loss that the config describes:
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")
+    # The same without logits, head and loss in one pass:
+    trainer = GRPOTrainer(model, reward, args, policy_loss="gspo", head="fused")
+    # TRL's other trainers (RLOO, SFT, DPO, KTO) with the head of this library:
+    install_head()
 
 Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer`
-needs TRL installed.
+and `install_head` need TRL installed.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import spec_from_config, totals_for
 from policyloss.compat.trl.explaining import explain_config
+from policyloss.compat.trl.head import install_head, uninstall_head
 from policyloss.doctor.batches import doctor_batch
 
 # GRPOTrainer and DoctorCallback are not here, so that `import *` works without TRL.
@@ -25,9 +30,11 @@ __all__ = [
     "batch_loss",
     "doctor_batch",
     "explain_config",
+    "install_head",
     "loss_mask",
     "spec_from_config",
     "totals_for",
+    "uninstall_head",
 ]
 
 

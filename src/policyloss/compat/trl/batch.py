@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
 from policyloss.compat.trl.counts import where_scored
+from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.metrics import Metrics
 from policyloss.parts.correction import OPSM, Corrected
@@ -47,8 +48,67 @@ def batch_loss(
     entropy: for the metrics. keep: `[B, T]`, False for tokens whose policy term is dropped
     (top_entropy_quantile).
     """
-    spec = ready_spec(spec)
     check_tensor("logp", logp, "float")
+    _check_inputs(inputs, ("logp", logp))
+    arguments = _arguments(spec, inputs, logp.detach(), keep)
+    entropy = None if entropy is None else entropy.detach()
+    out = policy_loss(logp=logp, entropy=entropy, totals=totals, **arguments)
+    # TRL divides by an average over its windows, which one of them may well exceed.
+    return LossOutput(
+        out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"})
+    )
+
+
+def head_loss(
+    spec: LossSpec,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    inputs: Mapping[str, Any],
+    *,
+    totals: Totals | Literal["local"],
+    **options: Any,
+) -> HeadOutput:
+    """`batch_loss` from hidden states, in one pass: its loss with its gradient.
+
+    hidden: `[B, T, D]`, what predicts the completion. options: those of the head.
+    """
+    _check_inputs(inputs, ("ids", ids))
+    arguments = _arguments(spec, inputs, "current", None)
+    return linear_policy_loss(
+        hidden=hidden, weight=weight, ids=ids, totals=totals, **arguments, **options
+    )
+
+
+def _arguments(
+    spec: LossSpec,
+    inputs: Mapping[str, Any],
+    on_policy: Tensor | Literal["current"],
+    keep: Tensor | None,
+) -> dict[str, Any]:
+    """What `policy_loss` takes beside logp. on_policy: the old log-probabilities of a batch that
+    has none.
+    """
+    spec = ready_spec(spec)
+    old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+    old = on_policy if old is None else old
+    parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
+    if keep is not None:
+        parts.append(_keep_only(keep))
+    scored = None
+    if isinstance(sampling, Tensor) and isinstance(old, Tensor):
+        scored = where_scored(sampling, old)
+    return {
+        "spec": spec.replace(correction=parts),
+        "old_logp": old,
+        "advantages": inputs["advantages"],
+        "mask": loss_mask(inputs),
+        "rollout_logp": scored,
+        "ref_logp": inputs.get("ref_per_token_logps"),
+    }
+
+
+def _check_inputs(inputs: Mapping[str, Any], like: tuple[str, Tensor]) -> None:
     for name in (
         "old_per_token_logps",
         "sampling_per_token_logps",
@@ -57,27 +117,7 @@ def batch_loss(
         "tool_mask",
     ):
         if inputs.get(name) is not None or name == "completion_mask":
-            check_like(name, inputs.get(name), ("logp", logp))
-    old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
-    old = logp.detach() if old is None else old
-    parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
-    if keep is not None:
-        parts.append(_keep_only(keep))
-    out = policy_loss(
-        spec.replace(correction=parts),
-        logp,
-        old,
-        inputs["advantages"],
-        loss_mask(inputs),
-        rollout_logp=None if sampling is None else where_scored(sampling, old),
-        ref_logp=inputs.get("ref_per_token_logps"),
-        entropy=None if entropy is None else entropy.detach(),
-        totals=totals,
-    )
-    # TRL divides by an average over its windows, which one of them may well exceed.
-    return LossOutput(
-        out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"})
-    )
+            check_like(name, inputs.get(name), like)
 
 
 def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:

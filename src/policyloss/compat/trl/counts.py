@@ -44,3 +44,24 @@ def exchanged(total: Tensor, old: Tensor, new: Tensor) -> Tensor:
     contains, without its gradient.
     """
     return total + (new - old.detach())
+
+
+def likelihood_loss(
+    logp: Tensor, mask: Tensor, items: Tensor | int | None, aux: Tensor | None, coef: float
+) -> Tensor:
+    """The loss that TRL's fused head returns: `−Σ logp / items`, the router loss added. items: by
+    default the tokens of `mask`.
+    """
+    count = mask.sum().clamp(min=1) if items is None else items
+    loss = -logp.sum() / count
+    return loss if aux is None else loss + coef * aux
+
+
+def last(x: Tensor, count: int) -> Tensor:
+    """The last `count` entries of each row. `[B, T, …]` → `[B, count, …]`"""
+    return x[:, x.shape[1] - count :]
+
+
+def at_the_end(x: Tensor, like: Tensor) -> Tensor:
+    """`x` at the end of rows as long as those of `like`, 0 before. `[B, n]` → `[B, T]`"""
+    return torch.nn.functional.pad(x, (like.shape[1] - x.shape[1], 0))

@@ -74,8 +74,8 @@ def chunked_divergence(
     logits, bias included, before its softcap.
     """
     hidden, bias = _scaled(student_hidden, student_bias, student_logit_scale)
-    seen, its_bias = _scaled(teacher_hidden, teacher_bias, teacher_logit_scale)
-    teacher = Teacher(seen, teacher_weight, its_bias, temperature, teacher_final_logit_softcapping)
+    states, offsets = _scaled(teacher_hidden, teacher_bias, teacher_logit_scale)
+    teacher = Teacher(states, teacher_weight, offsets, temperature, teacher_final_logit_softcapping)
     softcap = student_final_logit_softcapping
     divergence = linear_divergence(
         hidden,

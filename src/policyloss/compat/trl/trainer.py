@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from policyloss.compat.trl.batch import batch_loss, loss_mask
+from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
 from policyloss.compat.trl.config import BESIDE, spec_from_config, step_totals, totals_for
 from policyloss.compat.trl.counts import exchanged
 from policyloss.compat.trl.custom import checked_loss
-from policyloss.errors import SpecError
+from policyloss.compat.trl.head import OnePass, in_one_pass, installed_head
+from policyloss.errors import SpecError, unknown_name
+from policyloss.head.loss import HeadOutput
+from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
 
@@ -62,11 +65,22 @@ def trainer_class() -> type[Any]:
         library are logged beside them as "policyloss/…", exact over the micro-batches and processes
         of an optimizer step. It is an error to set an option of the config that has no effect with
         `policy_loss`.
+
+        head: "fused" computes log-probabilities, those of the old policy and of the reference too,
+        by the head of this library, without logits. The loss is computed in the same pass where
+        nothing stands between log-probabilities and loss (an entropy bonus and
+        top_entropy_quantile do). None is TRL's own head.
         """
 
         def __init__(
-            self, *args: Any, policy_loss: LossSpec | str | None = None, **kwargs: Any
+            self,
+            *args: Any,
+            policy_loss: LossSpec | str | None = None,
+            head: Literal["fused"] | None = None,
+            **kwargs: Any,
         ) -> None:
+            if head not in (None, "fused"):
+                raise SpecError(unknown_name("head", head, ("fused",)))
             config = signature.bind(self, *args, **kwargs).arguments.get("args")
             if config is not None:  # before TRL loads models and starts engines
                 checked_loss(policy_loss, config, release)
@@ -78,7 +92,9 @@ def trainer_class() -> type[Any]:
             self._watched: _Watched | None = None
             self._window: list[Metrics] = []
             self._evaluated: list[Metrics] = []
-            super().__init__(*args, **kwargs)
+            self.head = head
+            with nullcontext() if head is None else installed_head():
+                super().__init__(*args, **kwargs)
             self.policy_loss = checked_loss(policy_loss, self.args, release)
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,10 +120,10 @@ def trainer_class() -> type[Any]:
                 self._watched = None
 
         def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            with self._watching() as watched:
-                total: Tensor = super()._compute_loss(model, inputs)
             spec = self.policy_loss or self._config_spec(inputs)
             totals = self._totals(spec, inputs)
+            with self._watching() as watched, self._one_pass(spec, totals, inputs) as one_pass:
+                total: Tensor = super()._compute_loss(model, inputs)
             out = batch_loss(
                 spec,
                 watched.logp,
@@ -116,6 +132,8 @@ def trainer_class() -> type[Any]:
                 entropy=watched.entropy,
                 keep=watched.keep,
             )
+            if one_pass is not None and one_pass.loss is not None:
+                out = LossOutput(one_pass.loss, out.metrics)
             self._record(out.metrics)
             if self.policy_loss is not None:
                 self._drop_metrics_of_the_config()
@@ -129,6 +147,23 @@ def trainer_class() -> type[Any]:
                 out.loss if self.policy_loss is None else self._config_term(watched, inputs),
                 out.loss,
             )
+
+        def _one_pass(
+            self, spec: LossSpec, totals: Any, inputs: Mapping[str, Any]
+        ) -> AbstractContextManager[OnePass | None]:
+            """While TRL computes its loss, let the head compute ours: where it is ours alone that
+            carries the gradient of the log-probabilities and entropies.
+            """
+            between = getattr(self, "_entropy_bonus_enabled", False) or (
+                getattr(self, "top_entropy_quantile", 1.0) < 1.0
+            )
+            if self.head is None or between or not torch.is_grad_enabled():
+                return nullcontext()
+
+            def score(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> HeadOutput:
+                return head_loss(spec, hidden, weight, ids, inputs, totals=totals, **options)
+
+            return in_one_pass(self.model, score, inputs["completion_mask"].shape[1])
 
         def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
             engine = "sampling_per_token_logps" in inputs

@@ -4,7 +4,7 @@ under verl's names.
 Each function has verl's arguments, defaults, return values and numbers (`make conformance` compares
 them with the installed package); a keyword `release="0.8.0"` keeps the meaning of an older release
 where a number changed. `register()` makes `actor.policy_loss.loss_mode="policyloss/<preset>"` work
-in verl; `install()` replaces verl's functions by these.
+in verl; `install()` replaces verl's functions by these, and `install_head()` its fused heads.
 """
 
 from policyloss.compat.verl.advantages import (
@@ -30,6 +30,12 @@ from policyloss.compat.verl.aggregation import (
     compute_value_loss,
     kl_penalty,
     kl_penalty_forward,
+)
+from policyloss.compat.verl.head import (
+    FusedLinearForPPO,
+    install_head,
+    linear_cross_entropy,
+    uninstall_head,
 )
 from policyloss.compat.verl.install import install, uninstall
 from policyloss.compat.verl.losses import (
@@ -75,6 +81,7 @@ __all__ = [
     "SAFETY_BOUND",
     "SUPPORTED_ROLLOUT_RS_OPTIONS",
     "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS",
+    "FusedLinearForPPO",
     "TensorBatch",
     "agg_loss",
     "apply_bypass_mode",
@@ -118,8 +125,11 @@ __all__ = [
     "compute_value_loss",
     "doctor_batch",
     "install",
+    "install_head",
     "kl_penalty",
     "kl_penalty_forward",
+    "linear_cross_entropy",
     "register",
     "uninstall",
+    "uninstall_head",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,22 @@ def outside_by_sign(
     return masked_mean(outside & (advantages > 0), mask, epsilon), masked_mean(
         outside & (advantages < 0), mask, epsilon
     )
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / ctx.ranks, None
+
+
+def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
+    """`x`, whose gradient is divided by the number of ranks: where each rank computes the complete
+    gradient and the framework adds them up.
+    """
+    share: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return share

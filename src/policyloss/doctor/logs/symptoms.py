@@ -250,7 +250,8 @@ def learning_rate(log: Log, limits: LogThresholds) -> Finding | None:
             f"{top:.3g} to {last:.3g}",
             "Lower the learning rate (three times at a time), or clip the gradient norm.",
         )
-    if drift and median(drift) < limits.step_kl_low and not _solved(log, limits):
+    idle = (log.last("dead_groups", 0.5) or 0.0) >= limits.dead_groups  # no gradient, no step
+    if drift and median(drift) < limits.step_kl_low and not idle and not _solved(log, limits):
         return Finding(
             "learning_rate_low",
             0,

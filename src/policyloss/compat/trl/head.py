@@ -1,0 +1,170 @@
+"""TRL's seat for a fused head: `add_fused_lm_head`, by which its trainers (GRPO, RLOO, SFT, DPO,
+KTO) get log-probabilities and entropies from a model, computed by the head of this library.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.compat.patching import swap
+from policyloss.compat.trl.counts import at_the_end, last, likelihood_loss
+from policyloss.errors import SpecError
+from policyloss.head.linear import linear_logprobs
+from policyloss.head.loss import HeadOutput
+from policyloss.hf.forward import run_with
+from policyloss.hf.output_head import Matrices, Transformation, language_model
+
+UTILS = "trl.trainer.utils"
+OURS = {"log_probs", "entropy"}  # what the head of this library computes
+
+
+@dataclass(eq=False)
+class OnePass:
+    """A loss that the head computes in the next fused forward. score: `(hidden, weight, ids, bias=,
+    temperature=, softcap=)` of the last `count` tokens of each row. loss: what it came to.
+    """
+
+    score: Callable[..., HeadOutput]
+    count: int
+    loss: Tensor | None = None
+
+
+_one_pass: WeakKeyDictionary[nn.Module, OnePass] = WeakKeyDictionary()
+_replaced: list[tuple[Any, Any]] = []
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Give `model` TRL's fused forward, `model(…, labels=labels, fused_lm_head=True)`, with the
+    head of this library in it: TRL's arguments, result and alignment.
+
+    The model's own forward runs with its head replaced (`policyloss.hf`), so that FSDP and ZeRO-3
+    gather its weight as for any forward, and factors and caps of its logits are looked at. Of
+    `outputs`, entropies and log-probabilities are computed; for the others TRL's head is used.
+    """
+    if not OURS.issuperset(outputs):
+        theirs = _replaced[0][0] if _replaced else import_module(UTILS).add_fused_lm_head
+        theirs(model, temperature, cast_lm_head_to_fp32, outputs)
+        return
+    output_class, in_float32 = import_module(UTILS).FusedCausalLMOutput, cast_lm_head_to_fp32
+    own_forward = model.forward
+
+    @wraps(type(model).forward)  # `generate` looks at the signature
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        of_loss = {
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "num_items_in_batch": num_items_in_batch,
+        }
+        if not fused_lm_head:
+            return own_forward(
+                *args, **{n: x for n, x in of_loss.items() if x is not None}, **kwargs
+            )
+        wanted = shift_labels if labels is None or shift_labels is not None else labels[:, 1:]
+        if wanted is None:
+            raise SpecError("fused_lm_head=True needs labels: the tokens to score, −100 elsewhere.")
+        mask, shifted = wanted.ne(-100), shift_labels is None
+        config = self.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+
+        one_pass = _one_pass.get(self)
+
+        def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> Any:
+            at = hidden[:, :-1] if shifted else hidden
+            ids, options = wanted, known.options(temperature)
+            with torch.autocast(at.device.type, enabled=False) if in_float32 else nullcontext():
+                at = at.float() if in_float32 else at
+                if one_pass is None:
+                    of_tokens = {"bias": parts.bias, "mask": mask, "entropy": True, **options}
+                    return linear_logprobs(at, parts.weight, ids, **of_tokens)
+                at, ids = last(at, one_pass.count), last(ids, one_pass.count)
+                return one_pass.score(at, parts.weight, ids, bias=parts.bias, **options)
+
+        called = {"use_cache": False, **kwargs}
+        head = self.get_output_embeddings()
+        scored = run_with(self, head, lambda: own_forward(*args, **called), scores)
+        aux_loss = getattr(scored.output, "aux_loss", None)
+        coef = getattr(config, "router_aux_loss_coef", 0.0)
+        per_token = (scored.result.logp, scored.result.entropy)
+        logp, entropy = (at_the_end(x.float(), mask) for x in per_token)  # TRL's are float32
+        loss = likelihood_loss(logp, mask, num_items_in_batch, aux_loss, coef)
+        if one_pass is not None:  # returned as well: wrappers look for the gradient in the output
+            loss = one_pass.loss = scored.result.loss
+        return output_class(
+            loss=loss,
+            log_probs=logp,
+            entropy=entropy if "entropy" in outputs else None,
+            label_mask=mask,
+            aux_loss=aux_loss,
+        )
+
+    model.forward = types.MethodType(forward, model)
+
+
+def install_head() -> list[str]:
+    """Let every trainer of the installed TRL that is made from now on take its log-probabilities
+    and entropies from the head of this library; returns what was replaced. `uninstall_head` undoes
+    it.
+    """
+    utils = import_module(UTILS)
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise SpecError(
+            "this TRL has no add_fused_lm_head, the place where its trainers get their head; TRL "
+            "1.16 has it."
+        )
+    if not _replaced:
+        _replaced.append((utils.add_fused_lm_head, add_fused_lm_head))
+    return swap("trl", _replaced)
+
+
+def uninstall_head() -> None:
+    """Restore TRL's head, for trainers that are made from now on."""
+    swap("trl", [(new, old) for old, new in _replaced])
+    _replaced.clear()
+
+
+@contextmanager
+def installed_head() -> Iterator[None]:
+    """Our head for the trainers that are made inside. Then TRL's, unless ours was there before."""
+    before = bool(_replaced)
+    install_head()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall_head()
+
+
+@contextmanager
+def in_one_pass(model: Any, score: Callable[..., HeadOutput], count: int) -> Iterator[OnePass]:
+    """Let the fused forwards of `model` compute a loss of the last `count` tokens with `score`."""
+    inside = language_model(model)
+    base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
+    _one_pass[base] = OnePass(score, count)
+    try:
+        yield _one_pass[base]
+    finally:
+        del _one_pass[base]

@@ -1,0 +1,21 @@
+"""Any causal language model of Hugging Face, without its logits: `policy_loss` and `logprobs`.
+
+    import policyloss as pl
+
+    out = pl.hf.policy_loss(
+        model, "dapo", ids, attention_mask, old_logp=old_logp, advantages=advantages, mask=mask
+    )
+    out.loss.backward()
+
+The model runs as it is, in whatever wraps it; only its output head is replaced while it runs, by
+`linear_policy_loss` or `linear_logprobs`. This package needs no transformers: it asks the model.
+
+output_head  where the head is, what it multiplies with, and what the model does to its logits
+forward      the model's forward with another head
+layouts      whether the model keeps sequences apart in padded rows and in packs
+calls        the public functions
+"""
+
+from policyloss.hf.calls import explain_plan, logprobs, policy_loss
+
+__all__ = ["explain_plan", "logprobs", "policy_loss"]

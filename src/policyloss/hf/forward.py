@@ -1,0 +1,200 @@
+"""A model's forward with another output head: what the head is given is caught, and no logits are
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.errors import PolicyLossError
+from policyloss.hf.output_head import (
+    Matrices,
+    Transformation,
+    UnknownHeadError,
+    language_model,
+    matrices,
+    output_head,
+    probe_logits,
+)
+
+# What the model of each head does to its logits, as its first forward showed.
+_known: WeakKeyDictionary[nn.Module, Transformation] = WeakKeyDictionary()
+
+
+class Scored(NamedTuple):
+    """result: what the function in the head's place returned. output: the model's own output,
+    whose logits mean nothing.
+    """
+
+    result: Any
+    output: Any
+
+
+Scores = Callable[[Tensor, Matrices, Transformation], Any]
+
+
+def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False) -> Scored:
+    """`model(**inputs)`, with `scores(hidden, matrices, transformation)` in the place of its head.
+
+    hidden: what the model gives its head, `[B, T, D]`. The head's own module is called, so that
+    whatever gathers its weight (FSDP, ZeRO-3) does. The tensors of the result that carry a
+    gradient hang on the model's output too, because wrappers (DDP, FSDP) look for it there.
+    check: look again what the model does to its logits; otherwise that is done for the first call.
+    """
+    return run_with(model, output_head(model), lambda: model(**inputs), scores, check=check)
+
+
+def run_with(
+    model: Any,
+    head: nn.Module,
+    forward: Callable[[], Any],
+    scores: Scores,
+    *,
+    check: bool = False,
+) -> Scored:
+    """`run`, for a forward that calls the model in a way of its own."""
+    if check or head not in _known:
+        _known[head] = _observed(model, head, forward)
+    known = _known[head]
+    results: list[Any] = []
+
+    def in_its_place(hidden: Tensor) -> Tensor:
+        parts = matrices(head)
+        results.append(scores(hidden, parts, known))
+        empty = hidden.new_zeros(1, 1, parts.weight.shape[0])
+        return _hung_on(empty, _differentiable(results[0]))
+
+    output = _forward(model, head, forward, in_its_place)
+    return Scored(_anchored(results[0], _logits(output)), output)
+
+
+@torch.no_grad()
+def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
+    """What the model does to its logits, from a forward in which its head says known ones.
+
+    The random state is left as it was. That its head multiplies as `matrices` says is compared too,
+    with a row of hidden states.
+    """
+    probes: list[Tensor] = []
+    own_head = head.forward
+
+    def say(hidden: Tensor) -> Tensor:
+        parts = matrices(head)
+        row = hidden.reshape(-1, hidden.shape[-1])[-1:]
+        theirs, ours = own_head(row).double(), parts.logits(row).double()
+        rounding = 16 * torch.finfo(parts.weight.dtype).eps * theirs.abs().max()
+        if theirs.shape != ours.shape or not ((theirs - ours).abs().nan_to_num() <= rounding).all():
+            raise UnknownHeadError(
+                f"the output head of {type(language_model(model)).__name__}, a "
+                f"{type(head).__name__}, does not give hidden @ weight.T + bias; head='logits' "
+                "uses the logits that the model makes itself."
+            )
+        probes.append(probe_logits(parts.weight.shape[0], hidden))
+        return probes[0]
+
+    devices = [row.device for row in head.parameters() if row.is_cuda][:1]
+    with torch.random.fork_rng(devices):
+        output = _forward(model, head, forward, say)
+    return Transformation.seen_in(model, probes[0], _logits(output))
+
+
+def _forward(
+    model: Any,
+    head: nn.Module,
+    forward: Callable[[], Any],
+    in_its_place: Callable[[Tensor], Tensor],
+) -> Any:
+    """The model's output with `in_its_place` as its head, which must be called exactly once."""
+    name = type(language_model(model)).__name__
+    calls = 0
+
+    def called(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 1 or args or kwargs or hidden.dim() != 3:
+            raise UnknownHeadError(
+                f"{name} gives its output head {tuple(hidden.shape)} in call {calls} of a forward; "
+                "one call with hidden states [B, T, D] was looked for. head='logits' uses the "
+                "logits that the model makes itself."
+            )
+        return in_its_place(hidden)
+
+    with _as_forward_of(head, called):
+        try:
+            output = forward()
+        except PolicyLossError:
+            raise
+        except Exception as error:
+            if not calls:
+                raise
+            raise UnknownHeadError(
+                f"{name} does something with its logits that fails where there are none: {error}. "
+                "head='logits' uses the logits that the model makes itself."
+            ) from error
+    if not calls:
+        raise UnknownHeadError(
+            f"{name} did not call what its get_output_embeddings() returns, a "
+            f"{type(head).__name__}, so its hidden states could not be caught. head='logits' uses "
+            "the logits that the model makes itself."
+        )
+    return output
+
+
+@contextmanager
+def _as_forward_of(head: nn.Module, function: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `function` be the forward of this one module, inside its hooks."""
+    before = vars(head).get("forward")
+    head.forward = function
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
+def _logits(output: Any) -> Any:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+class _HungOn(torch.autograd.Function):
+    """A value that hangs on other tensors in the graph, and gives them gradients of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        zeros = (torch.zeros_like(x) for x in ctx.saved_tensors)
+        return grads[0], *zeros
+
+
+def _hung_on(value: Tensor, others: list[Tensor]) -> Tensor:
+    hung: Tensor = _HungOn.apply(value, *others) if others else value  # type: ignore[no-untyped-call]
+    return hung
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    fields = result if isinstance(result, tuple) else vars(result).values()
+    return [x for x in fields if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _anchored(result: Any, logits: Any) -> Any:
+    """The result, each of its tensors that carry a gradient hung on the model's output."""
+    if not (isinstance(logits, Tensor) and logits.requires_grad):
+        return result
+
+    def anchored(x: Any) -> Any:
+        return _hung_on(x, [logits]) if isinstance(x, Tensor) and x.requires_grad else x
+
+    if isinstance(result, tuple):
+        return type(result)(*map(anchored, result))
+    return type(result)(**{name: anchored(x) for name, x in vars(result).items()})

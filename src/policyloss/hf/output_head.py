@@ -1,0 +1,181 @@
+"""The output head of a model: where it is, what it multiplies with, what happens to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.arguments import is_number
+from policyloss.errors import InputError
+
+# The options of a model's configuration by which it changes its logits. A scale is multiplied by
+# or divided by (models differ), a cap is `cap·tanh(logits / cap)`.
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+PROBE_RANGE = 50.0  # beyond the usual caps of 15 to 30, so that a cap shows
+
+
+class UnknownHeadError(InputError):
+    """A model whose output head cannot be replaced; it can only be used with its own logits."""
+
+
+def language_model(model: Any) -> Any:
+    """The model inside its wrappers (DDP, FSDP, DeepSpeed, torch.compile): the outermost module
+    that has `get_output_embeddings`.
+    """
+    inside = model
+    while not hasattr(inside, "get_output_embeddings"):
+        wrapped = getattr(inside, "module", None) or getattr(inside, "_orig_mod", None)
+        if wrapped is None:
+            raise UnknownHeadError(
+                f"model is a {type(model).__name__} without get_output_embeddings(), and so is "
+                "what it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
+            )
+        inside = wrapped
+    return inside
+
+
+def output_head(model: Any) -> nn.Module:
+    """The module that makes logits of hidden states."""
+    inside = language_model(model)
+    head = inside.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise UnknownHeadError(
+            f"{type(inside).__name__}.get_output_embeddings() returns {type(head).__name__}, not a "
+            "module with a weight [V, D]; pass a model with a language-model head, or "
+            "head='logits' to use the logits that it makes itself."
+        )
+    return head
+
+
+class Matrices(NamedTuple):
+    """`logits = hidden @ weight.T + bias`. weight: `[V, D]`, bias: `[V]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The product, in the dtype of the matrices."""
+        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+def matrices(head: Any) -> Matrices:
+    """What a head multiplies with, adapters included; the gradient reaches all of its parameters.
+
+    The attributes are those of PEFT: a copy that is trained instead of the head
+    (`modules_to_save`), or a product that is added to its weight (`get_delta_weight`).
+    """
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        active = [name for name in head.active_adapters if name in head.modules_to_save]
+        if head.disable_adapters or not active:
+            return matrices(head.original_module)
+        return matrices(head.modules_to_save[active[0]])
+    if hasattr(head, "base_layer") and hasattr(head, "get_delta_weight"):
+        return _with_adapters(head)
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        described = (
+            f"a {weight.dtype} of shape {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else type(weight).__name__
+        )
+        raise UnknownHeadError(
+            f"the output head, a {type(head).__name__}, needs a floating-point weight [V, D], and "
+            f"its weight is {described}; head='logits' uses the logits that the model makes itself."
+        )
+    return Matrices(weight, getattr(head, "bias", None))
+
+
+def _with_adapters(head: Any) -> Matrices:
+    weight, bias = matrices(head.base_layer)
+    if head.disable_adapters or head.merged:
+        return Matrices(weight, bias)
+    for name in head.active_adapters:
+        if name not in head.lora_A:
+            continue
+        dropout = getattr(head.lora_dropout[name], "p", 0.0)
+        if dropout and head.training:
+            raise UnknownHeadError(
+                f"the adapter {name!r} of the output head has dropout {dropout}, which cannot be "
+                "part of one weight; set lora_dropout=0 for the head, or pass head='logits'."
+            )
+        weight = weight + head.get_delta_weight(name).to(weight.dtype)
+    return Matrices(weight, bias)
+
+
+class Transformation(NamedTuple):
+    """What a model does to the logits of its head: `cap·tanh(scale·logits / cap)`, without a cap
+    `scale·logits`.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The model's logits, from those of its head."""
+        scaled = logits * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+    def options(self, temperature: float | Tensor) -> dict[str, Any]:
+        """The same as arguments of the head: `cap·tanh(s·z/cap)/T` is `c·tanh(z/c)·s/T`, with
+        `c = cap/s`.
+        """
+        softcap = None if self.cap is None else self.cap / self.scale
+        return {"temperature": temperature / self.scale, "softcap": softcap}
+
+    @classmethod
+    def seen_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
+        """The one that turns the logits `before` into the model's `after`, out of those that its
+        configuration may mean.
+        """
+        inside = language_model(model)
+        right_shape = isinstance(after, Tensor) and after.shape == before.shape
+        if right_shape:
+            wide = after.double()
+            gaps = [
+                (float(_worst(known(before.double()), wide)), known)
+                for known in _candidates(inside)
+            ]
+            gap, best = min(gaps, key=lambda pair: pair[0])
+            if gap <= 4 * torch.finfo(after.dtype).eps:
+                return best
+        difference = f"{gap:.2g} of their size apart at best" if right_shape else "of another shape"
+        raise UnknownHeadError(
+            f"{type(inside).__name__} does more with the logits of its head than was looked for: "
+            f"a factor named {', '.join(SCALES)} and a cap named {', '.join(CAPS)} in its "
+            f"configuration leave them {difference}. head='logits' uses the logits that the model "
+            "makes itself."
+        )
+
+
+def probe_logits(size: int, like: Tensor) -> Tensor:
+    """A row of logits `[1, 1, V]` in which every factor and every cap shows."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    row = torch.linspace(-PROBE_RANGE, PROBE_RANGE, size, dtype=dtype, device=like.device)
+    return row.view(1, 1, size)
+
+
+def _worst(a: Tensor, b: Tensor) -> Tensor:
+    """The largest relative difference."""
+    return ((a - b).abs() / b.abs().clamp(min=1e-30)).where(a != b, torch.zeros_like(a)).max()
+
+
+def _candidates(model: Any) -> Iterator[Transformation]:
+    config: Any = getattr(model, "config", None)
+    texts = [config, config.get_text_config() if hasattr(config, "get_text_config") else None]
+    factors = [x for x in _numbers(texts, SCALES) if x > 0]
+    scales = dict.fromkeys([1.0, *factors, *(1 / x for x in factors)])
+    caps = dict.fromkeys(x for x in _numbers(texts, CAPS) if x > 0)
+    for scale in scales:
+        yield Transformation(scale)
+        for cap in caps:
+            yield Transformation(scale, cap)
+            yield Transformation(scale, scale * cap)  # capped first, then scaled
+
+
+def _numbers(configs: list[Any], names: tuple[str, ...]) -> list[float]:
+    values: list[Any] = [getattr(config, name, None) for config in configs for name in names]
+    return [float(x) for x in values if is_number(x)]

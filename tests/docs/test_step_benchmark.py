@@ -1,0 +1,59 @@
+"""The benchmark of whole steps on a tiny model: the gate, the search for the largest batch, and the
+table drawn from its JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import step
+
+from docs import performance_page
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return step.make_model(step.SMALL["tiny"], 500, 32, "cpu")
+
+
+def test_the_gate_lets_right_heads_pass_and_stops_a_wrong_one(model: Any) -> None:
+    batch = step.Batch.of(2, 32, 500, "cpu")
+    assert step.wrong(step.ours, model, batch) == ""
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):
+        assert step.wrong(step.torch_linear_cross_entropy(step.RESULTS), model, batch) == ""
+    assert "gradient off" in step.wrong(lambda m, b: step.ours(m, b) * 1.1, model, batch)
+    loss = step.ours(model, batch)
+    torch.testing.assert_close(loss, step.eager(model, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def fits(_step: Any, _model: Any, rows: Any) -> bool:
+        tried.append(rows)
+        return bool(rows <= 11)
+
+    monkeypatch.setattr(step, "fits", fits)
+    assert step.largest(step.ours, None, 64, lambda rows: rows) == 11  # type: ignore[arg-type, return-value]
+    assert tried == [1, 2, 4, 8, 16, 12, 10, 11]
+    assert step.largest(step.ours, None, 4, lambda rows: rows) == 4  # type: ignore[arg-type, return-value]
+
+
+def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
+    row = {"model": "4B", "tokens": 65536}
+    run = {
+        "environment": {"gpu": None, "torch": "2", "cores": 2, "threads": 1, "machine": "x"},
+        "length": 2048,
+        "rows": [
+            {**row, "head": "ours", "median_ms": 1234.4, "peak_bytes": 3 * 2**30},
+            {**row, "head": "eager logits"},
+        ],
+        "largest": [{"model": "4B", "head": "ours", "tokens": 262144}],
+        "absent": {"Liger": "not here"},
+    }
+    page = performance_page.step_section(run, "cpu")
+    assert "| 4B, 65,536 | 1234 ms, 3.0 GiB | – |" in page
+    assert "| 4B | 262,144 | 0 |" in page
+    assert "Not measured: Liger (not here)." in page
