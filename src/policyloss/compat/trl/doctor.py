@@ -25,7 +25,7 @@ def callback_class() -> type:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             """Keep the numbers, and look at all of them now and then."""
-            _warn(self.watch.add(state.global_step, logs or {}))
+            _warn(self.watch.read(state.global_step, logs or {}))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """A last look."""

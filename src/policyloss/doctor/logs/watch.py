@@ -18,7 +18,7 @@ class LogWatch:
         self.rows: list[dict[str, float]] = []
         self.named: set[str] = set()
 
-    def add(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
+    def read(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
         """Keep the numbers of a row, and look at all rows now and then: what was not named yet."""
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.rows.append({**numbers, "step": step})
