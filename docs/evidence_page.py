@@ -103,9 +103,10 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         f"seeds, {steps} steps of 128 completions. Apart from the options in the table, every run "
         "uses the trainer's defaults, including one learning rate for all presets. "
         f"{same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last "
-        "digit where it stood, so that only the reward can raise the accuracy. Accuracy is that "
-        "of greedy answers to 256 held-out prompts, every 5 steps. Each figure is the median "
-        "over the seeds, with the range behind it; a dash means never, or nothing to measure. "
+        "digit where it stood, so that only a reward or a teacher can raise the accuracy. "
+        "Accuracy is that of greedy answers to 256 held-out prompts, every 5 steps. Each figure is "
+        "the median over the seeds, with the range behind it; a dash means never, or nothing to "
+        "measure. "
         "Seconds count sampling and learning on one thread, without warm-up and evaluation; "
         f"several runs shared a machine, so seconds say less than steps. {machines(data)}"
     )

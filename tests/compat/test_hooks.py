@@ -116,9 +116,10 @@ def test_the_line_is_said_at_the_start_of_a_run(
 
     said: list[str] = []
     monkeypatch.setattr(loop.Display, "say", lambda self, text: said.append(text))
-    setup = (SimpleNamespace(held_out=()), None, None, None)
+    setup = (SimpleNamespace(held_out=(), success=1.0), None, None, None)
     monkeypatch.setattr(loop, "build", lambda *args, **kwargs: setup)  # nothing is loaded here
-    monkeypatch.setattr(loop, "Collector", lambda *args, **kwargs: None)
+    for name in ("Collector", "make_rollout"):
+        monkeypatch.setattr(loop, name, lambda *args, **kwargs: None)
     for advantage, lines in (("grpo", 1), (None, 0)):
         said.clear()
         config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path)
