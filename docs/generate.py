@@ -1,5 +1,5 @@
 """Writes the generated pages: presets, their index, metrics, names, architecture,
-conformance, performance, evidence.
+conformance, performance, evidence, the doctor's matrix.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -14,6 +14,7 @@ from pathlib import Path
 import policyloss as pl
 from docs.architecture_page import architecture_pages
 from docs.conformance_page import conformance_page
+from docs.doctor_page import doctor_pages
 from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
@@ -57,6 +58,7 @@ def pages() -> dict[str, str]:
     made |= architecture_pages()
     made |= performance_pages(ROOT / BENCHMARKS)
     made |= evidence_pages(ROOT / BENCHMARKS)
+    made |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
     return made
 
 

@@ -13,6 +13,7 @@ from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss
+from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
 from policyloss.head.divergence import divergence, linear_divergence
@@ -86,6 +87,7 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
+    "Diagnosis",
     "Divergence",
     "DivergenceMask",
     "GammaWeight",
@@ -108,6 +110,7 @@ __all__ = [
     "PromptMean",
     "Quadratic",
     "Reject",
+    "RunDiagnosis",
     "SegmentRatio",
     "SelfNormalise",
     "SeqMeanTokenMean",
@@ -141,6 +144,8 @@ __all__ = [
     "compiled_loss",
     "diff",
     "divergence",
+    "doctor",
+    "doctor_run",
     "explain",
     "explain_plan",
     "functional",

@@ -104,7 +104,10 @@ TRAINING = {
     "sample": "sample completions from the policy of a run",
     "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
+    "doctor": "say why engine and trainer disagree, or what is wrong with a run",
 }
+# The commands that need torch alone, and the module of each.
+LIGHT = {"report": "policyloss.report.command", "doctor": "policyloss.doctor.command"}
 
 
 def _loss(name: str) -> Any:
@@ -163,13 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """What runs a command that reads its own options, or an error that says what to install."""
-    modules = {"report": "policyloss.report.command", "export": "policyloss.train.export"}
-    module = modules.get(name, "policyloss.train.commands")
+    module = {**LIGHT, "export": "policyloss.train.export"}.get(name, "policyloss.train.commands")
     try:
         command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
-        if name == "report" or (error.name or "").partition(".")[0] == "policyloss":
-            raise  # the report needs torch alone, so nothing that could be installed is missing
+        if name in LIGHT or (error.name or "").partition(".")[0] == "policyloss":
+            raise  # these need torch alone, so nothing that could be installed is missing
         raise PolicyLossError(
             f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'."
         ) from None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
 from train_mutants import TRAIN
@@ -297,7 +298,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*HEAD, *PARTS, *TRAIN)),
+    *(Mutant(*mutant) for mutant in (*DOCTOR, *HEAD, *PARTS, *TRAIN)),
 )
 
 

@@ -201,14 +201,14 @@ def test_an_extra_that_is_advised_exists(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A package that is missing is named with the extra that brings it;
-    the report needs none, so there is none to name.
+    the report and the doctor need none, so there is none to name.
     """
 
     def missing(module: str) -> None:
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
     monkeypatch.setattr(cli, "import_module", missing)
-    if command == "report":
+    if command in cli.LIGHT:
         with pytest.raises(ModuleNotFoundError, match="rich"):
             main([command])
         return

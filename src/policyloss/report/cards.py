@@ -88,6 +88,19 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def health(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the doctor says of each run that has a symptom; "" if none has."""
+    items = [(i, run["label"], row) for i, run in enumerate(runs) for row in run["health"]]
+    lines = "".join(
+        f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: <b>{escaped(row['cause'])}</b>. "
+        f"{escaped(row['evidence'])}. {escaped(row['remedy'])}"
+        for i, label, row in items
+    )
+    if not items:
+        return ""
+    return f'<details class="notes" open><summary>Health</summary><ul>{lines}</ul></details>'
+
+
 def losses(data: Mapping[str, Any]) -> str:
     """A card for each different loss, and how the others differ from the first."""
     cards: list[tuple[Any, list[int]]] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
+from policyloss.report.health import symptoms
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, integer, is_regular, json_object
 from policyloss.report.rollouts import read_rollouts
@@ -90,6 +91,7 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
         "loss": loss_card(stored.get("loss"), config, notes),
         "summary": _summary(folder, config, table, times),
         "metrics": metrics,
+        "health": symptoms(metrics),
         "timing": times.series("timing.jsonl", notes),
         "ratio_histogram": histogram,
         "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),

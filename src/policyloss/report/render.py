@@ -53,7 +53,8 @@ def render(data: Mapping[str, Any]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(names)} · training report</title>
 <style>{style}</style></head><body>
-<header><h1>Training report</h1>{cards.overview(data["runs"])}{cards.notes(data["runs"])}</header>
+<header><h1>Training report</h1>{cards.overview(data["runs"])}\
+{cards.health(data["runs"])}{cards.notes(data["runs"])}</header>
 <noscript><p class="card">\
 The charts and the token view are drawn by a script in this file, which is switched off.\
 </p></noscript>

@@ -27,6 +27,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
+from policyloss.train.first_step import mismatch_of
 from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
@@ -223,6 +224,9 @@ class Training:
         if timing["step_s"] > 0:  # a clock may stand still
             timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
         self.step += 1
+        first = self.step == 1 and config.old_logp == "recompute"
+        if first and (problem := mismatch_of(learned.pack)) is not None:
+            self.display.warn(problem)
         metrics = {**completions.statistics, **self._learned(learned)}
         if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
             metrics |= self._evaluation()

@@ -72,6 +72,7 @@ from policyloss.compat.verl.rollout_correction import (
     compute_rs_metrics,
 )
 from policyloss.compat.verl.settings import check_config
+from policyloss.doctor.batches import doctor_batch
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -122,6 +123,7 @@ __all__ = [
     "compute_rollout_rejection_mask",
     "compute_rs_metrics",
     "compute_value_loss",
+    "doctor_batch",
     "install",
     "install_head",
     "kl_penalty",

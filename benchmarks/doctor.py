@@ -1,0 +1,239 @@
+"""The doctor's confusion matrix: every fault × seeds × models × sizes of batch.
+
+python -m benchmarks.doctor --work /tmp/doctor --engine-python .engines/vllm/bin/python
+
+makes small models, starts a real vLLM on them (once for each model and way of reporting), injects
+every fault, asks `pl.doctor`, and writes `benchmarks/results/doctor.json`. What is done already is
+kept in the work folder, so that the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
+from benchmarks.doctor_models import MIXTURES, prompts
+from policyloss.doctor import doctor
+
+ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
+MODELS = ("llama", "gpt2")
+SIZES = (32, 8)  # rows of a batch
+FEW = (4, 2, 1)  # rows, to find the least number of tokens
+FEW_SEEDS = 6
+RECORDED = 2  # batches of each set that the tests read
+CUTS = {"top_k": "top_p", "min_p": "top_p"}  # what pairs alone cannot tell apart
+# What pairs alone can name; the others need the model.
+FROM_PAIRS = {
+    "healthy_f32": "healthy",
+    "healthy_bf16": "healthy",
+    "temperature": "temperature",
+    "temperature_raw": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_p",
+    "min_p": "top_p",
+    "shift": "shift",
+    "rows_permuted": "rows_permuted",
+    "prompt_in_mask": "prompt_in_mask",
+    "end_token": "end_token",
+    "padding_in_mask": "padding_in_mask",
+    "reencoded": "reencoded",
+    "copy": "copy",
+    "logp_bf16": "logp_bf16",
+    "noise": "not_explained",
+}
+
+
+def prepare(work: Path, engine_python: str) -> None:
+    """Make the models and the rollouts that are missing."""
+    for name in (*MODELS, *MIXTURES):
+        folder = work / "models" / name
+        if not (folder / "base").exists():
+            _run([sys.executable, "-m", "benchmarks.doctor_models", str(folder), name])
+    for name in MODELS:
+        out = work / "rollouts" / name
+        for report, dtype in ENGINES:
+            last = {"raw": "merged", "processed": "temperature+top_p"}[report]
+            if not (out / f"{last if dtype == 'float32' else 'plain_bfloat16'}.json").exists():
+                options = ["--report", report, "--dtype", dtype]
+                module = ["-m", "benchmarks.doctor_engine"]
+                models = str(work / "models" / name)
+                _run([engine_python, *module, models, str(out), *options])
+
+
+def _run(command: list[str]) -> None:
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment)
+
+
+def jobs(seeds: int) -> Iterator[tuple[str, str, int, int]]:
+    """Fault, model, seed and rows of every diagnosis: the matrix first, one seed after the other,
+    and then the small batches.
+    """
+    for sizes, count in ((SIZES, seeds), (FEW, min(seeds, FEW_SEEDS))):
+        for seed in range(count):
+            for fault in FAULTS:
+                for model in MIXTURES if fault == "router" else MODELS:
+                    for rows in sizes:
+                        yield fault, model, seed, rows
+
+
+def source(work: Path, model: str) -> Source:
+    """The batches of a model."""
+    kind = MixtureSource if model in MIXTURES else Source
+    return kind(work / "rollouts" / model, work / "models" / model)
+
+
+def verdict(batch: Batch, fault: str, rows: int) -> dict[str, Any]:
+    """What the doctor says with the model, and from pairs alone where they can tell."""
+    start = time.process_time()
+    with_model = doctor(**batch.arguments, model=batch.model, prompts=batch.prompts)
+    row: dict[str, Any] = {
+        "causes": sorted(with_model.causes),
+        "truth": sorted(batch.causes),
+        "tokens": with_model.tokens,
+        "confidence": round(with_model.confidence, 3),
+        "seconds": round(time.process_time() - start, 2),
+    }
+    if fault in FROM_PAIRS and rows in SIZES:
+        row["pairs"] = sorted(doctor(**batch.arguments).causes)
+    return row
+
+
+def diagnose_all(
+    work: Path, seeds: int, deadline: float, part: int, parts: int
+) -> dict[str, dict[str, Any]]:
+    """The verdict on every job, by its name; those in the work folder are not made again."""
+    done: dict[str, dict[str, Any]] = {}
+    for old in sorted(work.glob("verdicts*.jsonl")):
+        done |= {row["job"]: row for row in map(json.loads, old.read_text().splitlines())}
+    file = work / f"verdicts{part}.jsonl"
+    sources = {name: source(work, name) for name in (*MODELS, *MIXTURES)}
+    with file.open("a") as out:
+        for fault, model, seed, rows in jobs(seeds):
+            job = f"{fault}/{model}/{seed}/{rows}"
+            mine = zlib.crc32(job.encode()) % parts == part
+            if job in done or not mine or time.monotonic() > deadline:
+                continue
+            torch.manual_seed(zlib.crc32(job.encode()))
+            try:
+                batch = FAULTS[fault](sources[model], seed, rows)
+                row = {"job": job, **verdict(batch, fault, rows)}
+            except ValueError as error:
+                row = {"job": job, "error": str(error), "truth": [], "causes": [], "tokens": 0}
+            done[job] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+    return done
+
+
+def summary(verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The matrix, the shares that are right, and the least number of tokens of each fault."""
+    matrix: dict[str, Counter[str]] = defaultdict(Counter)
+    pairs: dict[str, Counter[bool]] = defaultdict(Counter)
+    by_size: dict[str, dict[int, list[tuple[bool, int]]]] = defaultdict(lambda: defaultdict(list))
+    for job, row in verdicts.items():
+        fault, _, _, rows = job.split("/")
+        right = row["causes"] == row["truth"] and "error" not in row
+        by_size[fault][int(rows)].append((right, row["tokens"]))
+        if int(rows) in SIZES:
+            matrix[fault]["+".join(row["causes"]) or "refused"] += 1
+            if "pairs" in row:
+                pairs[fault][row["pairs"] == [FROM_PAIRS[fault]]] += 1
+    counted = {fault: sum(count.values()) for fault, count in matrix.items()}
+    correct = {fault: sum(r for size in SIZES for r, _ in by_size[fault][size]) for fault in matrix}
+    healthy = [f for f in matrix if f.startswith("healthy")]
+    return {
+        "torch": torch.__version__,
+        "sizes": list(SIZES),
+        "right": sum(correct.values()) / max(sum(counted.values()), 1),
+        "false_alarms": 1
+        - sum(correct[f] for f in healthy) / max(sum(counted[f] for f in healthy), 1),
+        "diagnoses": sum(counted.values()),
+        "faults": {
+            fault: {
+                "diagnoses": counted[fault],
+                "right": correct[fault] / counted[fault],
+                "verdicts": dict(matrix[fault].most_common()),
+                "right_from_pairs": pairs[fault][True] / sum(pairs[fault].values())
+                if pairs[fault]
+                else None,
+                "least_tokens": least_tokens(by_size[fault]),
+            }
+            for fault in matrix
+        },
+    }
+
+
+def least_tokens(sizes: dict[int, list[tuple[bool, int]]]) -> int | None:
+    """The median number of tokens of the smallest batches from which on 95 % are right."""
+    least = None
+    for rows in sorted(sizes, reverse=True):
+        verdicts = sizes[rows]
+        if sum(right for right, _ in verdicts) < 0.95 * len(verdicts):
+            break
+        tokens = sorted(n for _, n in verdicts)
+        least = tokens[len(tokens) // 2]
+    return least
+
+
+def record(work: Path, folder: Path) -> None:
+    """Write the part of the rollouts that the tests compare with: one model, two small batches."""
+    model = "llama"
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    for file in sorted((work / "rollouts" / model).glob("*.json")):
+        if file.stem in ("merged", "bf16_values"):
+            continue  # the tests have no peft to load their adapter with
+        batches = []
+        for seed, batch in enumerate(json.loads(file.read_text())[:RECORDED]):
+            rows = prompts(len(batch["completions"]), seed)
+            every = {"prompts": rows, **batch}
+            batches.append({name: x[: SIZES[1]] for name, x in every.items()})
+        text = json.dumps(batches, separators=(",", ":"))
+        (folder / "rollouts" / file.name).write_text(text + "\n")
+    (folder / "models" / "base").mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(work / "models" / model / "base" / name, folder / "models" / "base" / name)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the matrix."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("out/doctor"))
+    parser.add_argument("--engine-python", default=".engines/vllm/bin/python")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this long")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/doctor.json"))
+    parser.add_argument("--part", type=int, default=0, help="which share of the jobs to do")
+    parser.add_argument("--parts", type=int, default=1, help="how many processes share the jobs")
+    parser.add_argument("--record", type=Path, help="only write the part that the tests read")
+    args = parser.parse_args(arguments)
+    if args.record:
+        record(args.work, args.record)
+        return
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + 60 * args.minutes
+    prepare(args.work, args.engine_python)
+    result = summary(diagnose_all(args.work, args.seeds, deadline, args.part, args.parts))
+    temporary = args.out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(args.out)
+    print(f"{result['right']:.1%} right, {result['false_alarms']:.1%} false alarms")
+    for fault, row in result["faults"].items():
+        print(f"{row['right']:6.1%}  {fault:20} {row['verdicts']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`policyloss doctor PATH`: a verdict on a file of tokens, or on the logs of a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from policyloss.doctor.diagnosis import Diagnosis
+from policyloss.doctor.logs.run_doctor import RunDiagnosis, doctor_run
+from policyloss.doctor.read import read_tokens
+from policyloss.doctor.tokens import doctor
+from policyloss.errors import InputError
+
+HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
+
+
+def doctor_command(arguments: Sequence[str]) -> int:
+    """Print the verdict; returns the exit code: 0 healthy, 1 a cause, 3 not explained."""
+    parser = argparse.ArgumentParser(
+        prog="policyloss doctor",
+        description="Say why the rollout engine and the trainer disagree, or what is wrong with a "
+        "run. Exit codes: 0 healthy, 1 a cause was named, 2 bad input, 3 not explained.",
+    )
+    parser.add_argument(
+        "path",
+        help="a .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …), a run "
+        "directory, trainer_state.json, TensorBoard events, verl's metrics, or a CSV export",
+    )
+    parser.add_argument(
+        "--model", help="the folder of the trainer's model, to simulate causes with (transformers)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    args = parser.parse_args(arguments)
+    verdict = verdict_on(Path(args.path), args.model)
+    print(verdict.to_json() if args.json else str(verdict), flush=True)
+    if verdict.healthy:
+        return HEALTHY
+    unclear = isinstance(verdict, Diagnosis) and verdict.cause == "not_explained"
+    return NOT_EXPLAINED if unclear else SICK
+
+
+def verdict_on(path: Path, model: str | None = None) -> Diagnosis | RunDiagnosis:
+    """The verdict on tokens where the file holds them, else on logs."""
+    if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
+        raise InputError(
+            f"{path} may be a pickle, which can run code and is not read; save safetensors or JSON "
+            "lines."
+        )
+    if path.suffix == ".safetensors" or (path.suffix == ".jsonl" and _holds_tokens(path)):
+        arguments = read_tokens(path)
+        if model is None:
+            arguments.pop("prompts", None)
+            return doctor(**arguments)
+        return doctor(**arguments, model=_load(model))
+    if model is not None:
+        raise InputError(f"--model needs a file of tokens, and {path} is none.")
+    return doctor_run(path)
+
+
+def _holds_tokens(path: Path) -> bool:
+    """Whether the first line holds lists of log-probabilities."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(2**20)
+    except OSError:
+        return False
+    return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
+
+
+def _load(model: str) -> Any:
+    try:
+        loader = import_module("transformers").AutoModelForCausalLM
+    except ModuleNotFoundError:
+        raise InputError("--model needs transformers; pip install 'policyloss[train]'.") from None
+    if not Path(model).is_dir():
+        raise InputError(f"there is no folder {model}; give that of a saved model.")
+    try:
+        return loader.from_pretrained(model, local_files_only=True, use_safetensors=True)
+    except Exception as error:  # files of any origin, read by another package
+        raise InputError(f"cannot load the model {model}: {error}") from error

@@ -1,0 +1,182 @@
+"""One forward of the trainer's model on some sequences, and the same with something changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOGIT_BYTES = 2**28  # of the logits that are kept: 1,024 tokens of a vocabulary of 65,536
+BATCH_TOKENS = 8192  # of one forward, padding included
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model and the sequences that its log-probabilities are asked for.
+
+    prompts: the tokens before the first scored one, of each row. completions: the tokens after
+    them. scored: `[n, 2]`, the row and the index in the completion of each token, in order.
+    """
+
+    model: Any
+    prompts: Sequence[list[int]]
+    completions: Sequence[list[int]]
+    scored: Tensor
+    ids: Tensor
+    cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """`[n, V]` float32: the logits of every scored token."""
+        return self.forward()
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """`[n]` float64: the log-probability of every scored token."""
+        return self.of_ids(self.logits)
+
+    def of_ids(self, logits: Tensor) -> Tensor:
+        """The log-probabilities of the scored tokens under these logits."""
+        return logits.double().gather(1, self.ids[:, None])[:, 0] - logits.double().logsumexp(1)
+
+    def effect(self, name: str, logits: Callable[[], Tensor]) -> Tensor:
+        """How much a change moves the log-probabilities, `[n]`; computed once under its name."""
+        if name not in self.cache:
+            self.cache[name] = self.of_ids(logits()) - self.logp
+        result: Tensor = self.cache[name]
+        return result
+
+    def half_precision_noise(self) -> Tensor:
+        """`[n]`: what bf16 arithmetic does to the log-probabilities, with the weights rounded alike
+        on both sides.
+        """
+
+        def effect() -> Tensor:
+            half = self.with_model(copy.deepcopy(self.model).bfloat16())
+            return half.of_ids(half.forward()) - self.with_model(half.model.float()).logp
+
+        if "bf16" not in self.cache:
+            self.cache["bf16"] = effect()
+        result: Tensor = self.cache["bf16"]
+        return result
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model."""
+        return getattr(self.model, "config", None)
+
+    def with_model(self, model: Any) -> Scorer:
+        """The same sequences and another model."""
+        return replace(self, model=model, cache={})
+
+    def select(self, chosen: Tensor) -> Scorer:
+        """Some of the tokens, with what was computed of them."""
+        part = replace(
+            self,
+            scored=self.scored[chosen],
+            ids=self.ids[chosen],
+            cache={name: x[chosen] for name, x in self.cache.items()},
+        )
+        vars(part)["logits"] = self.logits[chosen]
+        return part
+
+    def forward(
+        self,
+        prompts: Sequence[list[int]] | None = None,
+        *,
+        padding: str = "right",
+        positions: bool = True,
+        attend_padding: bool = False,
+        train: bool = False,
+    ) -> Tensor:
+        """`[n, V]` float32 logits.
+
+        prompts: those of all rows, in place of their own. padding: the side. positions: whether
+        those of padded rows count real tokens alone. attend_padding: leaves the attention mask
+        out.
+        """
+        model = self.model
+        device = next(model.parameters()).device
+        rows = [
+            list(p) + list(c)
+            for p, c in zip(prompts or self.prompts, self.completions, strict=True)
+        ]
+        place = self.scored[:, 1] - 1
+        ahead = torch.tensor([len(row) for row in rows]) - torch.tensor(
+            [len(c) for c in self.completions]
+        )
+        where = place + ahead[self.scored[:, 0]]
+        width = max(len(row) for row in rows)
+        out: list[Tensor] = []
+        was_training = model.training
+        model.train(train)
+        try:
+            for batch in _batches([len(row) for row in rows], self.scored[:, 0]):
+                widest = width if padding == "left" else max(len(rows[i]) for i in batch)
+                ids, mask, position = _padded([rows[i] for i in batch], widest, padding, device)
+                arguments: dict[str, Any] = {"input_ids": ids}
+                if not attend_padding:
+                    arguments["attention_mask"] = mask
+                arguments["position_ids"] = (
+                    position
+                    if positions
+                    else torch.arange(widest, device=device).expand(len(batch), -1)
+                )
+                with torch.no_grad():
+                    logits = model(**arguments, use_cache=False).logits
+                for k, i in enumerate(batch):
+                    mine = where[self.scored[:, 0] == i]
+                    shift = widest - len(rows[i]) if padding == "left" else 0
+                    out.append(logits[k, (mine + shift).to(device)].float().cpu())
+        finally:
+            model.train(was_training)
+        return torch.cat(out)
+
+
+def _batches(lengths: list[int], row_of_token: Tensor) -> Iterator[list[int]]:
+    """Rows with a scored token, in order, a bounded number of tokens at a time."""
+    batch: list[int] = []
+    for i in torch.unique_consecutive(row_of_token).tolist():
+        if batch and (len(batch) + 1) * max(lengths[j] for j in (*batch, i)) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _padded(
+    rows: list[list[int]], width: int, side: str, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for k, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[k, place] = torch.tensor(row, dtype=torch.long)
+        mask[k, place] = 1
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    return ids.to(device), mask.to(device), position.to(device)
+
+
+@contextmanager
+def altered(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
+    """The model with some weights replaced: `change(name, weight)` returns them, or None."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                new = change(name, weight.detach())
+                if new is not None:
+                    kept.append((weight, weight.detach().clone()))
+                    weight.copy_(new)
+        yield
+    finally:
+        with torch.no_grad():
+            for changed, before in kept:
+                changed.copy_(before)

@@ -1,0 +1,111 @@
+"""`doctor_run`: what the logs of a run say is wrong, as a `RunDiagnosis`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policyloss import notebook
+from policyloss.doctor.logs.metric_names import canonical, step_of
+from policyloss.doctor.logs.read import read_log
+from policyloss.doctor.logs.symptoms import DETECTORS, Curve, Finding, Log, LogThresholds
+from policyloss.errors import InputError
+
+ROLLOUT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """findings: what is wrong, in the order of detection. steps: how many rows were read. metrics:
+    the curves that were recognised.
+    """
+
+    findings: tuple[Finding, ...]
+    steps: int
+    metrics: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        rows = [finding._asdict() for finding in self.findings]
+        return {"findings": rows, "steps": self.steps, "metrics": list(self.metrics)}
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        looked = f"{self.steps} steps, {', '.join(self.metrics)}"
+        if self.healthy:
+            return f"healthy: no symptom in {looked}"
+        lines = [f"{len(self.findings)} symptom(s) in {looked}"]
+        for f in self.findings:
+            lines += [f"{f.cause}: {f.evidence}", f"  remedy: {f.remedy}"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [(f.cause, f.step, f.evidence, f.remedy) for f in self.findings]
+        title = "healthy" if self.healthy else f"{len(rows)} symptom(s)"
+        return notebook.heading(title) + notebook.table(
+            ("symptom", "from step", "evidence", "remedy"), rows
+        )
+
+
+def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
+    """What the logs in `path` say is wrong. docs/doctor.md lists the formats and the symptoms."""
+    return diagnose_rows(read_log(path), thresholds, _rollouts(Path(path)))
+
+
+def diagnose_rows(
+    rows: Sequence[Mapping[str, float]],
+    thresholds: LogThresholds | None = None,
+    rollouts: Sequence[Mapping[str, Any]] = (),
+) -> RunDiagnosis:
+    """The same from rows of numbers, each with its step."""
+    limits = thresholds or LogThresholds()
+    curves: dict[str, Curve] = {}
+    raw: dict[str, Curve] = {}
+    for row in rows:
+        step = step_of(row)
+        if step is None or step <= 0:
+            continue
+        for name, value in canonical(row).items():
+            curves.setdefault(name, []).append((step, value))
+        for name, value in row.items():
+            raw.setdefault(name, []).append((step, float(value)))
+    if not curves:
+        raise InputError(
+            "no metric of these logs is known here; they need at least one of reward, entropy, "
+            "grad_norm, length, clip fractions or KL."
+        )
+    longest = max(len(curve) for curve in curves.values())
+    if longest < limits.least_steps:
+        raise InputError(
+            f"{longest} steps are too few for a verdict; at least {limits.least_steps} are needed."
+        )
+    log = Log(curves, raw, rollouts)
+    findings = [finding for test in DETECTORS if (finding := test(log, limits)) is not None]
+    return RunDiagnosis(tuple(findings), longest, tuple(sorted(curves)))
+
+
+def _rollouts(path: Path) -> list[dict[str, Any]]:
+    """Stored completions beside the metrics of a run of ours; none if there is no such file."""
+    file = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
+    if not file.is_file() or file.is_symlink() or file.stat().st_size > ROLLOUT_BYTES:
+        return []
+    rows = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,213 @@
+"""What the doctor refuses, and what it does with a great many tokens."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import policyloss as pl
+from policyloss.cli import main
+from policyloss.doctor.batches import doctor_batch
+
+
+def healthy(rows: int = 8, columns: int = 40, noise: float = 1e-6) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    p = torch.rand(rows, columns, generator=draw).clamp(1e-3, 0.999)
+    old = p.log()
+    return {
+        "old_logp": old,
+        "rollout_logp": old + noise * torch.randn(old.shape, generator=draw),
+        "mask": torch.ones(rows, columns, dtype=torch.bool),
+    }
+
+
+def spoiled(**changes: Any) -> dict[str, Any]:
+    return {**healthy(), **changes}
+
+
+def with_value(name: str, value: float, where: Any) -> dict[str, Any]:
+    arguments = healthy()
+    arguments[name][where] = value
+    return arguments
+
+
+FIRST = (slice(None), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (with_value("rollout_logp", torch.nan, FIRST), "8 of 320 valid tokens, all of them the fi"),
+        (with_value("old_logp", -torch.inf, (2, 3)), r"1 of 320 .* in row 2, column 3"),
+        (spoiled(old_logp=torch.zeros(3, 3)), r"old_logp has shape \(3, 3\) but rollout_logp"),
+        (spoiled(mask=torch.zeros(8, 40)), "mask has no valid token"),
+        (spoiled(mask=torch.full((8, 40), 2)), "values other than 0 and 1"),
+        (spoiled(old_logp=None), "pass old_logp= or logp="),
+        (spoiled(rollout_logp=torch.rand(8, 40) + 1), "above 0 at most valid tokens"),
+        (spoiled(rollout_logp=[[0.0]]), "rollout_logp must be a floating-point tensor"),
+        ({k: v[:1, :5] for k, v in healthy().items()}, "5 valid tokens are too few"),
+        (spoiled(model=torch.nn.Linear(2, 2)), r"model= needs ids= of shape \[B, T\]"),
+        (spoiled(rollout_ids=torch.zeros(2, 2)), "pass both, of one"),
+    ],
+)
+def test_a_verdict_on_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(pl.InputError, match=message):
+        pl.doctor(**arguments)
+
+
+def test_tokens_that_the_engine_calls_impossible_are_counted() -> None:
+    found = pl.doctor(**with_value("rollout_logp", -torch.inf, (0, 0)))
+    assert found.tokens == 319
+    assert any("1 tokens have rollout_logp = -inf" in sentence for sentence in found.evidence)
+
+
+def test_a_million_tokens_take_seconds() -> None:
+    arguments = healthy(1000, 1000)
+    arguments["rollout_logp"] = arguments["rollout_logp"].roll(1, 1)
+    start = time.process_time()
+    found = pl.doctor(**arguments)
+    assert found.cause == "shift"
+    assert found.tokens <= 65536
+    assert time.process_time() - start < 30
+
+
+def test_two_sides_that_are_stored_in_bf16_are_no_copies() -> None:
+    half = {k: v if k == "mask" else v.bfloat16() for k, v in healthy(noise=0.0).items()}
+    assert pl.doctor(**half).cause != "copy"
+    same = {**healthy(), "rollout_logp": healthy()["old_logp"].clone()}
+    assert pl.doctor(**same).cause == "copy"
+
+
+def test_a_batch_of_a_framework_is_read_by_its_own_names() -> None:
+    a = healthy()
+    found = doctor_batch(
+        {
+            "rollout_log_probs": a["rollout_logp"].roll(1, 1),
+            "old_log_probs": a["old_logp"],
+            "response_mask": a["mask"].long(),
+            "responses": torch.zeros(8, 40, dtype=torch.long),
+        }
+    )
+    assert found.cause == "shift"
+    with pytest.raises(pl.InputError, match="the engine's log-probabilities are missing"):
+        doctor_batch({"old_log_probs": a["old_logp"]})
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def lines_of(arguments: dict[str, torch.Tensor]) -> str:
+    rows = zip(arguments["rollout_logp"].tolist(), arguments["old_logp"].tolist(), strict=True)
+    return "\n".join(json.dumps({"rollout_logp": r, "old_logp": o}) for r, o in rows)
+
+
+def test_the_command_has_an_exit_code_for_each_kind_of_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.jsonl"
+    file.write_text(lines_of(healthy()))
+    assert main(["doctor", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("healthy")
+    shifted = healthy()
+    shifted["rollout_logp"] = shifted["rollout_logp"].roll(1, 1)
+    file.write_text(lines_of(shifted))
+    assert main(["doctor", str(file), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["cause"] == "shift"
+    file.write_text(lines_of(healthy(noise=0.3)))
+    assert main(["doctor", str(file)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"rollout_logp": [1], "x": 2}', "the trainer's log-probabilities are missing"),
+        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0, -2.0]}', "row 1: old_logp has 2"),
+        ("a.jsonl", '{"rollout_logp": ["a"], "old_logp": ["b"]}', "holds more than numbers"),
+        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}\nno', "line 2, is no JSON"),
+        ("a.safetensors", "not one", "is no safetensors file"),
+        ("a.pt", "x", "may be a pickle"),
+        ("a.csv", "what,is\nthis,file", "it is no log of a run"),
+    ],
+)
+def test_a_file_that_is_not_what_it_seems_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["doctor", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = {k: v for k, v in healthy().items() if k != "mask"}
+    header, body = {}, b""
+    for name, x in a.items():
+        data = x.numpy().tobytes()
+        place = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": place}
+        body += data
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    assert main(["doctor", str(tmp_path / "a.safetensors")]) == 0
+    assert "320 tokens" in capsys.readouterr().out
+
+
+# Where people meet it -----------------------------------------------------------------------------
+
+
+def test_the_first_step_of_a_run_is_looked_at() -> None:
+    from types import SimpleNamespace
+
+    from policyloss.train.first_step import mismatch_of
+
+    a = healthy()
+    bounds = torch.arange(0, 321, 40)
+    tokens = {name: x.flatten() for name, x in a.items()}
+    assert mismatch_of(SimpleNamespace(tokens=tokens, cu_seqlens=bounds)) is None
+    late = a["rollout_logp"].roll(1, 1).flatten()
+    shifted = SimpleNamespace(tokens={**tokens, "rollout_logp": late}, cu_seqlens=bounds)
+    message = mismatch_of(shifted)
+    assert message is not None
+    assert "the ratio of the unchanged policy is not 1" in message
+    assert "numbers one token off" in message
+    few = SimpleNamespace(tokens={k: x[:5] for k, x in tokens.items()}, cu_seqlens=None)
+    assert mismatch_of(few) is None
+
+
+def test_a_callback_warns_once_of_each_symptom() -> None:
+    pytest.importorskip("transformers")
+    from types import SimpleNamespace
+
+    from policyloss.compat.trl import DoctorCallback
+
+    callback = DoctorCallback(every=10)
+
+    def log(steps: range, cut: float) -> None:
+        for step in steps:
+            state = SimpleNamespace(global_step=step)
+            logs = {"reward": step / 40, "completions/clipped_ratio": cut, "note": "text"}
+            callback.on_log(None, state, None, logs=logs)
+
+    log(range(1, 11), 0.0)
+    with pytest.warns(UserWarning, match=r"truncation: 90% of the completions are cut"):
+        log(range(11, 31), 0.9)
+    log(range(31, 41), 0.9)  # a second warning would be an error here
+
+
+def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
+    from policyloss.report import collect, render
+
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": s, "reward/mean": s / 20, "truncated": 0.9} for s in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = collect([run])
+    assert [row["cause"] for row in data["runs"][0]["health"]] == ["truncation"]
+    assert "<summary>Health</summary>" in render(data)
+    (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert "<summary>Health</summary>" not in render(collect([run]))
