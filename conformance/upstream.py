@@ -30,7 +30,10 @@ from conformance import standins
 from conformance.environments import PEERS, Peer
 from policyloss.compat.patching import swap
 
-NOT_DROP_INS = ("check_config", "install", "register", "uninstall")
+NOT_DROP_INS = (
+    *("check_config", "install", "register", "uninstall"),
+    *("install_head", "uninstall_head", "register_distillation", "doctor_batch"),
+)
 # Modules that a run leaves behind and the next one must import again. OpenRLHF's tests load its
 # files under names of their own.
 OF_THE_TESTS = ("tests", "_openrlhf_loss_test", "_openrlhf_kl_test")

@@ -277,6 +277,16 @@ LIBRARY: dict[str, Case] = {
             "mask": MASK,
         },
     ),
+    "doctor": (
+        pl.doctor,
+        {
+            "rollout_logp": OLD.repeat(3, 2),  # as many tokens as a verdict needs
+            "old_logp": LOGP.repeat(3, 2),
+            "logp": LOGP.repeat(3, 2),
+            "mask": MASK.repeat(3, 2),
+            "entropy": -LOGP.repeat(3, 2),
+        },
+    ),
     "compiled_loss": (_compiled_call, {k: v for k, v in loss_arguments().items() if k != "spec"}),
     "compiled_loss packed": (
         _compiled_call,

@@ -234,7 +234,7 @@ PARTS = (
         "sequence_mask_weights_swapped",
         _CORRECTION,
         'if self.weight == "token": return',
-        'if self.weight != "token":\n            return',
+        'if self.weight != "token": return',
         _CORRECTIONS + "test_weight",
     ),
     (
