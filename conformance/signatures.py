@@ -131,12 +131,15 @@ def entries(path: str) -> dict[str, Callable[..., Any]]:
     return {name: value for name, value in named.items() if not name.startswith("policyloss/")}
 
 
-def their_calls(peer: str) -> dict[str, Callable[..., Any]]:
-    """Every pinned callable of the installed framework."""
-    calls = {
-        path: resolve(path)
-        for path in (*(pin.theirs for pin in PINS.get(peer, ())), *HOOKS.get(peer, ()))
-    }
+def their_calls(peer: str, older: bool = False) -> dict[str, Callable[..., Any]]:
+    """Every pinned callable of the installed framework. older: it may lack some."""
+    calls: dict[str, Callable[..., Any]] = {}
+    for path in (*(pin.theirs for pin in PINS.get(peer, ())), *HOOKS.get(peer, ())):
+        try:
+            calls[path] = resolve(path)
+        except (AttributeError, ModuleNotFoundError):
+            if not older:
+                raise
     for table in REGISTRIES.get(peer, ()):
         calls |= {f"{table.theirs}[{name}]": call for name, call in entries(table.theirs).items()}
     return calls
@@ -161,11 +164,11 @@ def parameters(call: Callable[..., Any]) -> Parameters:
     ]
 
 
-def describe(peer: str, functions: Iterable[Function]) -> Described:
+def describe(peer: str, functions: Iterable[Function], older: bool = False) -> Described:
     """The pinned callables of the installed framework: their parameters, and what they return in
-    some cases of the functions.
+    some cases of the functions. older: as in `their_calls`.
     """
-    calls = their_calls(peer)
+    calls = their_calls(peer, older)
     seen = returned.observe(functions, calls, "theirs")
     described: Described = {
         name: {"parameters": parameters(call), "returns": sorted(seen[name])}
@@ -180,7 +183,7 @@ def check_installed(
     """What differs between the installed framework and ours; for `peer.others`, whose parameters
     may differ, what they return.
     """
-    described = describe(peer.name, functions)
+    described = describe(peer.name, functions, older=release in peer.others)
     problems = forms.openrlhf_constructor(release) if peer.name == "openrlhf" else []
     if release in peer.others:
         return problems + check_returns(peer.name, described, functions, seen_only=True)

@@ -158,7 +158,8 @@ FUNCTIONS = [
         differentiate=("body", "head"),
         seeds=3,
         kinds=("ragged", "full", "holes", "single_token"),
-        releases=("0.11.2", "0.11.1", "0.11.0"),
+        # 0.11.0 overwrites its logits before their entropy has a gradient, and raises.
+        releases=("0.11.2", "0.11.1"),
         defect=_in_float32,
     )
 ]

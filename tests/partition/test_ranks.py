@@ -63,7 +63,8 @@ def reference(case: str) -> dict[str, Any]:
         }
         out = pl.value_loss(values, **only(whole, VALUE_INPUTS), **given)
     else:
-        out = pl.policy_loss(SPECS[case], logp, **only(whole, POLICY_INPUTS), entropy=entropy)
+        given = {**only(whole, POLICY_INPUTS), "entropy": entropy, "divergence": entropy.square()}
+        out = pl.policy_loss(SPECS[case], logp, **given)
     gradient = flat(torch.autograd.grad(out.loss, model, allow_unused=True), model)
     return {"loss": out.loss.detach(), "gradient": gradient, "metrics": out.metrics.compute()}
 

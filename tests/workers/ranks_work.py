@@ -120,6 +120,7 @@ class Share:
             return self.counts
         logp, entropy, _ = self.all_predicted
         given = {**only(self.all, POLICY_INPUTS), "entropy": entropy, **self.where(self.all)}
+        given["divergence"] = entropy.square()
         return pl.measure(spec, logp, **given, **self.groups, dp_size=self.dp_size)
 
     def where(self, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +149,9 @@ class Share:
         def call(i: int, micro: dict[str, Any]) -> pl.LossOutput:
             logp, entropy, _ = self.predicted[i]
             given = {**only(micro, POLICY_INPUTS), **self.where(micro)}
-            return pl.policy_loss(
-                spec, logp, **given, entropy=entropy, totals=totals, cp_group=cp_group
-            )
+            # Any function of the model, token by token, stands for the divergence of a teacher.
+            given |= {"entropy": entropy, "divergence": entropy.square()}
+            return pl.policy_loss(spec, logp, **given, totals=totals, cp_group=cp_group)
 
         return self.step(call)
 
