@@ -349,9 +349,8 @@ def run_tests(folder: Path, tests: list[str]) -> int:
     """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if (
-            name.split(".")[0] == PACKAGE.name or TESTS in Path(file).parents
-        ) and name != "__main__":
+        ours = name.split(".")[0] in (PACKAGE.name, "benchmarks") or TESTS in Path(file).parents
+        if ours and name != "__main__":
             del sys.modules[name]
     sys.path.insert(0, str(folder))
     try:
@@ -384,4 +383,5 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.dont_write_bytecode = True
+    sys.path.append(str(TESTS.parent))  # some tests use the benchmarks
     main(sys.argv[1:])

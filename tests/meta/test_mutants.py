@@ -33,10 +33,12 @@ def exit_codes(names: list[str]) -> dict[str, int]:
     return codes
 
 
+@pytest.mark.slow
 def test_the_named_tests_pass_on_an_unchanged_copy():
     assert exit_codes([CLEAN]) == {CLEAN: 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_mutant_dies(group):
     mutants = MUTANTS[group::GROUPS]
