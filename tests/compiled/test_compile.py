@@ -92,6 +92,7 @@ OF_FRAMEWORKS = pl.LossSpec(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KINDS.values()))
 def test_every_preset_is_one_graph(name: str) -> None:
     assert_same_result(
@@ -100,6 +101,7 @@ def test_every_preset_is_one_graph(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [

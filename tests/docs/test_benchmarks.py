@@ -172,6 +172,7 @@ def run_tiny(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     status, run = run_tiny(tmp_path)
     assert run["failures"] == []

@@ -27,6 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_every_provider_of_ours_is_right(run: dict[str, Any]) -> None:
     assert run["failures"] == []
     for kind, group in run["groups"].items():
