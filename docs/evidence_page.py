@@ -96,7 +96,8 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
     all_runs = [run for runs in presets.values() for run in runs]
     counts = sorted({len(runs) for runs in presets.values()})
     seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
-    steps = max(int(step) for run in all_runs for step in run["accuracy"])
+    lengths = sorted({max(map(int, run["accuracy"])) for run in all_runs})
+    steps = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else lengths[0]
     goal = data["goal"]
     about = (
         f"Each preset trains the built-in task, sorting digits, with `policyloss train`: {seeds} "
