@@ -285,7 +285,7 @@ def test_the_plan_is_explained() -> None:
 
 @pytest.mark.skipif(CUDA, reason="the float16 rounding is checked on a CPU")
 def test_half_precision_logits_are_copied_wide() -> None:
-    """−1e30 is infinite in float16, and 0·inf is NaN: the copy is in float32."""
+    """Half-precision logits are restricted in a copy, which is in float32."""
     logits = (CASE.hidden @ CASE.weight.T).half().requires_grad_()
     out = pl.logprobs(logits, CASE.ids, entropy=True, support=SUPPORT)
     expected = over_kept(logits.detach().double(), CASE.ids, DENSE)
