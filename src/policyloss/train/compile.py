@@ -24,13 +24,14 @@ def compile_blocks(body: nn.Module) -> None:
     for module in body.children():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                block.__class__ = _compiled(type(block))  # type: ignore[assignment]
+                kind: Any = type(block)
+                block.__class__ = _compiled(kind)
         else:
             compile_blocks(module)
 
 
 @cache
-def _compiled(block: type[nn.Module]) -> type[nn.Module]:
+def _compiled(block: Any) -> Any:
     """The class of a block with a compiled forward."""
     plain, compiled = block.forward, torch.compile(block.forward, dynamic=True)
 
