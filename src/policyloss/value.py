@@ -15,7 +15,7 @@ from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
 from policyloss.parts.aggregate import TokenMean
-from policyloss.spec import check_part
+from policyloss.parts.data import check_part
 from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 

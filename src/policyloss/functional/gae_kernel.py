@@ -6,15 +6,15 @@ The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or pa
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from struct import pack, unpack
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from policyloss.functional.triton_modules import on_device_of
 
 # Tokens of a sequence that a program takes at once: all of a short one; a longer one is walked from
 # its end.
@@ -46,23 +46,10 @@ def _tokens(
 
 @triton.jit
 def _gae_kernel(
-    rewards_ptr,
-    values_ptr,
-    mask_ptr,
-    offsets_ptr,
-    last_ptr,
-    advantages_ptr,
-    returns_ptr,
-    length,
-    gamma_high,
-    gamma_low,
-    lam_high,
-    lam_low,
-    PACKED: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rewards_ptr, values_ptr, mask_ptr, offsets_ptr, last_ptr, advantages_ptr, returns_ptr, length,
+    gamma_high, gamma_low, lam_high, lam_low,
+    PACKED: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Advantages and returns of one sequence.
 
     `for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`,
@@ -156,36 +143,21 @@ def gae(
     # the mean.
     typical = length if cu_seqlens is None else 2 * length // max(sequences, 1)
     block = _block or min(max(_power_of_2(typical), SHORTEST_BLOCK), LONGEST_BLOCK)
-    with _on_device_of(values):
+    with on_device_of(values):
         _gae_kernel[(sequences,)](
-            rewards,
-            values,
-            mask,
-            cu_seqlens,
+            rewards, values, mask, cu_seqlens,
             None if last_values is None else last_values.contiguous(),
-            advantages,
-            returns,
-            length,
-            *_in_two(float(gamma)),
-            *_in_two(float(lam)),
-            PACKED=cu_seqlens is not None,
-            PER_TOKEN=rewards.shape == values.shape,
-            HAS_LAST=last_values is not None,
-            BLOCK=block,
+            advantages, returns, length, *_in_two(float(gamma)), *_in_two(float(lam)),
+            PACKED=cu_seqlens is not None, PER_TOKEN=rewards.shape == values.shape,
+            HAS_LAST=last_values is not None, BLOCK=block,
             num_warps=max(1, min(32, block // (32 * TOKENS_PER_THREAD))),
-        )
+        )  # fmt: skip
     return advantages, returns
 
 
 def _power_of_2(n: int) -> int:
     """The least power of two that is not below n. (Triton's takes longer than all else here.)"""
     return 1 << (n - 1).bit_length() if n > 1 else 1
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the current device, where kernels are launched, is that of x."""
-    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 @lru_cache(maxsize=64)

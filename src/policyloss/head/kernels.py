@@ -10,13 +10,12 @@ positive. Lists of arguments are wrapped by hand: one per line they would hide t
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.softmax_rows import Partials, Scaling
 
 # Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit.
@@ -283,7 +282,7 @@ def row_partials(
     out = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=z.device)
     if rows:
         rate, per_row, softcap = launched(scaling)
-        with on_device(z):
+        with on_device_of(z):
             _partials_kernel[(rows,)](
                 z, ids.contiguous(), rate, scaling.bias, softcap, out, z.stride(0), rows,
                 vocabulary, PER_ROW=per_row, HAS_BIAS=scaling.bias is not None,
@@ -318,7 +317,7 @@ def row_gradient(
         return
     block, warps = _tile or BACKWARD[z.element_size()]
     rate, per_row, softcap = launched(scaling)
-    with on_device(z):
+    with on_device_of(z):
         _gradient_kernel[(rows,)](
             z, out, *contiguous(ids, lse, entropy_value, dlogp, dentropy, target), rate,
             scaling.bias, softcap, z.stride(0), out.stride(0), vocabulary,
@@ -351,8 +350,3 @@ def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 def narrows(z: Tensor, out: Tensor) -> bool:
     """Whether `out` lies over z in a smaller type."""
     return out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size()
-
-
-def on_device(z: Tensor) -> AbstractContextManager[object]:
-    """A context in which the current device, where Triton launches, is that of `z`."""
-    return torch.cuda.device(z.device) if z.device.type == "cuda" else nullcontext()

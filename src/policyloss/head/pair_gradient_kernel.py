@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from policyloss.functional.divergence import Measure
+from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import (
     BACKWARD,
     LN_2,
@@ -22,7 +23,6 @@ from policyloss.head.kernels import (
     _store_zeros,
     contiguous,
     narrows,
-    on_device,
 )
 from policyloss.head.pair_kernels import FORMS, FUSION, _scaled_tile, _to_mixture, of_both
 from policyloss.head.pair_rows import PairStatistics
@@ -167,7 +167,7 @@ def pair_gradient(
     of_rows = contiguous(
         ids, lse, pair.lse, entropy_value, dlogp, dentropy, ddivergence, target, pair.total
     )
-    with on_device(z):
+    with on_device_of(z):
         _pair_gradient_kernel[(rows,)](
             z, u, out, *of_rows, *numbers, float(measure.beta), z.stride(0), u.stride(0),
             out.stride(0), vocabulary, **options, FORM=FORMS[measure.form],

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import (
     BACKWARD,
     LN_2,
@@ -30,7 +31,6 @@ from policyloss.head.kernels import (
     contiguous,
     lanes,
     launched,
-    on_device,
 )
 from policyloss.head.softmax_rows import Partials, Scaling
 
@@ -227,7 +227,7 @@ def pair_partials(
     out = torch.empty(7 if entropy else 6, rows, dtype=torch.float32, device=z.device)
     if rows:
         numbers, options = of_both(scaling, teacher_scaling)
-        with on_device(z):
+        with on_device_of(z):
             _pair_partials_kernel[(rows,)](
                 z, u, ids.contiguous(), *numbers, out, z.stride(0), u.stride(0), rows, vocabulary,
                 **options, FORM=FORMS[form], ENTROPY=entropy, enable_fp_fusion=FUSION,
@@ -255,7 +255,7 @@ def mixture_sums(
     if rows:
         block, warps = _tile or BACKWARD[z.element_size()]
         numbers, options = of_both(scaling, teacher_scaling)
-        with on_device(z):
+        with on_device_of(z):
             _mixture_kernel[(rows,)](
                 z, u, *contiguous(lse, teacher_lse), *numbers, out, float(beta), z.stride(0),
                 u.stride(0), rows, vocabulary, **options, BLOCK=block, num_warps=warps,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.advantage.estimators import passk_max_gap
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
+from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
 from policyloss.compat.arguments import drop_in
