@@ -45,6 +45,19 @@ def _tokens(
 
 
 @triton.jit
+def _store_poison(
+    mask_ptr, advantages_ptr, returns_ptr, begin, end, blocks, poison, BLOCK: tl.constexpr
+):
+    """One NaN or inf makes the whole sequence NaN, so that no part of it looks sound."""
+    tl.debug_barrier()
+    for i in range(blocks):
+        at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        valid = tl.load(mask_ptr + at, mask=at < end, other=0) != 0
+        tl.store(returns_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+        tl.store(advantages_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+
+
+@triton.jit
 def _gae_kernel(
     rewards_ptr, values_ptr, mask_ptr, offsets_ptr, last_ptr, advantages_ptr, returns_ptr, length,
     gamma_high, gamma_low, lam_high, lam_low,
@@ -69,12 +82,8 @@ def _gae_kernel(
     # The host passes numbers as float32, so a float64 comes as the sum of two.
     gamma = tl.full([], gamma_high, dtype) + tl.full([], gamma_low, dtype)
     lam = tl.full([], lam_high, dtype) + tl.full([], lam_low, dtype)
-    after = tl.zeros([], dtype)
-    if HAS_LAST:
-        after = tl.load(last_ptr + sequence).to(dtype)
-    once = tl.zeros([], dtype)
-    if not PER_TOKEN:
-        once = tl.load(rewards_ptr + sequence).to(dtype)
+    after = tl.load(last_ptr + sequence).to(dtype) if HAS_LAST else tl.zeros([], dtype)
+    once = tl.zeros([], dtype) if PER_TOKEN else tl.load(rewards_ptr + sequence).to(dtype)
     within = tl.arange(0, BLOCK)
     blocks = ((end - begin + BLOCK - 1) // BLOCK).to(tl.int32)
     carried = after
@@ -104,13 +113,7 @@ def _gae_kernel(
         carried = tl.sum(tl.where(within == 0, following, 0.0), axis=0)
         poison += tl.sum(reward * 0 + value * 0, axis=0)
     if poison != poison:
-        # One NaN or inf makes the whole sequence NaN, so that no part of it looks sound.
-        tl.debug_barrier()
-        for i in range(blocks):
-            at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
-            valid = tl.load(mask_ptr + at, mask=at < end, other=0) != 0
-            tl.store(returns_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
-            tl.store(advantages_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+        _store_poison(mask_ptr, advantages_ptr, returns_ptr, begin, end, blocks, poison, BLOCK)
 
 
 def gae(

@@ -93,7 +93,7 @@ def linear_policy_loss(
     states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
-    call = _Call.of(
+    return _Call.of(
         spec,
         hidden,
         weight,
@@ -111,11 +111,7 @@ def linear_policy_loss(
         support=support,
         teacher=teacher,
         **tensors,
-    )
-    decided = call.decide()
-    if decided.batch is None or decided.plan.name in ("recompute", "stash"):
-        return call.composed(decided.plan)
-    return call.windowed(decided, decided.batch)
+    ).run()
 
 
 def explain_plan(
@@ -247,6 +243,13 @@ class _Call:
         comparison = _comparison(spec, teacher, head, tuple(ids.shape))
         on_policy = isinstance(old_logp, str)
         return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison, on_policy)
+
+    def run(self) -> HeadOutput:
+        """The loss, by the plan that fits."""
+        decided = self.decide()
+        if decided.batch is None or decided.plan.name in ("recompute", "stash"):
+            return self.composed(decided.plan)
+        return self.windowed(decided, decided.batch)
 
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""

@@ -107,10 +107,8 @@ def _pair_partials_kernel(
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
-    z_scale = rate * LOG2_E
-    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
-    u_scale = teacher_rate * LOG2_E
+    z_scale = (tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate) * LOG2_E
+    u_scale = (tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate) * LOG2_E
     lane = tl.arange(0, L)[:, None, None] * E + tl.arange(0, E)[None, None, :]
     within = lane + tl.arange(0, K)[None, :, None] * (L * E)
     top_s = tl.full([L], float("-inf"), tl.float32)
@@ -181,10 +179,8 @@ def _mixture_kernel(
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
-    z_scale = rate * LOG2_E
-    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
-    u_scale = teacher_rate * LOG2_E
+    z_scale = (tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate) * LOG2_E
+    u_scale = (tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate) * LOG2_E
     z_lse = tl.load(z_lse_ptr + row) * LOG2_E
     u_lse = tl.load(u_lse_ptr + row) * LOG2_E
     within = tl.arange(0, BLOCK)
