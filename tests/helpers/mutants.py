@@ -236,6 +236,20 @@ MUTANTS = (
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
     ),
     Mutant(
+        "distillation_registered_once_only",
+        "compat/verl/distillation.py",
+        "losses.DISTILLATION_LOSS_REGISTRY.pop(full_name, None)",
+        "pass",
+        "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
+    ),
+    Mutant(
+        "distillation_by_a_gradient_without_teacher",
+        "compat/verl/distillation.py",
+        'if name == "k1" and not by_gradient:',
+        "if False:",
+        "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
+    ),
+    Mutant(
         "value_loss_without_the_half",
         "value.py",
         "return 0.5 * error**2",
