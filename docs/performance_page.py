@@ -69,8 +69,8 @@ def step_section(run: Run, device: str) -> str:
         f"## A whole training step {WHERE[device]}",
         f"{machine(run)}. Forward and backward of random-weight Qwen3 models, sequences of "
         f"{run['length']} tokens, half of them prompt, with recomputed activations: median time, "
-        "how much longer that is than the body alone, and the most memory that tensors took, weights "
-        "and gradients included. Target T16 is that head and loss add at most 4 % at 1.7B.",
+        "how much longer that is than the body alone, and the most memory that tensors took, "
+        "weights and gradients included. Target T16 is that head and loss add at most 4 % at 1.7B.",
         table(["model, tokens", *heads], rows),
         *(
             ["The largest batch that fits, in tokens:", table(["model", *heads], most)]
