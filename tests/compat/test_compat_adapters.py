@@ -409,6 +409,6 @@ def test_a_drop_in_may_ignore_keywords_that_its_call_does_not_have() -> None:
     def scaled(call: Scaled) -> Tensor:
         return call.response_mask * call.factor
 
-    assert str(inspect.signature(scaled)).endswith("**kwargs)")
+    assert str(inspect.signature(scaled)).endswith("**kwargs) -> 'Tensor'")
     result = scaled(torch.ones(1, 1), factor=5.0, unknown=1)  # type: ignore[call-arg]
     assert result.tolist() == [[5.0]]

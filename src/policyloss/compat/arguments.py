@@ -92,8 +92,10 @@ def drop_in_of(
             return body(checked_call(*args, **known))
 
         update_wrapper(function, body, ("__module__", "__name__", "__qualname__", "__doc__"))
-        # Otherwise inspect would follow __wrapped__ to the signature of `body`.
-        function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        # Otherwise inspect would follow __wrapped__ to the parameters of `body`.
+        function.__signature__ = inspect.signature(body).replace(  # type: ignore[attr-defined]
+            parameters=shown
+        )
         return function
 
     return decorate
