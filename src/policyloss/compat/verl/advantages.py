@@ -39,6 +39,24 @@ from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
 
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+]
+
 AdvantageResult = tuple[Tensor, Tensor]
 
 
@@ -379,5 +397,3 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
 }
-
-__all__ = ["ADVANTAGE_ESTIMATORS", *sorted(f.__name__ for f in ADVANTAGE_ESTIMATORS.values())]

@@ -27,6 +27,14 @@ from policyloss.parts.kl import KL
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
+__all__ = [
+    "AGG_MODES",
+    "agg_loss",
+    "compute_value_loss",
+    "kl_penalty",
+    "kl_penalty_forward",
+]
+
 # What verl adds to a count before it divides by it (see `guard` for when that acts).
 EPSILON = 1e-8
 AGG_MODES = (

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.counts import guard, share
 from policyloss.compat.releases import at_least
@@ -38,8 +39,11 @@ from policyloss.compat.verl.parts import (
     LocalCovKL,
     MeanAdvantageGeometricClip,
 )
-from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
-from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.compat.verl.rollout_correction import (
+    compute_rollout_correction_and_rejection_mask,
+    correction_options,
+)
+from policyloss.errors import InputError, SpecError
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -56,6 +60,24 @@ from policyloss.parts.trust import (
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 from policyloss.totals import Totals
+
+__all__ = [
+    "POLICY_LOSSES",
+    "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+]
 
 
 @drop_in
@@ -258,30 +280,13 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
         )
     loss_type = read(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}
-    if loss_type not in losses:
-        raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
-    older = (
-        ()
-        if at_least(call.release, "0.7.1")
-        else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    check_choice("rollout_correction.loss_type", loss_type, losses, SpecError)
+    tensors = (call.log_prob.detach(), call.old_log_prob, call.response_mask)
+    proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        *tensors, **correction_options(options, call.release)
     )
-    weights_proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        call.log_prob.detach(),
-        call.old_log_prob,
-        call.response_mask,
-        read(options, "rollout_is"),
-        read(options, "rollout_is_threshold", 2.0),
-        read(options, "rollout_is_batch_normalize", False),
-        read(options, "rollout_rs"),
-        read(options, "rollout_rs_threshold"),
-        **{name: read(options, name) for name in older},
-        release=call.release,
-    )
-    weights = (
-        weights_proto.batch["rollout_is_weights"]
-        if weights_proto and loss_type == "reinforce"
-        else None
-    )
+    weighted = proto is not None and loss_type == "reinforce"
+    weights = proto.batch["rollout_is_weights"] if weighted else None
     loss, reported = losses[loss_type](
         replace(call, response_mask=mask, rollout_is_weights=weights)
     )
