@@ -35,8 +35,7 @@ FILES = sorted(COMPAT.rglob("*.py"))
 BOOKKEEPING = {
     "counts.py": "guards of counts, shares and their dtype",
     "parts.py": "a mean with a guarded length",
-    "colossalai/calls.py": "mean and maximum of the ratios over every position, for its report",
-    "colossalai/parts.py": "beta times a penalty that is given",
+    "colossalai/parts.py": "beta times a penalty that is given; mean and maximum of the ratios",
     "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
     "trl/counts.py": "the step's counts seen from one micro-batch",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",

@@ -266,8 +266,8 @@ MUTANTS = (
     Mutant(
         "openrlhf_gspo_anchor",
         "compat/openrlhf/losses.py",
-        '"old" if gate.level == "off" else "rollout"',
-        '"old" if gate.level == "off" else "old"',
+        'anchor="rollout" if corrected else "old"',
+        'anchor="old" if corrected else "old"',
         "test_compat_openrlhf.py::test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted",
     ),
     Mutant(

@@ -34,6 +34,9 @@ DEFAULTS: dict[str, Any] = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
 }
+SAPO = tuple(name for name in DEFAULTS if name.startswith("sapo_"))
+VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
+VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
 # What a release without the option does. Every release has the options that are not listed here, so
 # they are required.
 ABSENT: dict[str, Any] = {
