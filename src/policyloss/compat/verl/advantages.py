@@ -34,7 +34,7 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.calls import read
+from policyloss.compat.verl.calls import number_of, read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
@@ -226,7 +226,7 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
     """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo`
     decides, not the argument.
     """
-    by_std = read(_required(call.config), "norm_adv_by_std_in_grpo", True)
+    by_std = read(call.config, "norm_adv_by_std_in_grpo", True)
     groups, ids = call.groups(), call.ids
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
@@ -270,10 +270,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     Before 0.9.0 a masked token interrupted the sum, so that a turn got nothing from the turns after
     it.
     """
-    gamma = read(_required(config), "gamma")
-    if gamma is None:
-        raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
-    check_scalar("config.gamma", gamma)
+    gamma = number_of(config, "gamma")
     holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
     return _whitened(returns, response_mask)[0], returns
@@ -343,15 +340,6 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 
 
-def _required(config: Any) -> Any:
-    if config is None:
-        raise InputError(
-            "config was not given; this estimator reads verl's AlgoConfig, or an object with its "
-            "attributes."
-        )
-    return config
-
-
 def _whitened(x: Tensor, mask: Tensor) -> AdvantageResult:
     tokens = fill(plain_whiten(x, mask), as_mask(mask, x))
     return tokens, tokens
@@ -376,9 +364,8 @@ def _reward_components(
     weights = read(config, "gdpo_reward_weights")
     columns = (non_tensor_batch[key] for key in keys)
     numbers = [column.tolist() if hasattr(column, "tolist") else list(column) for column in columns]
-    return [
-        torch.tensor(n, dtype=torch.float32, device=device) for n in numbers
-    ], None if weights is None else list(weights)
+    rewards = [torch.tensor(n, dtype=torch.float32, device=device) for n in numbers]
+    return rewards, None if weights is None else list(weights)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policyloss.arguments import check_scalar
+from policyloss.arguments import check_number, check_scalar
 from policyloss.compat.counts import guard, together
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.counts import masked_mean
@@ -34,7 +34,8 @@ def read(config: Any, name: str, default: Any = None) -> Any:
     """
     if config is None:
         raise InputError(
-            "config was not given; pass verl's ActorConfig, or an object with its attributes."
+            "config was not given; pass verl's ActorConfig (for advantages, its AlgoConfig), or an "
+            "object with its attributes."
         )
     value = getattr(config, name, _MISSING)
     if value is _MISSING and hasattr(config, "get"):
@@ -81,13 +82,8 @@ def clip_range(config: Any) -> tuple[float, float]:
 def check_dual(clip_ratio_c: float) -> float:
     """verl's dual clip is always on, and must lie above 1."""
     check_scalar("clip_ratio_c", clip_ratio_c)
-    dual = float(clip_ratio_c)
-    if not dual > 1:
-        raise SpecError(
-            "clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got "
-            f"{clip_ratio_c!r}."
-        )
-    return dual
+    hint = "It is the largest ratio where A < 0."
+    return check_number("clip_ratio_c", float(clip_ratio_c), above=1, error=SpecError, hint=hint)
 
 
 @dataclass(frozen=True)
