@@ -257,6 +257,20 @@ MUTANTS = (
         "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
     ),
     Mutant(
+        "verl_drift_not_clamped_as_the_ratio",
+        "compat/verl/calls.py",
+        "spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None",
+        "None",
+        "test_compat_verl_losses.py::test_the_drift_is_clamped_as_the_ratio_is",
+    ),
+    Mutant(
+        "verl_drop_in_forgets_a_keyword",
+        "compat/arguments.py",
+        "if n in names} if ignores_others",
+        "if n in names and n != 'index'} if ignores_others",
+        "test_compat_verl_advantages.py::test_nothing_given_is_changed_and_nothing_carries_a_gradient",
+    ),
+    Mutant(
         "verl_guard_lost",
         "compat/counts.py",
         "return 1e-8 if",

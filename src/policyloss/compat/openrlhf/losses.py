@@ -97,12 +97,8 @@ class PolicyLoss(nn.Module):
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         if self.returns_filter_ratio:
-            (
-                self.is_correction_level,
-                self.is_correction_mode,
-                self.is_correction_gating,
-                self.is_correction_threshold,
-            ) = words
+            self.is_correction_level, self.is_correction_mode = words[:2]
+            self.is_correction_gating, self.is_correction_threshold = words[2:]
         else:
             self.enable_vllm_is_correction = bool(vllm[0])
             self.vllm_is_truncated_threshold = vllm[1]

@@ -21,6 +21,7 @@ from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.counts import guard, share
 from policyloss.compat.releases import at_least
+from policyloss.compat.verl import parts
 from policyloss.compat.verl.calls import (
     CLIPPED,
     Call,
@@ -33,12 +34,6 @@ from policyloss.compat.verl.calls import (
     read,
 )
 from policyloss.compat.verl.counts import outside_by_sign
-from policyloss.compat.verl.parts import (
-    GeometricMeanWeight,
-    LocalCovClip,
-    LocalCovKL,
-    MeanAdvantageGeometricClip,
-)
 from policyloss.compat.verl.rollout_correction import (
     compute_rollout_correction_and_rejection_mask,
     correction_options,
@@ -189,7 +184,7 @@ def compute_policy_loss_clip_cov(call: Call) -> LossResult:
     """
     defaults = {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
     part = CovClip(*clip_range(call.config), *_options(call, defaults))
-    trust = LocalCovClip(part, guard(call.response_mask))
+    trust = parts.LocalCovClip(part, guard(call.response_mask))
     return call.result(LossSpec(TokenRatio(log_clamp=None), trust), ("dropped",))
 
 
@@ -197,7 +192,7 @@ def compute_policy_loss_clip_cov(call: Call) -> LossResult:
 def compute_policy_loss_kl_cov(call: Call) -> LossResult:
     """KL-Cov over this micro-batch: `LocalCovKL`. `ppo_kl` is the mean of |log-ratio| here."""
     part = CovKL(*_options(call, {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0}))
-    return call.result(LossSpec(TokenRatio(log_clamp=None), LocalCovKL(part)), drift="abs")
+    return call.result(LossSpec(TokenRatio(log_clamp=None), parts.LocalCovKL(part)), drift="abs")
 
 
 def _options(call: Call, defaults: dict[str, float]) -> list[Any]:
@@ -214,10 +209,10 @@ def compute_policy_loss_geo_mean(call: Call) -> LossResult:
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
     band, epsilon = clip_range(call.config), guard(call.response_mask)
-    trust = MeanAdvantageGeometricClip(GeometricClip(*band), epsilon)
+    trust = parts.MeanAdvantageGeometricClip(GeometricClip(*band), epsilon)
     spec = LossSpec(TokenRatio(log_clamp=None), trust, aggregate=SeqMeanTokenMean())
     if call.rollout_is_weights is not None:
-        weight = GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
+        weight = parts.GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
         spec = spec.replace(correction=weight)
     out = call.loss_of(spec, Totals(0, call.response_mask.shape[0]))
     mask = as_mask(call.response_mask, call.log_prob)

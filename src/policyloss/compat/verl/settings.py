@@ -53,15 +53,9 @@ _OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
 # The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard
 # deviation unless algorithm.norm_adv_by_std_in_grpo is false.
 _ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
+    **{name: name for name in ("gae", "grpo", "rloo", "opo", "gpg", "gdpo", "remax")},
     "grpo_vectorized": "grpo",
-    "rloo": "rloo",
     "rloo_vectorized": "rloo",
-    "opo": "opo",
-    "gpg": "gpg",
-    "gdpo": "gdpo",
-    "remax": "remax",
     "grpo_passk": "passk_max_gap",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
