@@ -8,7 +8,7 @@ belongs to the completion, `mask` where it is trained on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,12 +21,15 @@ from policyloss.train.sampler import Sample
 @dataclass(frozen=True)
 class Pack:
     """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
-    lengths: places of each sequence.
+    lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
+    tokens were drawn from, place after place; `tokens["kept"]` says how many each place has. None
+    if every token was drawn from all.
     """
 
     tokens: dict[str, Tensor]
     sequences: dict[str, Tensor]
     lengths: list[int]
+    kept: list[Tensor] | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
@@ -35,7 +38,7 @@ class Pack:
             name: []
             for name in ("ids", "targets", "completion", "mask", "position_ids", "rollout_logp")
         }
-        lengths = []
+        lengths, kept = [], []
         for sample in samples:
             sequence = torch.cat([sample.prompt_ids, sample.completion_ids])
             n, prompt = sequence.shape[0] - 1, sample.prompt_ids.shape[0]
@@ -48,12 +51,20 @@ class Pack:
             parts["rollout_logp"].append(
                 torch.zeros(n).masked_scatter(completion, sample.rollout_logp)
             )
+            if sample.support is not None:
+                ids, offsets = sample.support
+                counts = torch.zeros(n, dtype=torch.int64)
+                parts.setdefault("kept", []).append(
+                    counts.masked_scatter(completion, offsets.diff())
+                )
+                kept.append(ids)
             lengths.append(n)
         numbers = {
             "group_ids": torch.tensor([sample.group for sample in samples], dtype=torch.int64),
             "rewards": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         }
-        return cls({name: torch.cat(x) for name, x in parts.items()}, numbers, lengths)
+        tokens = {name: torch.cat(x) for name, x in parts.items()}
+        return cls(tokens, numbers, lengths, kept or None)
 
     @classmethod
     def nothing(cls) -> Pack:
@@ -83,7 +94,7 @@ class Pack:
 
     def with_tokens(self, **tensors: Tensor) -> Pack:
         """The same with more tensors, `[N]` each."""
-        return Pack({**self.tokens, **tensors}, self.sequences, self.lengths)
+        return replace(self, tokens={**self.tokens, **tensors})
 
     def to(self, device: torch.device) -> Pack:
         """The same on a device."""
@@ -91,7 +102,8 @@ class Pack:
             {name: x.to(device) for name, x in group.items()}
             for group in (self.tokens, self.sequences)
         )
-        return Pack(tokens, sequences, self.lengths)
+        kept = None if self.kept is None else [x.to(device) for x in self.kept]
+        return Pack(tokens, sequences, self.lengths, kept)
 
     def select(self, chosen: Sequence[int]) -> Pack:
         """Some of the sequences, in this order."""
@@ -103,12 +115,18 @@ class Pack:
             {name: x.index_select(0, tokens) for name, x in self.tokens.items()},
             {name: x.index_select(0, sequences) for name, x in self.sequences.items()},
             lengths,
+            None if self.kept is None else [self.kept[i] for i in chosen],
         )
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""
+        kept = self.kept and (
+            torch.cat(self.kept),
+            torch.nn.functional.pad(self.tokens["kept"].cumsum(0), (1, 0)),
+        )
         return {
             **self.tokens,
+            "support": kept,
             "cu_seqlens": self.cu_seqlens,
             "lengths": self.lengths,
             "group_ids": self.sequences["group_ids"],
