@@ -71,6 +71,19 @@ def test_ppo_by_hand() -> None:
     assert float(lower) == pytest.approx(1 / 3, rel=1e-7)
 
 
+def test_the_drift_is_clamped_as_the_ratio_is() -> None:
+    # Log-ratio 30: the drift is −20 where the ratio is clamped at 20, and −30 where it is not.
+    old = torch.full((1, 1), -31.0, dtype=F64)
+    args = (old, old + 30, torch.ones_like(old), torch.ones_like(old))
+    drifts = dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl", "sapo", "cispo"), -20.0)
+    drifts |= dict.fromkeys(("gspo", "clip_cov", "geo_mean", "dro"), -30.0)
+    drifts["kl_cov"] = 30.0  # its modulus
+    for name, drift in drifts.items():
+        _, metrics = verl.POLICY_LOSSES[name](*args, config=config())
+        # verl's guard: the mean is over 1 + 1e-8 tokens.
+        assert metrics["actor/ppo_kl"] == pytest.approx(drift / (1 + 1e-8), rel=1e-14), name
+
+
 def test_the_clamp_of_the_page_is_an_argument() -> None:
     # Log-ratio 14.
     old, new = (

@@ -53,6 +53,9 @@ def make(kind: str, dtype: torch.dtype = torch.float64) -> Any:
         "gemma2": lambda: t.Gemma2Config(**SIZES, **heads, **layers, **gemma2),
         "gemma3": lambda: t.Gemma3TextConfig(**SIZES, **heads, **layers),
         "mixtral": lambda: t.MixtralConfig(**SIZES, **experts),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(
+            **SIZES, **heads, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         "granite": lambda: t.GraniteConfig(**SIZES, logits_scaling=4.0),
         "gpt2": lambda: t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, **ends),
         "opt": lambda: t.OPTConfig(**wide, ffn_dim=32, word_embed_proj_dim=16, **ends),

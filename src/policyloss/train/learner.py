@@ -318,6 +318,7 @@ class Learner:
             entropy=True,
             mask=micro["mask"],
             softcap=softcap,
+            support=micro["support"],
         )
 
     def _loss_head(
@@ -334,17 +335,23 @@ class Learner:
 
         Without `old_logp`, the policy is the old one.
         """
-        targets, temperature = micro["targets"], self.config.temperature
+        targets, temperature, support = (
+            micro["targets"],
+            self.config.temperature,
+            micro["support"],
+        )
         more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
         teacher = self._teacher_of(micro)
         if self.config.head == "fused":
             options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
-            options["teacher"] = teacher
+            options |= {"teacher": teacher, "support": support}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
         logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
+        now = pl.logprobs(
+            logits, targets, temperature, entropy=True, mask=mask, softcap=softcap, support=support
+        )
         if self.spec.divergence is not None and teacher is not None:
             more["divergence"] = pl.linear_divergence(
                 hidden,
