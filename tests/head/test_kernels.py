@@ -24,8 +24,8 @@ ROWS = 6
 KINDS = ("plain", "temperature", "per row", "bias", "softcap", "all")
 # The forward reads 32 lanes · 16 bytes at once: 128 float32 or 256 halves.
 # A block of 256 is then 2 or 1 entries per lane.
-FORWARD = {"_tile": (256, 1)}
-BACKWARD = {"_tile": (64, 1)}
+FORWARD = {"_block": 256, "_warps": 1}
+BACKWARD = {"_block": 64, "_warps": 1}
 # The interpreter computes with NumPy, which warns of the NaN and inf that some rows here hold.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -36,7 +36,7 @@ V = 300
 by_measure = pytest.mark.parametrize("kind", MEASURES)
 # Rows of tiles and a tail, a row shorter than a tile, and one of tiles alone.
 CASES = ((V, "plain"), (V, "all"), (40, "temperature"), (256, "softcap"))
-BACKWARD = {"_tile": (128, 1)}
+BACKWARD = {"_block": 128, "_warps": 1}
 
 
 @pytest.fixture(autouse=True)

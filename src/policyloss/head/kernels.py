@@ -5,22 +5,22 @@ Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A progra
 tiles. Full tiles are read without a mask; what is left at the end is one masked tile. Nothing is
 added across programs and nothing is tuned at run time, so the same input gives the same bits.
 Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU. Temperatures are
-positive. Lists of arguments are wrapped by hand: one per line they would hide the programs.
+positive.
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.softmax_rows import Partials, Scaling
 
 # Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit.
 # Plain constants measured on an H200, not an autotuner's choice.
-Tile = tuple[int, int]
 FORWARD = {4: (8192, 4), 2: (2048, 4)}
 BACKWARD = {4: (1024, 8), 2: (8192, 16)}
 # Bytes that a thread reads at once in the forward.
@@ -69,28 +69,20 @@ def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.con
 
 
 @triton.jit
-def _capped_tile(
-    row, bias_ptr, softcap, column, V,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The logits of a tile, read once, after bias and cap. MASKED: the tile reaches past the row,
-    where anything may stand.
-    """
-    if MASKED:
-        z = tl.load(row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
-        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
-    else:
-        z = tl.load(row + column, eviction_policy="evict_first")
-        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
-    return _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-
-
-@triton.jit
 def _walk(
-    z_row, bias_ptr, softcap, scale, V,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    GUARDED: tl.constexpr, K: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    z_row,
+    bias_ptr,
+    softcap,
+    scale,
+    V,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    GUARDED: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+):
     """One pass over a row: its reference, sum and moment, in powers of two.
 
     GUARDED: logits may be −inf.
@@ -103,15 +95,20 @@ def _walk(
     full = V // (K * L * E) * (K * L * E)
     for start in range(0, full, K * L * E):
         column = start + within
-        u = _capped_tile(z_row, bias_ptr, softcap, column, V, HAS_BIAS, HAS_SOFTCAP, False)
+        z = tl.load(z_row + column, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+        u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
         top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, GUARDED)
     if full < V:
         column = full + within
-        u = _capped_tile(z_row, bias_ptr, softcap, column, V, HAS_BIAS, HAS_SOFTCAP, True)
+        z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
         # The bound of a softcap is finite, so what lies past the row is taken out after it.
-        u = tl.where(column < V, u, float("-inf"))
+        u = tl.where(column < V, _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP), float("-inf"))
         top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, True)
-    row_top, back, decay = _row_decay(top)
+    row_top = tl.max(top, axis=0)
+    back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
+    decay = tl.exp2(back)
     row_moment = 0.0
     if ENTROPY:
         row_moment = tl.sum((moment + total * tl.maximum(back, NOTHING)) * decay, axis=0)
@@ -119,38 +116,24 @@ def _walk(
 
 
 @triton.jit
-def _row_decay(top):
-    """The reference of the whole row, and what each lane's sums are multiplied by."""
-    row_top = tl.max(top, axis=0)
-    back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
-    return row_top, back, tl.exp2(back)
-
-
-@triton.jit
-def _store_student(
-    out_ptr, row, row_top, row_total, z_row, ids_ptr, bias_ptr, softcap, scale, R, V,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Write the maximum, the sum and the shifted target of one row."""
-    y = tl.load(ids_ptr + row)
-    here = (y >= 0) & (y < V)
-    z_y = tl.load(z_row + y, mask=here, other=0.0)
-    bias_y = tl.load(bias_ptr + y, mask=here, other=0.0) if HAS_BIAS else z_y
-    # A maximum may drop a NaN, a sum does not.
-    tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
-    tl.store(out_ptr + R + row, row_total)
-    shift_y = _capped(z_y, bias_y, softcap, HAS_BIAS, HAS_SOFTCAP) * scale - tl.where(
-        row_top == float("-inf"), 0.0, row_top
-    )
-    tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
-
-
-@triton.jit
 def _partials_kernel(
-    z_ptr, ids_ptr, inverse_temperature, bias_ptr, softcap, out_ptr, z_stride, R, V,
-    PER_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr, K: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    ids_ptr,
+    inverse_temperature,
+    bias_ptr,
+    softcap,
+    out_ptr,
+    z_stride,
+    R,
+    V,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+):
     """The partials of one row: its maximum m, two sums, and the shifted target.
 
     With `s = scaled(z)` and `e = (s - m).exp()` they are `m`, `e.sum(-1)`, `(e * (s - m)).sum(-1)`
@@ -173,19 +156,37 @@ def _partials_kernel(
             row_top, row_total, row_moment = _walk(
                 z_row, bias_ptr, softcap, scale, V, HAS_BIAS, HAS_SOFTCAP, ENTROPY, True, K, L, E
             )
-    _store_student(
-        out_ptr, row, row_top, row_total, z_row, ids_ptr, bias_ptr, softcap, scale, R, V,
-        HAS_BIAS, HAS_SOFTCAP,
-    )  # fmt: skip
+    y = tl.load(ids_ptr + row)
+    here = (y >= 0) & (y < V)
+    z_y = tl.load(z_row + y, mask=here, other=0.0)
+    bias_y = tl.load(bias_ptr + y, mask=here, other=0.0) if HAS_BIAS else z_y
+    # A maximum may drop a NaN, a sum does not.
+    tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
+    tl.store(out_ptr + R + row, row_total)
+    shift_y = _capped(z_y, bias_y, softcap, HAS_BIAS, HAS_SOFTCAP) * scale - tl.where(
+        row_top == float("-inf"), 0.0, row_top
+    )
+    tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
     if ENTROPY:
         tl.store(out_ptr + 3 * R + row, row_moment * LN_2)
 
 
 @triton.jit
 def _tile_gradient(
-    u, softcap, scale, lse2, base, bend, target, column, start, y,
-    HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    u,
+    softcap,
+    scale,
+    lse2,
+    base,
+    bend,
+    target,
+    column,
+    start,
+    y,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope.
 
     u: logits after the cap.
@@ -203,24 +204,28 @@ def _tile_gradient(
 
 
 @triton.jit
-def _store_zeros(out_row, V, BLOCK: tl.constexpr):
-    """Write 0 to a row without a derivative."""
-    within = tl.arange(0, BLOCK)
-    zeros = tl.zeros([BLOCK], tl.float32).to(out_row.dtype.element_ty)
-    full = V // BLOCK * BLOCK
-    for start in range(0, full, BLOCK):
-        tl.store(out_row + start + within, zeros)
-    if full < V:
-        tl.store(out_row + full + within, zeros, mask=full + within < V)
-
-
-@triton.jit
 def _gradient_kernel(
-    z_ptr, out_ptr, ids_ptr, lse_ptr, entropy_ptr, dlogp_ptr, dentropy_ptr, target_ptr,
-    inverse_temperature, bias_ptr, softcap, z_stride, out_stride, V,
-    PER_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr, NARROWING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    out_ptr,
+    ids_ptr,
+    lse_ptr,
+    entropy_ptr,
+    dlogp_ptr,
+    dentropy_ptr,
+    target_ptr,
+    inverse_temperature,
+    bias_ptr,
+    softcap,
+    z_stride,
+    out_stride,
+    V,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    NARROWING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The gradient dz of one row.
 
     `dz = ds · (1 − (u/softcap)²) / temperature`, with
@@ -232,10 +237,16 @@ def _gradient_kernel(
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     out_row = out_ptr + row.to(tl.int64) * out_stride
+    within = tl.arange(0, BLOCK)
+    full = V // BLOCK * BLOCK
     g = tl.load(dlogp_ptr + row).to(tl.float32)
     h = tl.load(dentropy_ptr + row).to(tl.float32) if ENTROPY else 0.0
     if (g == 0) & (h == 0):
-        _store_zeros(out_row, V, BLOCK)
+        zeros = tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(0, full, BLOCK):
+            tl.store(out_row + start + within, zeros)
+        if full < V:
+            tl.store(out_row + full + within, zeros, mask=full + within < V)
     else:
         y = tl.load(ids_ptr + row)
         rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
@@ -247,32 +258,62 @@ def _gradient_kernel(
         if ENTROPY:
             base = -rate * (g + h * tl.load(entropy_ptr + row))
             bend = -rate * h * LN_2
-        within = tl.arange(0, BLOCK)
-        full = V // BLOCK * BLOCK
         for start in range(0, full, BLOCK):
             column = start + within
-            u = _capped_tile(z_row, bias_ptr, softcap, column, V, HAS_BIAS, HAS_SOFTCAP, False)
+            z = tl.load(z_row + column, eviction_policy="evict_first")
+            bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
             d = _tile_gradient(
-                u, softcap, scale, lse2, base, bend, target, column, start, y,
-                HAS_SOFTCAP, ENTROPY, BLOCK,
-            )  # fmt: skip
+                u,
+                softcap,
+                scale,
+                lse2,
+                base,
+                bend,
+                target,
+                column,
+                start,
+                y,
+                HAS_SOFTCAP,
+                ENTROPY,
+                BLOCK,
+            )
             if NARROWING:
                 tl.debug_barrier()
             tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
         if full < V:
             column = full + within
-            u = _capped_tile(z_row, bias_ptr, softcap, column, V, HAS_BIAS, HAS_SOFTCAP, True)
+            z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+            bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
+            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
             d = _tile_gradient(
-                u, softcap, scale, lse2, base, bend, target, column, full, y,
-                HAS_SOFTCAP, ENTROPY, BLOCK,
-            )  # fmt: skip
+                u,
+                softcap,
+                scale,
+                lse2,
+                base,
+                bend,
+                target,
+                column,
+                full,
+                y,
+                HAS_SOFTCAP,
+                ENTROPY,
+                BLOCK,
+            )
             if NARROWING:
                 tl.debug_barrier()
             tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
 
 
 def row_partials(
-    z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, *, _tile: Tile | None = None
+    z: Tensor,
+    ids: Tensor,
+    scaling: Scaling,
+    entropy: bool,
+    *,
+    _block: int | None = None,
+    _warps: int | None = None,
 ) -> Partials:
     """`softmax_rows.row_partials` in one read of z.
 
@@ -281,14 +322,30 @@ def row_partials(
     rows, vocabulary = z.shape
     out = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=z.device)
     if rows:
-        rate, per_row, softcap = launched(scaling)
-        with on_device_of(z):
+        block, warps = _shape(FORWARD, z, _block, _warps)
+        entries = VECTOR_BYTES // z.element_size()
+        lanes = 32 * warps
+        rate, per_row = _rate(scaling)
+        with _device(z):
             _partials_kernel[(rows,)](
-                z, ids.contiguous(), rate, scaling.bias, softcap, out, z.stride(0), rows,
-                vocabulary, PER_ROW=per_row, HAS_BIAS=scaling.bias is not None,
-                HAS_SOFTCAP=scaling.softcap is not None, ENTROPY=entropy,
-                **lanes(z, _tile or FORWARD[z.element_size()]),
-            )  # fmt: skip
+                z,
+                ids.contiguous(),
+                rate,
+                scaling.bias,
+                1.0 if scaling.softcap is None else float(scaling.softcap),
+                out,
+                z.stride(0),
+                rows,
+                vocabulary,
+                PER_ROW=per_row,
+                HAS_BIAS=scaling.bias is not None,
+                HAS_SOFTCAP=scaling.softcap is not None,
+                ENTROPY=entropy,
+                K=max(1, block // (lanes * entries)),
+                L=lanes,
+                E=entries,
+                num_warps=warps,
+            )
     top, total, target, *moment = out.unbind()
     return Partials(top, total, moment[0] if entropy else None, target)
 
@@ -304,49 +361,61 @@ def row_gradient(
     target: Tensor,
     scaling: Scaling,
     *,
-    _tile: Tile | None = None,
+    _block: int | None = None,
+    _warps: int | None = None,
 ) -> None:
     """`softmax_rows.row_gradient` in one read of z and one write of `out`.
 
-    z, out: `[R, V]`, last dimension contiguous. entropy_value, dentropy: both or neither. target:
-    `[R]`, the entry of each row's id, before the temperature. `out` may be `z` itself, or a
-    narrower type over the same memory, each row starting at the byte where its row of z starts.
+    z, out: `[R, V]`, last dimension contiguous. target: `[R]`, the entry of each row's id, before
+    the temperature. `out` may be `z` itself, or a narrower type over the same memory, each row
+    starting at the byte where its row of z starts.
     """
     rows, vocabulary = z.shape
+    with_entropy = entropy_value is not None and dentropy is not None
+    rate, per_row = _rate(scaling)
     if not rows:
         return
-    block, warps = _tile or BACKWARD[z.element_size()]
-    rate, per_row, softcap = launched(scaling)
-    with on_device_of(z):
+    block, warps = _shape(BACKWARD, z, _block, _warps)
+    with _device(z):
         _gradient_kernel[(rows,)](
-            z, out, *contiguous(ids, lse, entropy_value, dlogp, dentropy, target), rate,
-            scaling.bias, softcap, z.stride(0), out.stride(0), vocabulary,
-            PER_ROW=per_row, HAS_BIAS=scaling.bias is not None,
-            HAS_SOFTCAP=scaling.softcap is not None, ENTROPY=dentropy is not None,
-            NARROWING=narrows(z, out), BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            z,
+            out,
+            ids.contiguous(),
+            lse.contiguous(),
+            entropy_value.contiguous() if with_entropy and entropy_value is not None else None,
+            dlogp.contiguous(),
+            dentropy.contiguous() if with_entropy and dentropy is not None else None,
+            target.contiguous(),
+            rate,
+            scaling.bias,
+            1.0 if scaling.softcap is None else float(scaling.softcap),
+            z.stride(0),
+            out.stride(0),
+            vocabulary,
+            PER_ROW=per_row,
+            HAS_BIAS=scaling.bias is not None,
+            HAS_SOFTCAP=scaling.softcap is not None,
+            ENTROPY=with_entropy,
+            NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
+            BLOCK=block,
+            num_warps=warps,
+        )
 
 
-def launched(scaling: Scaling) -> tuple[Tensor | float, bool, float]:
-    """The inverse temperature as kernels take it, whether there is one per row, and the softcap."""
-    t, softcap = scaling.inverse_temperature, scaling.softcap
-    rate = (t.contiguous(), True) if isinstance(t, Tensor) else (float(t), False)
-    return *rate, 1.0 if softcap is None else float(softcap)
+def _shape(
+    table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None
+) -> tuple[int, int]:
+    """How many entries and warps a program has for logits like z; block and warps override them."""
+    entries, threads = table[z.element_size()]
+    return entries if block is None else block, threads if warps is None else warps
 
 
-def lanes(z: Tensor, tile: Tile) -> dict[str, int]:
-    """How a program of a forward kernel shares a tile of logits like z."""
-    block, warps = tile
-    threads, entries = 32 * warps, VECTOR_BYTES // z.element_size()
-    steps = max(1, block // (threads * entries))
-    return {"K": steps, "L": threads, "E": entries, "num_warps": warps}
+def _rate(scaling: Scaling) -> tuple[Tensor | float, bool]:
+    """The inverse temperature as the kernels take it, and whether there is one per row."""
+    t = scaling.inverse_temperature
+    return (t.contiguous(), True) if isinstance(t, Tensor) else (float(t), False)
 
 
-def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    """One number per row each, as the kernels read them."""
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def narrows(z: Tensor, out: Tensor) -> bool:
-    """Whether `out` lies over z in a smaller type."""
-    return out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size()
+def _device(z: Tensor) -> AbstractContextManager[object]:
+    """A context in which the current device, where Triton launches, is that of `z`."""
+    return torch.cuda.device(z.device) if z.device.type == "cuda" else nullcontext()

@@ -11,26 +11,21 @@ lt log-probabilities, p_s and p_t probabilities, m = (1−beta)·p_s + beta·p_t
 # mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import (
     BACKWARD,
     LN_2,
     LOG2_E,
     NOTHING,
-    Tile,
-    _capped_tile,
-    _row_decay,
-    _store_student,
-    contiguous,
-    lanes,
-    launched,
+    VECTOR_BYTES,
+    _capped,
+    _device,
+    _rate,
+    _shape,
 )
 from policyloss.head.softmax_rows import Partials, Scaling
 
@@ -46,11 +41,24 @@ FORMS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 @triton.jit
 def _scaled_tile(
-    row, bias_ptr, softcap, scale, column, V,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    row,
+    bias_ptr,
+    softcap,
+    scale,
+    column,
+    V,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Logits of a tile after cap and temperature, in powers of two; −inf past the row."""
-    x = _capped_tile(row, bias_ptr, softcap, column, V, HAS_BIAS, HAS_SOFTCAP, MASKED) * scale
+    if MASKED:
+        z = tl.load(row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
+    else:
+        z = tl.load(row + column, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+    x = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP) * scale
     # The bound of a softcap is finite, so what lies past the row is taken out after it.
     return tl.where(column < V, x, float("-inf")) if MASKED else x
 
@@ -92,13 +100,41 @@ def _added(
 
 
 @triton.jit
+def _row_decay(top):
+    """The reference of the whole row, and what each lane's sums are multiplied by."""
+    row_top = tl.max(top, axis=0)
+    back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
+    return row_top, back, tl.exp2(back)
+
+
+@triton.jit
 def _pair_partials_kernel(
-    z_ptr, u_ptr, ids_ptr, z_rate, u_rate, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, out_ptr,
-    z_stride, u_stride, R, V,
-    Z_PER_ROW: tl.constexpr, U_PER_ROW: tl.constexpr, Z_BIAS: tl.constexpr, U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr, U_SOFTCAP: tl.constexpr, FORM: tl.constexpr, ENTROPY: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    u_ptr,
+    ids_ptr,
+    z_rate,
+    u_rate,
+    z_bias_ptr,
+    u_bias_ptr,
+    z_softcap,
+    u_softcap,
+    out_ptr,
+    z_stride,
+    u_stride,
+    R,
+    V,
+    Z_PER_ROW: tl.constexpr,
+    U_PER_ROW: tl.constexpr,
+    Z_BIAS: tl.constexpr,
+    U_BIAS: tl.constexpr,
+    Z_SOFTCAP: tl.constexpr,
+    U_SOFTCAP: tl.constexpr,
+    FORM: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+):
     """The partials of both rows (see `kernels._partials_kernel`), and the cross sum.
 
     With s and t the scaled logits and e_s, e_t their shifted exponentials, that is
@@ -107,8 +143,10 @@ def _pair_partials_kernel(
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    z_scale = (tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate) * LOG2_E
-    u_scale = (tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate) * LOG2_E
+    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
+    z_scale = rate * LOG2_E
+    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
+    u_scale = teacher_rate * LOG2_E
     lane = tl.arange(0, L)[:, None, None] * E + tl.arange(0, E)[None, None, :]
     within = lane + tl.arange(0, K)[None, :, None] * (L * E)
     top_s = tl.full([L], float("-inf"), tl.float32)
@@ -136,10 +174,17 @@ def _pair_partials_kernel(
     row_total = tl.sum(total_s * decay, axis=0)
     teacher_top, _, teacher_decay = _row_decay(top_t)
     teacher_total = tl.sum(total_t * teacher_decay, axis=0)
-    _store_student(
-        out_ptr, row, row_top, row_total, z_row, ids_ptr, z_bias_ptr, z_softcap, z_scale, R, V,
-        Z_BIAS, Z_SOFTCAP,
-    )  # fmt: skip
+    y = tl.load(ids_ptr + row)
+    here = (y >= 0) & (y < V)
+    z_y = tl.load(z_row + y, mask=here, other=0.0)
+    bias_y = tl.load(z_bias_ptr + y, mask=here, other=0.0) if Z_BIAS else z_y
+    shift_y = _capped(z_y, bias_y, z_softcap, Z_BIAS, Z_SOFTCAP) * z_scale - tl.where(
+        row_top == float("-inf"), 0.0, row_top
+    )
+    # A maximum may drop a NaN, a sum does not.
+    tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
+    tl.store(out_ptr + R + row, row_total)
+    tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
     teacher_max = tl.where(teacher_total == teacher_total, teacher_top * LN_2, teacher_total)
     tl.store(out_ptr + 3 * R + row, teacher_max)
     tl.store(out_ptr + 4 * R + row, teacher_total)
@@ -170,17 +215,38 @@ def _mixture_terms(ls, lt, beta):
 
 @triton.jit
 def _mixture_kernel(
-    z_ptr, u_ptr, z_lse_ptr, u_lse_ptr, z_rate, u_rate, z_bias_ptr, u_bias_ptr, z_softcap,
-    u_softcap, out_ptr, beta, z_stride, u_stride, R, V,
-    Z_PER_ROW: tl.constexpr, U_PER_ROW: tl.constexpr, Z_BIAS: tl.constexpr, U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr, U_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    u_ptr,
+    z_lse_ptr,
+    u_lse_ptr,
+    z_rate,
+    u_rate,
+    z_bias_ptr,
+    u_bias_ptr,
+    z_softcap,
+    u_softcap,
+    out_ptr,
+    beta,
+    z_stride,
+    u_stride,
+    R,
+    V,
+    Z_PER_ROW: tl.constexpr,
+    U_PER_ROW: tl.constexpr,
+    Z_BIAS: tl.constexpr,
+    U_BIAS: tl.constexpr,
+    Z_SOFTCAP: tl.constexpr,
+    U_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """`(p_s * (ls - log m)).sum(-1)` and `(p_t * (lt - log m)).sum(-1)` of one row."""
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    z_scale = (tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate) * LOG2_E
-    u_scale = (tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate) * LOG2_E
+    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
+    z_scale = rate * LOG2_E
+    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
+    u_scale = teacher_rate * LOG2_E
     z_lse = tl.load(z_lse_ptr + row) * LOG2_E
     u_lse = tl.load(u_lse_ptr + row) * LOG2_E
     within = tl.arange(0, BLOCK)
@@ -216,19 +282,36 @@ def pair_partials(
     form: str,
     entropy: bool,
     *,
-    _tile: Tile | None = None,
+    _block: int | None = None,
+    _warps: int | None = None,
 ) -> tuple[Partials, Partials, Tensor]:
     """The partials of both rows, and the cross sum (of a JSD: nothing), in one read of each."""
     rows, vocabulary = z.shape
     out = torch.empty(7 if entropy else 6, rows, dtype=torch.float32, device=z.device)
     if rows:
-        numbers, options = of_both(scaling, teacher_scaling)
-        with on_device_of(z):
+        block, warps = _shape(PAIR_FORWARD, z, _block, _warps)
+        lanes, entries = 32 * warps, VECTOR_BYTES // z.element_size()
+        with _device(z):
             _pair_partials_kernel[(rows,)](
-                z, u, ids.contiguous(), *numbers, out, z.stride(0), u.stride(0), rows, vocabulary,
-                **options, FORM=FORMS[form], ENTROPY=entropy, enable_fp_fusion=FUSION,
-                **lanes(z, _tile or PAIR_FORWARD[z.element_size()]),
-            )  # fmt: skip
+                z,
+                u,
+                ids.contiguous(),
+                *rates(scaling, teacher_scaling),
+                *biases(scaling, teacher_scaling),
+                out,
+                z.stride(0),
+                u.stride(0),
+                rows,
+                vocabulary,
+                **options(scaling, teacher_scaling),
+                FORM=FORMS[form],
+                ENTROPY=entropy,
+                K=max(1, block // (lanes * entries)),
+                L=lanes,
+                E=entries,
+                num_warps=warps,
+                enable_fp_fusion=FUSION,
+            )
     top, total, target, teacher_top, teacher_total, cross, *moment = out.unbind()
     student = Partials(top, total, moment[0] if entropy else None, target)
     return student, Partials(teacher_top, teacher_total, None, torch.zeros_like(top)), cross
@@ -243,31 +326,56 @@ def mixture_sums(
     teacher_scaling: Scaling,
     beta: float,
     *,
-    _tile: Tile | None = None,
+    _block: int | None = None,
+    _warps: int | None = None,
 ) -> Tensor:
     """KL(student‖m) and KL(teacher‖m) of each row, over these entries. → `[2, R]`."""
     rows, vocabulary = z.shape
     out = torch.empty(2, rows, dtype=torch.float32, device=z.device)
     if rows:
-        block, warps = _tile or BACKWARD[z.element_size()]
-        numbers, options = of_both(scaling, teacher_scaling)
-        with on_device_of(z):
+        block, warps = _shape(BACKWARD, z, _block, _warps)
+        with _device(z):
             _mixture_kernel[(rows,)](
-                z, u, *contiguous(lse, teacher_lse), *numbers, out, float(beta), z.stride(0),
-                u.stride(0), rows, vocabulary, **options, BLOCK=block, num_warps=warps,
+                z,
+                u,
+                lse.contiguous(),
+                teacher_lse.contiguous(),
+                *rates(scaling, teacher_scaling),
+                *biases(scaling, teacher_scaling),
+                out,
+                float(beta),
+                z.stride(0),
+                u.stride(0),
+                rows,
+                vocabulary,
+                **options(scaling, teacher_scaling),
+                BLOCK=block,
+                num_warps=warps,
                 enable_fp_fusion=FUSION,
-            )  # fmt: skip
+            )
     return out
 
 
-def of_both(student: Scaling, teacher: Scaling) -> tuple[list[Any], dict[str, bool]]:
-    """Inverse temperatures, biases and softcaps of both as the kernels take them, and which of them
-    there are.
-    """
-    options = {}
-    for name, x in (("Z", student), ("U", teacher)):
-        options[f"{name}_PER_ROW"] = launched(x)[1]
-        options[f"{name}_BIAS"] = x.bias is not None
-        options[f"{name}_SOFTCAP"] = x.softcap is not None
-    (rate, _, softcap), (teacher_rate, _, teacher_softcap) = launched(student), launched(teacher)
-    return [rate, teacher_rate, student.bias, teacher.bias, softcap, teacher_softcap], options
+def rates(*scalings: Scaling) -> list[Tensor | float]:
+    """The inverse temperatures of student and teacher as the kernels take them."""
+    return [_rate(scaling)[0] for scaling in scalings]
+
+
+def biases(*scalings: Scaling) -> list[Tensor | float | None]:
+    """Biases, then softcaps, of student and teacher."""
+    softcaps = [1.0 if x.softcap is None else float(x.softcap) for x in scalings]
+    return [*(x.bias for x in scalings), *softcaps]
+
+
+def options(student: Scaling, teacher: Scaling) -> dict[str, bool]:
+    """Which of them there are."""
+    both = {"Z": student, "U": teacher}
+    return {
+        option: value
+        for name, x in both.items()
+        for option, value in (
+            (f"{name}_PER_ROW", _rate(x)[1]),
+            (f"{name}_BIAS", x.bias is not None),
+            (f"{name}_SOFTCAP", x.softcap is not None),
+        )
+    }
