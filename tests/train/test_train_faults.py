@@ -26,7 +26,7 @@ from policyloss.train.distributed import Ranks
 from policyloss.train.finite import nonfinite_tokens
 from policyloss.train.run.directory import RunDir
 from policyloss.train.tasks import time_limit
-from policyloss.train.tasks.base import Example, ListTask
+from policyloss.train.tasks.base import Example, Task
 from policyloss.train.tasks.rewards import RewardError, checked, scored
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.watch import Watch
@@ -264,9 +264,7 @@ HANGS = {
 
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
-    task = ListTask(
-        "mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0)
-    )
+    task = Task("mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0))
     began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
     with pytest.raises(
         RewardError,

@@ -25,7 +25,7 @@ OUTSIDE = {
         "setup",
         "user_code",
     },
-    "run": {"config", "distributed", "finite", "loss_options", "view.track"},
+    "run": {"config", "distributed", "finite", "loss_options", "options", "view.track"},
     "view": {
         "batches",
         "distributed",

@@ -272,7 +272,9 @@ def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sys.path == before
     with pytest.raises(InputError, match=r"the module 'own_rewards' has no function 'width'"):
         make_reward("own_rewards:width")
-    with pytest.raises(InputError, match=r"the module 'own_rewards' has no function 'number'"):
+    with pytest.raises(
+        InputError, match=r"the reward 'own_rewards:number' is .*, which is no function"
+    ):
         make_reward("own_rewards:number")
     with pytest.raises(InputError, match=r"there is no module 'rewards_nowhere'"):
         make_reward("rewards_nowhere:length")

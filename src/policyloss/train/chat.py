@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import Example, Task
+from policyloss.train.tasks import Example, Task
 
 
 def with_template(
@@ -29,16 +29,16 @@ def with_template(
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read --chat-template {chat_template}: {error}.") from error
     wanted = system_prompt is not None or chat_template is not None
-    splits = {
-        name: tuple(
+
+    def written(examples: Sequence[Example]) -> tuple[Example, ...]:
+        return tuple(
             replace(example, prompt=rendered(tokenizer, _messages(example, system_prompt)))
             if example.messages or wanted
             else example
-            for example in getattr(task, name)
+            for example in examples
         )
-        for name in ("train", "held_out")
-    }
-    return replace(task, **splits)  # type: ignore[type-var]
+
+    return replace(task, train=written(task.train), held_out=written(task.held_out))
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

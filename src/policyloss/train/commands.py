@@ -20,6 +20,7 @@ from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
+from policyloss.train.options import Count, Whole, check_numbers
 from policyloss.train.run.checkpoint import checked_index, latest, load
 from policyloss.train.run.resume import explained, refuse_nonfinite_weights
 from policyloss.train.run.resumed_options import (
@@ -30,7 +31,7 @@ from policyloss.train.run.resumed_options import (
 )
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
-from policyloss.train.tasks.base import Example, ListTask, Task
+from policyloss.train.tasks import Example, Task
 from policyloss.train.tasks.rewards import forgiving
 
 
@@ -70,7 +71,7 @@ class EvalOptions(FromRun):
     Accuracy is the share of answers whose reward reaches --success.
     """
 
-    prompts: int = 1024
+    prompts: Count = 1024
     """How many held-out prompts."""
     reward: str | None = None
     """How answers are scored: exact, math, or module:function. A function that the run names is
@@ -80,7 +81,7 @@ class EvalOptions(FromRun):
     unless it was set."""
     reward_timeout: float = 60.0
     """Seconds that one call of the reward may take; 0 is no limit."""
-    show: int = 5
+    show: Whole = 5
     """Wrong answers to show."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON, every prompt with its answer."""
@@ -89,8 +90,7 @@ class EvalOptions(FromRun):
 def eval_command(arguments: Sequence[str]) -> int:
     """`policyloss eval RUN`."""
     options = tyro.cli(EvalOptions, args=list(arguments), prog="policyloss eval")
-    _at_least(options.prompts, "--prompts", 1)
-    _at_least(options.show, "--show", 0)
+    check_numbers(options)
     config, spec = _options(options)
     named = {name for name in ("reward", "trust_remote_code") if getattr(options, name)}
     config = replace(
@@ -140,19 +140,18 @@ class SampleOptions(FromRun):
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
     """Prompts; the first held-out ones if none is given."""
-    number: int = 4
+    number: Count = 4
     """Completions of each."""
     temperature: float = 1.0
     """0 is greedy."""
-    seed: int = 0
+    seed: Whole = 0
     """Of the draws."""
 
 
 def sample_command(arguments: Sequence[str]) -> int:
     """`policyloss sample RUN [PROMPT …]`."""
     options = tyro.cli(SampleOptions, args=list(arguments), prog="policyloss sample")
-    _at_least(options.number, "--number", 1)
-    _at_least(options.seed, "--seed", 0)
+    check_numbers(options)
     config, spec = unscored_options(options)
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
     prompts = tuple(example.prompt for example in task.held_out[:3])
@@ -195,7 +194,7 @@ def _as_in_training(
         Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
         for i, text in enumerate(prompts)
     )
-    asked = ListTask("prompts", examples, (), task.score)
+    asked = Task("prompts", examples, (), task.score)
     written = with_template(asked, tokenizer, config.system_prompt, config.chat_template)
     return tuple(example.prompt for example in written.train)
 
@@ -247,8 +246,3 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
 
 def _warn(text: str) -> None:
     print(f"policyloss: warning: {text}", file=sys.stderr)
-
-
-def _at_least(value: int, name: str, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} must be at least {least}, got {value}.")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from policyloss.train.config import TrainConfig
+from policyloss.train.config import WITHOUT_GROUPS, TrainConfig
 
 PATIENCE = 3  # steps in a row of which something holds before it is said
 LONG_PATIENCE = 10  # the same for what may be a slow start
-_WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
 
 
 class Hints:
@@ -55,7 +54,7 @@ class Hints:
             )
         elif (
             metrics["groups/zero_variance"] * config.group_size >= metrics["sequences"]
-            and config.estimator not in _WITHOUT_GROUPS
+            and config.estimator not in WITHOUT_GROUPS
         ):
             yield (
                 "equal",

@@ -19,8 +19,9 @@ import tyro
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, flag
+from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
+from policyloss.train.options import flag
 from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.directory import RunDir
 

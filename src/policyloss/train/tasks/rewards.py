@@ -9,7 +9,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from policyloss.errors import InputError, PolicyLossError, unknown_name
+from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.user_code import load_code
@@ -36,7 +36,10 @@ def make_reward(name: str) -> Reward:
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
     if ":" in name:
-        return checked(name, _imported(name))
+        function = load_code(name, "the reward")
+        if not callable(function):
+            raise InputError(f"the reward {name!r} is {safe_repr(function)}, which is no function.")
+        return checked(name, function)
     raise InputError(
         unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
     )
@@ -49,10 +52,7 @@ def checked(name: str, function: Any) -> Reward:
         try:
             value = function(example, completion)
         # By `sys.exit` a reward would end the run as if it had succeeded.
-        except (
-            Exception,
-            SystemExit,
-        ) as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
@@ -138,14 +138,3 @@ def _math() -> Reward:
 
 
 _BUILT_IN = {"exact": _exact, "math": _math}
-
-
-def _imported(name: str) -> Any:
-    """The function that `module:function` names."""
-    function = load_code(name, "the reward")
-    if not callable(function):
-        module, _, attribute = name.rpartition(":")
-        raise InputError(
-            f"the reward {name!r}: the module {module!r} has no function {attribute!r}."
-        )
-    return function
