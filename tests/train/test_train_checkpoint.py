@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.train.run import checkpoint
-from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.checkpoint import latest, load, save, subtree
 from policyloss.train.run.checkpoint_folder import discard_after, step_of
+from policyloss.train.run.files import StorageError
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 

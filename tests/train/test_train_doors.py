@@ -19,9 +19,9 @@ from train_loop_ranks import SMALL, lines, make_model, resume, train
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.train.models import load
-from policyloss.train.run.atomic import StorageError, replace_file
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
 from policyloss.train.run.resumed_options import named_options

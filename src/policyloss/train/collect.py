@@ -4,12 +4,12 @@ scored, and filtered.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,14 +53,9 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint, of all ranks together."""
-        waiting = [
-            Completions.merged(self.ranks.gather(completions)).state() for completions in self.queue
-        ]
-        numbers = {
-            "cursor": self.cursor,
-            "draws": self.draws,
-            "queue": [numbers for _, numbers in waiting],
-        }
+        waiting = [Completions.merged(self.ranks.gather(one)).state() for one in self.queue]
+        queue = [numbers for _, numbers in waiting]
+        numbers = {"cursor": self.cursor, "draws": self.draws, "queue": queue}
         return {"queue": [tensors for tensors, _ in waiting]}, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
@@ -111,52 +106,34 @@ class Collector:
         """
         config = self.config
         kept: list[Sample] = []
-        wanted, groups, everything, failed = config.prompts, 0, [], 0
-        for _ in range(config.dynamic_tries if config.dynamic_sampling else 1):
-            drawn, errors = self._draw(first_group=groups)
-            groups += config.prompts
+        everything: list[Sample] = []
+        failed = 0
+        for attempt in range(config.dynamic_tries if config.dynamic_sampling else 1):
+            drawn, errors = self._draw(first_group=attempt * config.prompts)
             everything += drawn
             failed += errors
-            kept += [
-                s
-                for group in _grouped(drawn)
-                for s in group
-                if not config.dynamic_sampling or _differ(group)
-            ]
-            if (
-                len({g for share in self.ranks.gather([s.group for s in kept]) for g in share})
-                >= wanted
-            ):
+            for group in _grouped(drawn):
+                kept += group if not config.dynamic_sampling or _differ(group) else []
+            # The first groups that were kept, of all ranks: as many as were asked for.
+            groups = {g for share in self.ranks.gather([s.group for s in kept]) for g in share}
+            chosen = sorted(groups)[: config.prompts]
+            if len(chosen) == config.prompts:
                 break
-        # The first groups that were kept, of all ranks: as many as were asked for.
-        chosen = set(
-            sorted({g for share in self.ranks.gather([s.group for s in kept]) for g in share})[
-                :wanted
-            ]
-        )
         samples = [s for s in kept if s.group in chosen]
         statistics = self._statistics(everything, len(chosen), failed)
-        return Completions(
-            samples, self._greedy(samples) if config.estimator == "remax" else None, statistics
-        )
+        greedy = self._greedy(samples) if config.estimator == "remax" else None
+        return Completions(samples, greedy, statistics)
 
     def _plan(self, first_group: int) -> tuple[list[Wanted], Sampling]:
         """The next draw of `prompts` groups: this rank's share of it."""
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
-        sampling = self._sampling(
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
-        )
+        rule = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        sampling = self._sampling(**rule)
         self.draws += 1
         n = config.group_size
-        mine = range(self.ranks.rank, config.prompts, self.ranks.world)
-        return (
-            [
-                Wanted(examples[i].id, first_group + i, examples[i].prompt, number=n, place=i * n)
-                for i in mine
-            ],
-            sampling,
-        )
+        mine = list(enumerate(examples))[self.ranks.rank :: self.ranks.world]
+        return [Wanted(e.id, first_group + i, e.prompt, n, place=i * n) for i, e in mine], sampling
 
     def _sampling(self, **rule: Any) -> Sampling:
         limit, seed = self.config.max_new_tokens, self.config.seed
@@ -175,11 +152,8 @@ class Collector:
         self.at("scoring")
         rewards = [self._reward(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
-        good = [
-            dataclasses.replace(s, reward=r)
-            for s, r in zip(samples, rewards, strict=True)
-            if not math.isnan(r)
-        ]
+        pairs = zip(samples, rewards, strict=True)
+        good = [replace(s, reward=r) for s, r in pairs if not math.isnan(r)]
         return good, len(samples) - len(good)
 
     def answers(self, examples: Sequence[Example]) -> list[Sample]:
@@ -213,14 +187,10 @@ class Collector:
 
     def _greedy(self, samples: Sequence[Sample]) -> Tensor:
         """The reward of the greedy answer to the prompt of each."""
-        examples = sorted({s.example for s in samples})
-        rewards = {
-            s.example: self._reward(self.task.train[s.example], s)
-            for s in self.answers([self.task.train[i] for i in examples])
-        }
-        return torch.tensor(
-            [0.0 if math.isnan(rewards[s.example]) else rewards[s.example] for s in samples]
-        )
+        examples = [self.task.train[i] for i in sorted({s.example for s in samples})]
+        answers = zip(examples, self.answers(examples), strict=True)
+        rewards = {e.id: self._reward(e, s) for e, s in answers}
+        return torch.tensor([rewards[s.example] for s in samples]).nan_to_num(nan=0.0)
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Of all completions that were sampled, kept or not, on all ranks."""
@@ -250,24 +220,17 @@ class Collector:
         }
 
 
+@lru_cache(maxsize=1)  # one pass over the prompts at a time is enough
 def _order(size: int, seed: int, turn: int) -> list[int]:
-    key = (size, seed, turn)
-    if key not in _ORDERS:
-        _ORDERS.clear()  # one pass over the prompts at a time is enough
-        _ORDERS[key] = torch.randperm(
-            size, generator=torch.Generator().manual_seed(seed * 7919 + turn)
-        ).tolist()
-    return _ORDERS[key]
+    generator = torch.Generator().manual_seed(seed * 7919 + turn)
+    return torch.randperm(size, generator=generator).tolist()
 
 
-_ORDERS: dict[tuple[int, int, int], list[int]] = {}
-
-
-def _grouped(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+def _grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = {}
     for s in samples:
         groups.setdefault(s.group, []).append(s)
-    return iter(groups.values())
+    return list(groups.values())
 
 
 def _differ(group: list[Sample]) -> bool:

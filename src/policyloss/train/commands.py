@@ -21,8 +21,7 @@ from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
 from policyloss.train.options import Count, Whole, check_numbers
-from policyloss.train.run.checkpoint import checked_index, latest, load
-from policyloss.train.run.resume import explained, refuse_nonfinite_weights
+from policyloss.train.run.resume import explained, stored_weights
 from policyloss.train.run.resumed_options import (
     named_options,
     read_resumed,
@@ -227,21 +226,16 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of
     that checkpoint.
     """
-    path = options.run
-    chosen = options.checkpoint or latest(path / "checkpoints", refuse_nonfinite_weights)
-    if chosen is None:
-        raise InputError(f"{path / 'checkpoints'} holds no checkpoint that can be read.")
-    index = checked_index(chosen, sums=True)
+    checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )
-    tensors, _ = load(chosen)
-    with explained(chosen):
+    with explained(checkpoint):
         setup.learner.load_policy(tensors)
-    return setup, int(index["step"])
+    return setup, step
 
 
 def _warn(text: str) -> None:

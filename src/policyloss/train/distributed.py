@@ -5,11 +5,11 @@ process is one rank of itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from policyloss.errors import InputError
+from policyloss.train.run.files import StorageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,3 +149,39 @@ def gathered(module: nn.Module) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
+
+
+def rank_in(group: Any) -> int:
+    """The place of this process in a group of processes; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
+    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every
+    rank raises.
+
+    None is no group: this process works alone, and an error is the one that `action` raised.
+    """
+    if group is None:
+        return [action()]
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # the other ranks hear of it, and it is raised below
+        error = raised
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(
+        reports, (result, error and f"{type(error).__name__}: {error}"), group=group
+    )
+    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason]
+    if failures:
+        raise StorageError(" ".join(failures)) from error
+    return [one for one, _ in reports]
+
+
+def on_first_rank(action: Callable[[], T], group: Any) -> T:
+    """`action()` on the first rank of `group` alone; every rank gets its result, or its failure."""
+    results: list[Any] = on_every_rank(lambda: action() if rank_in(group) == 0 else None, group)
+    first: T = results[0]
+    return first

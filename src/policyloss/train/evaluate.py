@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from policyloss.errors import InputError
 from policyloss.train.sampler import Sample, sample
@@ -14,28 +13,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Result:
-    """What the model said to one example."""
+class Result(NamedTuple):
+    """What the model said to one example, by its id. length: tokens, with the end token."""
 
     example: int
-    prompt: str
-    answer: str
-    text: str  # the completion
+    text: str
     score: float
-    length: int  # tokens, with the end token
-    finished: bool
+    length: int
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over the examples: Σ_i x_i / n."""
+class Evaluation(NamedTuple):
+    """Means over the examples, Σ_i x_i / n, and the results in the order of the examples.
 
-    accuracy: float  # share whose score reaches the task's `success`
+    accuracy: the share whose score reaches the task's `success`.
+    """
+
+    accuracy: float
     score: float
     mean_length: float
-    finished: float  # share that ended by an end token
-    results: tuple[Result, ...]  # in the order of the examples
+    results: Sequence[Result]
 
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
@@ -46,13 +42,9 @@ class Evaluation:
         if not results:
             raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
         n = len(results)
-        return cls(
-            accuracy=sum(r.score >= success for r in results) / n,
-            score=sum(r.score for r in results) / n,
-            mean_length=sum(r.length for r in results) / n,
-            finished=sum(r.finished for r in results) / n,
-            results=tuple(results),
-        )
+        accuracy = sum(r.score >= success for r in results) / n
+        score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n
+        return cls(accuracy, score, length, results)
 
 
 def evaluate(
@@ -86,14 +78,6 @@ def evaluate(
 def answered(examples: Sequence[Example], samples: Sequence[Sample], score: Reward) -> list[Result]:
     """What was sampled for each example, scored."""
     return [
-        Result(
-            e.id,
-            e.prompt,
-            e.answer,
-            s.text,
-            float(score(e, s.text)),
-            len(s.completion_ids),
-            s.finished,
-        )
+        Result(e.id, s.text, float(score(e, s.text)), len(s.completion_ids))
         for e, s in zip(examples, samples, strict=True)
     ]

@@ -27,8 +27,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
-from policyloss.train.first_step import mismatch_of
-from policyloss.train.hints import Hints
+from policyloss.train.hints import Hints, mismatch_of
 from policyloss.train.learner import Learned, rate
 from policyloss.train.preflight import preflight
 from policyloss.train.rollout.make import make_rollout

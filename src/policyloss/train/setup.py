@@ -1,5 +1,5 @@
 """Everything a run needs before its first step:
-task, tokenizer, policy, reference, critic, optimizers.
+task, tokenizer, policy, reference, teacher, critic, optimizers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from policyloss.train.chat import with_template
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy
-from policyloss.train.models import Critic, checkpoint_gradients, load, parts
+from policyloss.train.models import (
+    Critic,
+    checkpoint_gradients,
+    load,
+    load_weights,
+    parts,
+    weights,
+)
 from policyloss.train.optimizers import adamw
 from policyloss.train.routing import Routing
+from policyloss.train.run.checkpoint import subtree
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.resume import explained, stored_weights
 from policyloss.train.tasks import Task, make_task
-from policyloss.train.teacher import load_teacher
 from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
@@ -52,17 +61,14 @@ def build(
     because no user named the model.
     """
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
-    dtype = getattr(torch, config.dtype)
-    model, tokenizer = load(
-        config.model,
-        task,
-        dtype=dtype,
-        device=ranks.device,
-        seed=config.seed,
-        offline=offline,
-        trust_remote_code=config.trust_remote_code,
-        warn=warn,
-    )
+    source: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype),
+        "device": ranks.device,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+        "warn": warn,
+    }
+    model, tokenizer = load(config.model, task, **source, offline=offline)
     # Dropout would make the policy that is trained another one than the policy that sampled.
     model.eval()
     _check_vocabulary(model, tokenizer)
@@ -96,8 +102,37 @@ def build(
     learner.warn, learner.routing = warn, Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
-        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
+        learner.teacher = _teacher(config, task, model, tokenizer, source)
     return Setup(task, tokenizer, model, learner)
+
+
+def _teacher(
+    config: TrainConfig, task: Task, model: Any, tokenizer: Any, source: dict[str, Any]
+) -> Policy:
+    """The teacher that `config` names, frozen: a stored model, or the policy of another run;
+    nothing is downloaded. It must read and write the same tokens as the model.
+    """
+    folder = config.teacher
+    if folder is None or not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder}; --teacher is that of a model, or a run directory."
+        )
+    is_run = (folder / "checkpoints").is_dir()
+    stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
+    name = str(stored.get("model", "tiny"))
+    teacher, its_tokenizer = load(name, task, **source, offline=True)
+    policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
+    if is_run:
+        path, _, tensors = stored_weights(folder)
+        with explained(path):
+            load_weights(weights(policy), subtree(tensors, "policy"))
+    sizes = [parts(x)[1].shape[0] for x in (teacher, model)]
+    if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
+            f"({sizes[1]}); a teacher must have the model's tokenizer."
+        )
+    return policy
 
 
 def teach(

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -57,12 +56,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -119,10 +113,7 @@ class Watch:
                     )
                     self._say(f"still running; {place}")
             # The store is gone: another rank has ended, and the collective says so.
-            except (
-                RuntimeError,
-                OSError,
-            ):
+            except (RuntimeError, OSError):
                 return
 
 

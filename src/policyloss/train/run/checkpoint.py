@@ -25,14 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import (
-    StorageError,
-    from_json,
-    sync,
-    to_json,
-    write_error,
-    write_synced,
-)
+from policyloss.train.distributed import on_every_rank, on_first_rank, rank_in
 from policyloss.train.run.checkpoint_folder import (
     begin,
     newest_first,
@@ -41,8 +34,17 @@ from policyloss.train.run.checkpoint_folder import (
     published_path,
     undo,
 )
-from policyloss.train.run.collective import on_every_rank, on_first_rank, rank_in
-from policyloss.train.run.plain_files import read_plain, require_plain
+from policyloss.train.run.files import (
+    StorageError,
+    damage_named,
+    from_json,
+    read_plain,
+    require_plain,
+    sync,
+    to_json,
+    write_error,
+    write_synced,
+)
 from policyloss.train.run.shards import (
     Share,
     TensorFile,
@@ -224,33 +226,32 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
     every byte, or only sizes.
     """
     try:
-        data = read_plain(path / INDEX)
-        checksum = from_json(data)["sha256"]
-        body = data.partition(_BODY)[2][:-1]
-        if hashlib.sha256(body).hexdigest() != checksum:
-            raise StorageError(f"checkpoint {path} is damaged: {INDEX} does not have its checksum.")
-        index: dict[str, Any] = from_json(body)
-        if index["format"] != FORMAT:
-            raise StorageError(
-                f"checkpoint {path} has format {index['format']}, and this version reads format "
-                f"{FORMAT}; use the version that wrote it."
-            )
-        for name, file in index["files"].items():
-            _check_file(path, name, file, sums)
-        if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
-            raise StorageError(
-                f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name."
-            )
+        with damage_named(f"checkpoint {path} is damaged: {INDEX} is not readable"):
+            return _checked_index(path, sums)
     except OSError as error:
         raise StorageError(
             f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, StorageError):
-            raise
+
+
+def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
+    data = read_plain(path / INDEX)
+    checksum = from_json(data)["sha256"]
+    body = data.partition(_BODY)[2][:-1]
+    if hashlib.sha256(body).hexdigest() != checksum:
+        raise StorageError(f"checkpoint {path} is damaged: {INDEX} does not have its checksum.")
+    index: dict[str, Any] = from_json(body)
+    if index["format"] != FORMAT:
         raise StorageError(
-            f"checkpoint {path} is damaged: {INDEX} is not readable ({error})."
-        ) from None
+            f"checkpoint {path} has format {index['format']}, and this version reads format "
+            f"{FORMAT}; use the version that wrote it."
+        )
+    for name, file in index["files"].items():
+        _check_file(path, name, file, sums)
+    if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
+        raise StorageError(
+            f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name."
+        )
     return index
 
 
@@ -269,36 +270,22 @@ def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
 
 def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     index = checked_index(path, sums=False)
-    try:
-        with ExitStack() as stack:
-            files = {
-                name: TensorFile(
-                    stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
-                )
-                for name, file in index["files"].items()
-            }
-            entries = index["tensors"]
-            for name, entry in entries.items():
-                check_pieces(files, name, entry)
-            tensors = {
-                name: read_like(files, name, entry, nearest_template(templates, name))
-                for name, entry in entries.items()
-            }
-    except StorageError:
-        raise
-    except (
-        safetensors.SafetensorError,
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:
-        raise StorageError(
-            f"checkpoint {path} is damaged: {type(error).__name__}: {error}. Use an older one."
-        ) from error
+    unreadable = (safetensors.SafetensorError, OSError)
+    damage = damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
+    with damage, ExitStack() as stack:
+        files = {
+            name: TensorFile(
+                stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
+            )
+            for name, file in index["files"].items()
+        }
+        entries = index["tensors"]
+        for name, entry in entries.items():
+            check_pieces(files, name, entry)
+        tensors = {
+            name: read_like(files, name, entry, nearest_template(templates, name))
+            for name, entry in entries.items()
+        }
     return tensors, index["numbers"]
 
 

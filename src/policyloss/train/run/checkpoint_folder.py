@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import make_folder, sync
+from policyloss.train.run.files import make_folder, sync
 
 _NAME = re.compile(r"(\.?)step_(\d{1,18})(?:\.(tmp|old|gone|discarded))?")
 

@@ -25,37 +25,33 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import (
+from policyloss.train.run.checkpoint_folder import discard_after
+from policyloss.train.run.files import (
+    FILES,
+    FOLDERS,
     StorageError,
     from_json,
     make_folder,
+    read_plain,
+    refuse_links,
     replace_file,
     sync,
     to_json,
     write_error,
 )
-from policyloss.train.run.checkpoint_folder import discard_after
 from policyloss.train.run.lock import Lock, is_held
-from policyloss.train.run.plain_files import read_plain, refuse_links
 from policyloss.train.run.records import JsonLines
-from policyloss.train.view.track import TensorBoard, Tracker, service
+from policyloss.train.view.track import Service, TensorBoard
 
 # What makes a directory a run. A lock alone, or an environment,
 # is what a start that was killed left.
-_OF_A_RUN = (
-    "config.json",
-    "metrics.jsonl",
-    "timing.jsonl",
-    "rollouts.jsonl",
-    "tensorboard",
-    "checkpoints",
-)
+_OF_A_START = ("lock", "environment.json", "track.json")
+_OF_A_RUN = (*(name for name in FILES if name not in _OF_A_START), *FOLDERS)
 _PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
@@ -73,9 +69,8 @@ class RunDir:
         self._lines = {
             name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")
         }
-        self._board: TensorBoard | None = None
-        self._resumed_after: int | None = None
-        self._services: list[Tracker] = []
+        self._board = TensorBoard(path / "tensorboard")
+        self._trackers: list[TensorBoard | Service] = [self._board]
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
@@ -177,7 +172,7 @@ class RunDir:
 
     def track(self, name: str) -> None:
         """Send the numbers to a service as well: "wandb" or "trackio"."""
-        self._services.append(service(name, self.path, self.config))
+        self._trackers.append(Service(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to
@@ -195,12 +190,8 @@ class RunDir:
             )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
-        if self._board is None:
-            self._board = TensorBoard(self.path / "tensorboard", resumed_after=self._resumed_after)
-        for tracker in self._trackers():
-            tracker.log(
-                step, {**metrics, **{f"timing/{name}": value for name, value in timing.items()}}
-            )
+        for tracker in self._trackers:
+            tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled completions, each a dict with its "step"."""
@@ -224,7 +215,7 @@ class RunDir:
                 UserWarning,
                 stacklevel=2,
             )
-        self._resumed_after = step
+        self._board.resumed_after = step
 
     def sync(self) -> None:
         """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot
@@ -238,31 +229,23 @@ class RunDir:
             sync(self.path)  # the names of the files too
         except OSError as error:
             raise write_error(self.path, error, "Earlier checkpoints are untouched.") from error
-        for tracker in self._trackers():
+        for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Write out everything, say to trackers that the run ended, and release the directory."""
         try:
-            for tracker in self._trackers():
+            for tracker in self._trackers:
                 tracker.close()
             for lines in self._lines.values():
                 lines.close()
         finally:
             self._lock.release()
 
-    def _trackers(self) -> list[Tracker]:
-        return [*([self._board] if self._board else []), *self._services]
-
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss.train.run.atomic import StorageError, from_json, write_error
-from policyloss.train.run.plain_files import open_plain
+from policyloss.train.run.files import StorageError, from_json, open_plain, write_error
 
 if sys.platform != "win32":
     import fcntl

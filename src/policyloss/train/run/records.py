@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import from_json, sync, write_error
-from policyloss.train.run.plain_files import open_plain
+from policyloss.train.run.files import from_json, open_plain, sync, write_error
 
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 

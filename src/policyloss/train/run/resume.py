@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import InputError
 from policyloss.train.distributed import Ranks
 from policyloss.train.finite import NotFiniteError, nonfinite_names
-from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.checkpoint import checked_index, flatten, latest, load, save
 from policyloss.train.run.checkpoint_folder import step_of
+from policyloss.train.run.files import StorageError, damage_named
 
 # The weights that learn: a checkpoint in which they are not finite is worthless.
 _TRAINED = ("policy/", "critic/")
@@ -64,29 +64,25 @@ def restore(
     return step_of(path)
 
 
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
+def stored_weights(
+    run: Path, checkpoint: Path | None = None
+) -> tuple[Path, int, dict[str, Tensor]]:
+    """A checkpoint of a run, the last good one by default, its step and its tensors. Every byte is
+    checked.
+    """
+    path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
+    if path is None:
+        raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
+    step = int(checked_index(path, sums=True)["step"])
+    return path, step, load(path)[0]
+
+
+def explained(path: Path) -> AbstractContextManager[None]:
     """Around the use of what a checkpoint holds: what is missing, or of another kind, is the
     checkpoint's fault.
     """
-    try:
-        yield
-    except PolicyLossError:
-        raise
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        StopIteration,
-        OverflowError,
-    ) as error:
-        raise StorageError(
-            f"checkpoint {path} does not hold what a run needs: {type(error).__name__}: {error}. "
-            "Remove it to go on from an older one."
-        ) from error
+    advice = " Remove it to go on from an older one."
+    return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:

@@ -22,22 +22,14 @@ from policyloss.spec import LossSpec
 from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
 from policyloss.train.options import flag
-from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, damage_named
 
 # How a run is watched, stored and placed, which changes none of its numbers;
 # these may be others when it goes on.
 CHANGEABLE = (
-    *(
-        "track",
-        "keep",
-        "checkpoint_every",
-        "heartbeat",
-        "rank_timeout",
-        "reward_timeout",
-        "nonfinite_limit",
-    ),
-    *("device", "parallel", "unusable", "attention"),
+    *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout"),
+    *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
 _OF_THE_CALL = ("out", "resume", "extend")
@@ -60,29 +52,20 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
     """The options and the loss that a run was started with; None for a loss that is code."""
-    contents = RunDir.read_config(run)
+    contents, file = RunDir.read_config(run), run / "config.json"
     try:
-        if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
-            raise InputError("'config' and 'loss' must be objects.")
-        config = TrainConfig.from_dict(
-            {**contents["config"], "resume": False, "extend": None, "out": str(run)}
-        )
-        code = contents["loss"] == {"code": config.loss}
-        return config, None if code else LossSpec.from_dict(contents["loss"])
+        with damage_named(f"{file} is damaged"):
+            if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
+                raise InputError("'config' and 'loss' must be objects.")
+            config = TrainConfig.from_dict(
+                {**contents["config"], "resume": False, "extend": None, "out": str(run)}
+            )
+            code = contents["loss"] == {"code": config.loss}
+            return config, None if code else LossSpec.from_dict(contents["loss"])
+    except StorageError:
+        raise
     except PolicyLossError as error:
-        raise StorageError(f"{run / 'config.json'}: {error}") from None
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise StorageError(
-            f"{run / 'config.json'} is damaged: {type(error).__name__}: {error}."
-        ) from error
+        raise StorageError(f"{file}: {error}") from None
 
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.files import StorageError
 
 
 class Share(NamedTuple):

@@ -1,5 +1,6 @@
-"""Files that survive a crash: written whole, brought to the disk, then given their name;
-and JSON that keeps every float.
+"""The files of a run directory. They survive a crash: written whole, brought to the disk, then
+given their name. They are data: a link or a pipe among them is refused, never followed. And JSON
+that keeps every float.
 """
 
 from __future__ import annotations
@@ -8,11 +9,34 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError
+from policyloss.output import kind_of
+
+# What a run directory holds under names of its own;
+# other files that lie there are nobody's business.
+FILES = (
+    "config.json",
+    "environment.json",
+    "track.json",
+    "metrics.jsonl",
+    "timing.jsonl",
+    "rollouts.jsonl",
+    "lock",
+)
+FOLDERS = ("checkpoints", "tensorboard")
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+# What data of another form than expected raises where it is used.
+_MALFORMED: tuple[type[Exception], ...] = (
+    *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
+    *(RuntimeError, StopIteration),
+)
 
 
 class StorageError(PolicyLossError):
@@ -32,6 +56,19 @@ def write_error(what: object, error: Exception, kept: str) -> StorageError:
     else:
         advice = "Check that the directory is there and its disk is healthy"
     return StorageError(f"could not write {what}: {reason}. {kept} {advice}, then resume.")
+
+
+@contextmanager
+def damage_named(what: str, advice: str = "", *more: type[Exception]) -> Iterator[None]:
+    """Around the use of what a file holds: where that is missing or of another kind, a
+    `StorageError`. more: further exceptions that mean this.
+    """
+    try:
+        yield
+    except PolicyLossError:
+        raise
+    except (*_MALFORMED, *more) as error:
+        raise StorageError(f"{what}: {type(error).__name__}: {error}.{advice}") from error
 
 
 def sync(path: Path) -> None:
@@ -122,3 +159,56 @@ def _float_or_dict(value: dict[str, Any]) -> Any:
         if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
         else value
     )
+
+
+def require_plain(path: Path) -> None:
+    """Raise if there is something at `path` that is neither a plain file nor a folder."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # whoever opens it says what is wrong
+    kind = kind_of(mode)
+    if kind is not None and not stat.S_ISDIR(mode):
+        raise StorageError(
+            f"{path} is a {kind}. A run directory holds plain files and folders only, because what "
+            "leads out of it is neither read nor written; remove it, or put the file itself there."
+        )
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """Open a plain file by `os.open`; a link is not followed, and a pipe is not waited for."""
+    require_plain(path)
+    handle = os.open(path, flags | _NO_LINK | _NO_WAIT, 0o644)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StorageError(f"{path} is no plain file; remove it.")
+    return handle
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of a plain file."""
+    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def refuse_links(run: Path) -> None:
+    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
+    name that is no text.
+
+    `run` itself may be a link: the user named it.
+    """
+    try:
+        str(run).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another "
+            "name."
+        ) from None
+    for name in FILES:
+        require_plain(run / name)
+        require_plain(run / f".{name}.tmp")
+    for name in FOLDERS:
+        require_plain(run / name)
+        for folder, inner, files in os.walk(run / name):
+            for entry in (*inner, *files):
+                require_plain(Path(folder) / entry)
