@@ -145,7 +145,7 @@ def head_walk() -> Walk:
 
 def training_walk() -> Walk:
     """One step of the reference trainer."""
-    from policyloss.train import collect, learner, loop
+    from policyloss.train import collect, learner, loop, policy
     from policyloss.train.config import TrainConfig
     from policyloss.train.rollout.built_in import BuiltIn
 
@@ -175,7 +175,7 @@ def training_walk() -> Walk:
         learner.Learner.learn,
         learner.judge,
         pl.accumulate,
-        learner.Policy.forward,
+        policy.Policy.forward,
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,

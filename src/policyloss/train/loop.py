@@ -28,7 +28,8 @@ from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.hints import Hints, mismatch_of
-from policyloss.train.learner import Learned, rate
+from policyloss.train.learner import Learned
+from policyloss.train.optimizers import rate
 from policyloss.train.preflight import preflight
 from policyloss.train.rollout.make import make_rollout
 from policyloss.train.rollout.protocol import RolloutError

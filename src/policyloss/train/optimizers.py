@@ -1,7 +1,8 @@
-"""AdamW, and AdamW for weights of half precision."""
+"""AdamW, AdamW for weights of half precision, and what becomes of the learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,15 @@ class MasterAdamW(torch.optim.Optimizer):
             state["master"] = master.clone()
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master) for _ in range(2))
         return state
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """The share of the learning rate at a step: a rise over `lr_warmup` steps,
+    then the schedule.
+    """
+    if step < config.lr_warmup:
+        return (step + 1) / config.lr_warmup
+    done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+        config.schedule
+    ]

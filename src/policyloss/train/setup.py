@@ -19,7 +19,7 @@ from policyloss.train.batches import Pack
 from policyloss.train.chat import with_template
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
-from policyloss.train.learner import Learner, Policy
+from policyloss.train.learner import Learner
 from policyloss.train.models import (
     Critic,
     checkpoint_gradients,
@@ -29,6 +29,7 @@ from policyloss.train.models import (
     weights,
 )
 from policyloss.train.optimizers import adamw
+from policyloss.train.policy import Policy
 from policyloss.train.routing import Routing
 from policyloss.train.run.checkpoint import subtree
 from policyloss.train.run.directory import RunDir
