@@ -1,6 +1,4 @@
-"""From the rewards of a step to the advantages of its tokens, by any estimator that rewards, groups
-and values are enough for.
-"""
+"""From the rewards of a step to the advantages of its tokens."""
 
 from __future__ import annotations
 
@@ -65,29 +63,24 @@ def of_rewards(
     prompt, for "remax". group: the data-parallel ranks (or "local"), which share what is taken over
     the batch; the samples of a prompt lie on one of them.
     """
-    name = config.reward_estimator
-    rewards = pack.sequences["rewards"]
-    mask = pack.tokens["mask"]
-    cu_seqlens = pack.cu_seqlens
+    name, rewards, mask = config.reward_estimator, pack.sequences["rewards"], pack.tokens["mask"]
+    bounds = pack.cu_seqlens
     if name == "gae":
         assert values is not None
-        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
+        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=bounds)
         return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
     if name == "reinforce_pp":
-        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=cu_seqlens, group=group))
+        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group))
+    if is_reference(name):
+        return Judged(_by_user(name, pack, group))
     if name == "remax":
         assert greedy is not None
         return Judged(_over_tokens(estimator(name)(rewards, greedy), pack))
-    if is_reference(name):
-        return Judged(_by_user(name, pack, group))
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk
-    return Judged(
-        _over_tokens(
-            estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group), pack
-        )
-    )
+    advantages = estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group)
+    return Judged(_over_tokens(advantages, pack))
 
 
 def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
@@ -124,5 +117,4 @@ def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
 
 def _over_tokens(x: Tensor, pack: Pack) -> Tensor:
     """`[S]` → `[N]`."""
-    lengths = pack.cu_seqlens.diff()
-    return x.repeat_interleave(lengths)
+    return x.repeat_interleave(pack.cu_seqlens.diff())

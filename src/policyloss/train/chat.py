@@ -1,6 +1,4 @@
-"""Prompts as messages: the tokenizer's chat template makes the text of a prompt, once, before
-anything is sampled.
-"""
+"""Prompts as messages: the tokenizer's chat template makes the text of each before sampling."""
 
 from __future__ import annotations
 

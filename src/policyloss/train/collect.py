@@ -1,6 +1,4 @@
-"""The completions of a step: prompts drawn in an order that follows from the seed, sampled,
-scored, and filtered.
-"""
+"""The completions of a step: prompts in an order of the seed, sampled, scored and filtered."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ class Collector:
         return self.rollout.sampling(draw=self.draws, seed=seed, max_new_tokens=limit, **rule)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
-        """One draw, scored: this rank's share of it, and how many could not be scored. One that is
-        being sampled already comes first.
-        """
+        """One draw of this rank, scored, and how many failed; one that is running comes first."""
         self.at("sampling")
         if self.ahead is not None:
             running, self.ahead = self.ahead, None
@@ -162,9 +158,7 @@ class Collector:
         return self.rollout.samples(wanted, self._sampling())
 
     def _next(self) -> Example:
-        """The next prompt: all of them in an order of their own in each pass,
-        but for those that cannot be used.
-        """
+        """The next usable prompt; each pass over all of them has an order of its own."""
         size = len(self.task.train)
         while True:
             turn, place = divmod(self.cursor, size)
@@ -174,9 +168,7 @@ class Collector:
                 return self.task.train[chosen]
 
     def _reward(self, example: Example, s: Sample) -> float:
-        """The reward, or NaN where the task's function failed on this completion,
-        which is told and left out.
-        """
+        """The reward, or NaN and a warning where the task's function failed on this completion."""
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
         try:

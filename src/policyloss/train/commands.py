@@ -1,6 +1,4 @@
-"""`policyloss train`, `eval`, `sample`: each reads its options by tyro, does one thing, and
-returns an exit code.
-"""
+"""`policyloss train`, `eval`, `sample`: each reads its options and does one thing."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def train_command(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class FromRun:
-    """What both commands take: a run, one of its checkpoints, and what the user names instead of
-    what its config.json names.
-    """
+    """A run, one of its checkpoints, and what is named instead of what its config.json names."""
 
     run: tyro.conf.Positional[Path]
     """The run directory. It is only data: code that it names is not run, and nothing is
@@ -91,15 +87,13 @@ def eval_command(arguments: Sequence[str]) -> int:
     options = tyro.cli(EvalOptions, args=list(arguments), prog="policyloss eval")
     check_numbers(options)
     config, spec = _options(options)
-    named = {name for name in ("reward", "trust_remote_code") if getattr(options, name)}
-    config = replace(
-        config,
-        reward=options.reward or config.reward,
-        trust_remote_code=config.trust_remote_code or options.trust_remote_code,
-    )
-    if options.success is not None:
-        config = replace(config, success=options.success)
-    refuse_unnamed_code(config, frozenset(named))
+    changes = {
+        name: x
+        for name in ("reward", "success", "trust_remote_code")
+        if (x := getattr(options, name)) is not None and x is not False
+    }
+    config = replace(config, **changes)
+    refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
     budget: dict[str, Any] = {
@@ -115,13 +109,14 @@ def eval_command(arguments: Sequence[str]) -> int:
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
             for e, a in results
         ]
-        numbers = {
+        report = {
             "step": step,
             "accuracy": evaluation.accuracy,
             "success": task.success,
             "mean_length": evaluation.mean_length,
+            "results": rows,
         }
-        print(json.dumps({**numbers, "results": rows}, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
@@ -177,10 +172,8 @@ def sample_command(arguments: Sequence[str]) -> int:
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
         for s in samples[i * options.number : (i + 1) * options.number]:
-            print(
-                f"  {s.text!r}  logp "
-                f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
-            )
+            cut = "" if s.finished else ", cut"
+            print(f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{cut}")
     return 0
 
 
@@ -223,9 +216,7 @@ def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
-    """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of
-    that checkpoint.
-    """
+    """The policy of a run as a checkpoint has it, and the step of that checkpoint."""
     checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here

@@ -56,9 +56,7 @@ class Completions:
         return Completions([self.samples[i] for i in places], greedy, self.statistics)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and numbers for a checkpoint: ragged lists end to end, their lengths among the
-        numbers.
-        """
+        """Tensors and numbers for a checkpoint: ragged lists end to end, and their lengths."""
         samples = self.samples
         tensors = (
             {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED}
@@ -88,40 +86,22 @@ class Completions:
         return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
 
     def check(self, examples: int, vocabulary: int) -> None:
-        """Raise a `TypeError` for an example or a token that there is not, and for what is no
-        number.
-        """
+        """Raise a `TypeError` for examples and tokens that there are not, and for no number."""
         for name, x in {"tokens": None, **self.statistics}.items():
             if not isinstance(x, (int, float)) or abs(x) > 1e300:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
         for s in self.samples:
-            if (
-                type(s.example) is not int
-                or not 0 <= s.example < examples
-                or type(s.group) is not int
-                or s.group < 0
-                or type(s.version) is not int
-            ):
+            counts = (s.example, s.group, s.version)
+            if {*map(type, counts)} != {int} or not 0 <= s.example < examples or s.group < 0:
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
-            if (
-                not isinstance(s.reward, float)
-                or not isinstance(s.text, str)
-                or not isinstance(s.finished, bool)
-            ):
+            if (type(s.reward), type(s.text), type(s.finished)) != (float, str, bool):
                 raise TypeError(
                     f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished "
                     f"{s.finished!r}"
                 )
-            ids = torch.cat([s.prompt_ids, s.completion_ids])
-            if (
-                ids.dtype != torch.int64
-                or not ((ids >= 0) & (ids < vocabulary)).all()
-                or not s.rollout_logp.is_floating_point()
-            ):
+            ids, logp = torch.cat([s.prompt_ids, s.completion_ids]), s.rollout_logp
+            there = ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocabulary)).all())
+            if not there or not logp.is_floating_point():
                 raise TypeError(f"tokens that the model does not have, {ids.dtype}")
-            if (
-                not len(s.prompt_ids)
-                or not len(s.completion_ids)
-                or s.completion_ids.shape != s.rollout_logp.shape
-            ):
+            if not len(s.prompt_ids) or not 0 < len(s.completion_ids) == len(logp):
                 raise TypeError("a completion without tokens, or without their log-probabilities")

@@ -1,6 +1,4 @@
-"""What a training run is: one flat, typed set of options.
-What makes no sense is refused before anything is loaded.
-"""
+"""What a training run is: one flat, typed set of options, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -259,9 +257,7 @@ class TrainConfig:
 
     @property
     def defined_with(self) -> str | None:
-        """The advantage estimator that the loss is defined with;
-        None if it goes with any, or is no preset.
-        """
+        """The advantage estimator that the loss is defined with; None if it goes with any."""
         return PRESETS[self.loss].advantage if self.loss in PRESETS else None
 
     @property

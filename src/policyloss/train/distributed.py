@@ -26,9 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among others. group: what to all-reduce over,
-    or None if there is one process.
-    """
+    """Who this process is among others. group: what to all-reduce over, or None if it is alone."""
 
     rank: int
     world: int
@@ -136,9 +134,7 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """With all of a sharded module's parameters at hand,
-    so that ranks may run its forward each as often as they like.
-    """
+    """With all parameters of a sharded module at hand: ranks may run it as often as they like."""
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

@@ -57,9 +57,7 @@ def evaluate(
     batch_tokens: int,
     stop: Sequence[str] = (),
 ) -> list[Result]:
-    """The likeliest completion (token by token) of each example's prompt, scored by `score`, whose
-    errors are not caught.
-    """
+    """The likeliest completion of each prompt, token by token, and its score; errors are raised."""
     samples = sample(
         model,
         tokenizer,

@@ -76,9 +76,7 @@ class Hints:
 
 
 def mismatch_of(pack: Pack) -> str | None:
-    """What is wrong with the ratio of a policy that was not updated yet; None if nothing is, or
-    the step has too few tokens to tell.
-    """
+    """What is wrong with the ratio of a policy that was not updated yet; None if nothing shows."""
     tokens = pack.tokens
     try:
         verdict = doctor(

@@ -123,9 +123,7 @@ class Learner:
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
     def layout(self) -> dict[str, Any]:
-        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their
-        parameters do.
-        """
+        """How tensors of a checkpoint lie on the ranks: moments lie as their parameters do."""
         return {
             f"{name}{kind}": self._stored(module)
             for name, module, _ in self._trained()
@@ -143,9 +141,7 @@ class Learner:
         }
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of
-        ranks have none.
-        """
+        """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
         trained = [("policy", unwrapped(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
             trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
@@ -301,9 +297,7 @@ class Learner:
         return attention
 
     def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, dict[int, Tensor]]:
-        """One optimizer step of the policy, and what it saw: the log-probabilities of each
-        sequence.
-        """
+        """One optimizer step of the policy, and the log-probabilities of each sequence in it."""
         packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(

@@ -14,9 +14,7 @@ from policyloss.train.config import TrainConfig
 
 
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient. Where that is half precision, steps are added up in
-    float32.
-    """
+    """AdamW over what requires a gradient; steps of half-precision weights add up in float32."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     options: dict[str, Any] = {
         "lr": lr,
@@ -81,9 +79,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 def rate(config: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step: a rise over `lr_warmup` steps,
-    then the schedule.
-    """
+    """The share of the learning rate at a step: a rise over `lr_warmup`, then the schedule."""
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)

@@ -1,6 +1,4 @@
-"""Everything a run needs before its first step:
-task, tokenizer, policy, reference, teacher, critic, optimizers.
-"""
+"""What a run needs before its first step: task, tokenizer, policy, reference, teacher, critic."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it,
-    which learns.
-    """
+    """model: the language model, which samples. learner: has the policy around it, which learns."""
 
     task: Task
     tokenizer: Any
@@ -58,9 +54,7 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing,
-    because no user named the model.
-    """
+    """Make or load all of it. offline: download nothing, because no user named the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     source: dict[str, Any] = {
         "dtype": getattr(torch, config.dtype),

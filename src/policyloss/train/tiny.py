@@ -40,9 +40,7 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 def tiny_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
 ) -> PreTrainedModel:
-    """A Llama with 138 thousand random weights that follow from `seed`;
-    the generator of the caller is left as it was.
-    """
+    """A Llama with 138 thousand random weights of `seed`; no other generator is touched."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

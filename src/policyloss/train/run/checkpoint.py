@@ -103,7 +103,9 @@ def save(
     entries = located(on_every_rank(plan, group))
     path, file = published_path(folder, step), file_of(rank_in(group))
     to_write = {
-        name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)
+        name: local_part(tensors[name])
+        for name, entry in entries.items()
+        if any(piece["file"] == file for piece in entry["pieces"])
     }
     with _undone_on_error(folder, step, group):
         temporary = on_first_rank(lambda: _explained(path, lambda: begin(folder, step)), group)
@@ -133,13 +135,9 @@ def load(
         what many wrote.
     group: ranks that each call this; if one cannot read its part, all raise.
     """
-    contents: dict[str, Any] = {}
-
-    def read() -> None:
-        contents["tensors"], contents["numbers"] = _load(path, flatten(layout or {}))
-
-    on_every_rank(read, group)
-    return contents["tensors"], contents["numbers"]
+    contents: list[tuple[dict[str, Tensor], dict[str, Any]]] = []  # not to be sent to other ranks
+    on_every_rank(lambda: contents.append(_load(path, flatten(layout or {}))), group)
+    return contents[0]
 
 
 def latest(
@@ -222,9 +220,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] |
 
 
 def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
-    """The index of a checkpoint, or an error that says what is wrong with it. sums: whether to read
-    every byte, or only sizes.
-    """
+    """The index of a checkpoint that is intact. sums: read every byte of it, not sizes alone."""
     try:
         with damage_named(f"checkpoint {path} is damaged: {INDEX} is not readable"):
             return _checked_index(path, sums)
@@ -256,9 +252,7 @@ def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
-    """Write the index beside the files, bring all to the disk, and give the folder its name: from
-    here on it is a checkpoint.
-    """
+    """Write the index, bring all to the disk, and rename the folder: now it is a checkpoint."""
     body = to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
     write_synced(
         temporary / INDEX,
@@ -310,10 +304,6 @@ def _explained(path: Path, action: Callable[[], T]) -> T:
         ) from error
 
 
-def _in_file(entry: Mapping[str, Any], file: str) -> bool:
-    return any(piece["file"] == file for piece in entry["pieces"])
-
-
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
         raise StorageError(
@@ -339,9 +329,7 @@ def _sha256(path: Path) -> str:
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors without those that are another one's very memory, and for each of these the name
-    of the other.
-    """
+    """The tensors without those that are another one's very memory, and whose memory these are."""
     first: dict[tuple[Any, ...], str] = {}
     same: dict[str, str] = {}
     for name, x in tensors.items():
@@ -353,9 +341,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _own_memory(name: str, x: Tensor) -> Tensor:
-    """`x` on the CPU, contiguous, and in memory that nothing else uses,
-    which safetensors asks for.
-    """
+    """`x` on the CPU, contiguous, and in memory of its own, as safetensors wants it."""
     if x.is_meta or x.layout != torch.strided:
         raise InputError(
             f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor "

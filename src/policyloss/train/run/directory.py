@@ -22,7 +22,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,7 @@ class RunDir:
         except OSError as error:
             raise write_error(path, error, "Nothing was written.") from error
         refuse_links(path)
-        lock = Lock(path)
-        try:
+        with _locked(path) as lock:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if _holds_run(path):
                 raise InputError(
@@ -101,35 +101,23 @@ class RunDir:
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             replace_file(path / "config.json", data)
-            replace_file(
-                path / "environment.json",
-                to_json({**environment(), "resumed": []}, "environment", indent=2),
-            )
+            _write_environment(path, {**environment(), "resumed": []})
             return cls(path, lock, from_json(data))
-        except BaseException:
-            lock.release()
-            raise
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the run in `path` to continue it. Call `truncate` next, with the step of the
-        checkpoint it continues from.
-        """
+        """Open the run in `path` to continue it; next, `truncate` it to its checkpoint."""
         path = Path(path)
         contents = cls.read_config(path)
-        lock = Lock(path)
-        try:
-            _note_resume(path / "environment.json")
+        with _locked(path) as lock:
+            started = _environment(path)
+            started["resumed"].append(environment())
+            _write_environment(path, started)
             return cls(path, lock, contents)
-        except BaseException:
-            lock.release()
-            raise
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
-        """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without
-        opening or locking the run.
-        """
+        """What config.json says, `{"policyloss": …, "config": …, "loss": …}`; nothing is locked."""
         file = Path(path) / "config.json"
         refuse_links(Path(path))
         try:
@@ -151,19 +139,16 @@ class RunDir:
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
-        """Write config.json anew, for a run that goes on
-        with more steps than it was started for.
-        """
+        """Write config.json anew, for a run that goes on with other options."""
         contents = {**self.read_config(self.path), "config": config}
         replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
         self.config = config
 
     def note(self, **facts: str) -> None:
         """Add what was chosen for this start, or this resume, to environment.json."""
-        file = self.path / "environment.json"
-        started = _environment(file)
+        started = _environment(self.path)
         (started["resumed"][-1] if started["resumed"] else started).update(facts)
-        replace_file(file, to_json(started, "environment", indent=2))
+        _write_environment(self.path, started)
 
     @property
     def checkpoints(self) -> Path:
@@ -249,10 +234,19 @@ class RunDir:
         self.close()
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[Lock]:
+    """The lock of a run directory, which stays locked unless what is done inside fails."""
+    lock = Lock(path)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
 def _holds_run(path: Path) -> bool:
-    """Whether a directory holds what must not be overwritten: anything of a run, but for a start
-    that ended before its first checkpoint.
-    """
+    """Whether there is more of a run than a start that ended before its first checkpoint."""
     return any((path / name).exists() for name in _OF_A_RUN) and (
         not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
     )
@@ -268,9 +262,7 @@ def free_directory(path: Path) -> Path:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers of a run may depend on beside its config: versions, hardware, threads; and
-    who started it, and when.
-    """
+    """What numbers may depend on beside the config, and who started the run, and when."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
@@ -295,20 +287,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _note_resume(path: Path) -> None:
-    """Add the environment of this resume to that of the start."""
-    started = _environment(path)
-    started["resumed"].append(environment())
-    replace_file(path, to_json(started, "environment", indent=2))
-
-
-def _environment(path: Path) -> dict[str, Any]:
+def _environment(run: Path) -> dict[str, Any]:
     """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
-        started: Any = from_json(read_plain(path))
+        started: Any = from_json(read_plain(run / "environment.json"))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
     resumed = [x for x in resumed if isinstance(x, dict)] if isinstance(resumed, list) else []
     return {**started, "resumed": resumed}
+
+
+def _write_environment(run: Path, contents: Mapping[str, Any]) -> None:
+    replace_file(run / "environment.json", to_json(contents, "environment", indent=2))

@@ -44,9 +44,7 @@ class StorageError(PolicyLossError):
 
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
-    """The error for a failed write: what was to be written, why it failed,
-    what to do. kept: what is still there.
-    """
+    """The error for a failed write: what, why, what to do. kept: what is still there."""
     number = error.errno if isinstance(error, OSError) else None
     reason = os.strerror(number) if number else str(error)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -89,9 +87,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk. What is there under its name, a link for one, is
-    removed and not written to.
-    """
+    """Write a new file and bring it to the disk; a link of its name is removed, not written to."""
     path.unlink(missing_ok=True)
     with open(path, "xb") as file:
         file.write(data)
@@ -100,9 +96,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give `path` new contents at one moment: a reader, or a crash,
-    sees the old ones or the new ones.
-    """
+    """Give `path` new contents at one moment: readers and crashes see the old or the new ones."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_synced(temporary, data)

@@ -1,6 +1,4 @@
-"""Who is using a run directory: the file `lock` names a process,
-and a lock whose process has ended is no lock.
-"""
+"""The file `lock` names the process that uses a run directory; if that has ended, it is no lock."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class Lock:
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """The lock file, opened, with other processes kept out for the moment: two that meet a dead
-        lock must not both take it.
-        """
+        """The lock file, opened for this process alone: two must not both take a dead lock."""
         while True:
             handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
@@ -110,9 +106,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _read(data: bytes) -> dict[str, Any] | None:
-    """The holder of a lock; None for an empty or half-written file,
-    which a crash left before it was a lock.
-    """
+    """The holder of a lock; None for a file that is empty or half written, as a crash leaves it."""
     try:
         holder = from_json(data)
     except ValueError:
@@ -133,9 +127,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _runs(pid: int, began: Any) -> bool:
-    """Whether the process that took the lock is alive. Ids are given again: one that began at
-    another time is another process.
-    """
+    """Whether the process that took the lock lives; of the same id, one may have begun later."""
     if sys.platform == "win32":
         return True  # where asking ends the process asked about
     try:
@@ -152,9 +144,7 @@ _ENDED = "ended"
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in the system's own count since it was started;
-    None where the system does not tell.
-    """
+    """When a process began, since the system did; None where the system does not tell."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,6 +1,4 @@
-"""A file of JSON lines, one row each with its step: appended whole, cut back on resume, readable
-after a crash at any moment.
-"""
+"""A file of JSON lines, each with its step: appended whole, cut back on resume."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class JsonLines:
             data = data[os.write(self._handle, data) :]
 
     def truncate(self, step: int | None) -> None:
-        """Drop every row after `step` (None: no row), and what follows the last readable row; the
-        bytes before stay as they are.
-        """
+        """Drop every row after `step` (None: no row), and what follows the last readable one."""
         end, at, last = 0, 0, None
         # This very file, whatever its name leads to by now.
         with os.fdopen(os.dup(self._handle), "rb") as file:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.train.distributed import Ranks
-from policyloss.train.finite import NotFiniteError, nonfinite_names
+from policyloss.train.finite import NotFiniteError, listed, nonfinite_names
 from policyloss.train.run.checkpoint import checked_index, flatten, latest, load, save
 from policyloss.train.run.checkpoint_folder import step_of
 from policyloss.train.run.files import StorageError, damage_named
@@ -48,9 +48,7 @@ def store(
 def restore(
     folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
-    """Let everything be as the last good checkpoint says. → its step. layout: as in
-    `checkpoint.load`.
-    """
+    """Let all be as the last good checkpoint says. → its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
@@ -67,9 +65,7 @@ def restore(
 def stored_weights(
     run: Path, checkpoint: Path | None = None
 ) -> tuple[Path, int, dict[str, Tensor]]:
-    """A checkpoint of a run, the last good one by default, its step and its tensors. Every byte is
-    checked.
-    """
+    """A checkpoint, by default the last good one, its step and tensors; all bytes are checked."""
     path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
     if path is None:
         raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
@@ -78,24 +74,19 @@ def stored_weights(
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Around the use of what a checkpoint holds: what is missing, or of another kind, is the
-    checkpoint's fault.
-    """
+    """Around the use of what a checkpoint holds: what is missing is the checkpoint's fault."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of
-    a good one.
-    """
+    """Raise, on every rank, if weights are not finite: a good checkpoint must not be replaced."""
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise NotFiniteError(
-            f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is "
-            "written."
+            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
+            "it is written."
         )
 
 

@@ -32,15 +32,13 @@ CHANGEABLE = (
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
-_OF_THE_CALL = ("out", "resume", "extend")
+_MAY_DIFFER = (*CHANGEABLE, "out", "resume", "extend")
 # What may name code, or an address. To train, all of these are used; to evaluate, the reward.
 _MAY_BE_CODE = ("reward", "loss", "advantage", "rollout")
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options that stand on a command line, by the name of their field: `--no-resume` and
-    `--resume` are both "resume".
-    """
+    """The options on a command line, by their fields: `--no-resume` and `--resume` are "resume"."""
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     names = {
         argument[2:].partition("=")[0].replace("-", "_")
@@ -69,9 +67,7 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
 
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """`policyloss train --resume …`: the options of the run, after a look whether those on the
-    command line agree with them.
-    """
+    """`policyloss train --resume …`: the options of the run, which those named must agree with."""
     rest, changes = split_loss_options(arguments)
     where, _ = tyro.cli(
         _Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False
@@ -96,9 +92,7 @@ class _Where:
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
-    """`config` with the steps that the run in `config.out` is to have; an error if it was started
-    with other options.
-    """
+    """`config` with the steps that the run is to have; an error if its options were others."""
     stored, stored_spec = stored_options(config.out)
     refuse_changes(stored, config, stored_spec, spec)
     return replace(config, steps=max(stored.steps, config.extend or 0))
@@ -107,29 +101,22 @@ def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
 def refuse_changes(
     stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
 ) -> None:
-    """Raise if an option or a number of the loss is another one than the run was started with; all
-    of them are listed.
-    """
-    rows = [
-        (flag(field.name), getattr(stored, field.name), getattr(now, field.name))
-        for field in dataclasses.fields(TrainConfig)
-        if field.name not in (*CHANGEABLE, *_OF_THE_CALL)
-        and getattr(stored, field.name) != getattr(now, field.name)
-    ]
-    before = _flat(loss_data(stored_spec, stored.loss))
-    after = _flat(loss_data(spec, now.loss))
-    names = [
-        name
+    """Raise if options or numbers of the loss are not those of the run, and list them."""
+    before, after = (
+        {flag(name): x for name, x in vars(config).items() if name not in _MAY_DIFFER}
+        | _flat(loss_data(loss, config.loss), "--loss.")
+        for config, loss in ((stored, stored_spec), (now, spec))
+    )
+    pairs = {
+        name: (before.get(name, "nothing"), after.get(name, "nothing"))
         for name in {**before, **after}
-        if before.get(name, _NOTHING) != after.get(name, _NOTHING)
-    ]
-    rows += [
-        (f"--loss.{name}", before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names
-    ]
-    if rows:
-        listed = "; ".join(
-            f"{name} is {_shown(new)}, and the run has {_shown(old)}" for name, old, new in rows
-        )
+    }
+    listed = "; ".join(
+        f"{name} is {_shown(new)}, and the run has {_shown(old)}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    )
+    if listed:
         longer = " To train longer, use --extend." if now.steps != stored.steps else ""
         raise InputError(
             f"--resume goes on with the options that {now.out} was started with, but these differ: "
@@ -145,9 +132,7 @@ def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
 def refuse_unnamed_code(
     config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
 ) -> None:
-    """Raise if the run directory would have code run, or a server used, that the user did not name
-    among the `options` that matter.
-    """
+    """Raise if one of the `options` names code or a server that the user did not name."""
     for name in options:
         value = getattr(config, name)
         if runs_code(value) and name not in named:
@@ -180,9 +165,6 @@ def resume_command(config: TrainConfig) -> str:
     return shlex.join(words)
 
 
-_NOTHING = "nothing"
-
-
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -191,9 +173,6 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """`{"trust": {"eps_low": 0.2}}` → `{"trust.eps_low": 0.2}`."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
-        flat |= (
-            _flat(value, f"{above}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{above}{name}": value}
-        )
+        inner = isinstance(value, Mapping)
+        flat |= _flat(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
     return flat

@@ -20,9 +20,7 @@ from policyloss.train.run.files import StorageError
 
 
 class Share(NamedTuple):
-    """What one rank has of a tensor: rows first to first + rows of `shape`. writes: it is the one
-    replica that writes them.
-    """
+    """One rank's rows of a tensor of `shape`. writes: it is the replica that writes them."""
 
     shape: list[int]
     dtype: str
@@ -33,9 +31,7 @@ class Share(NamedTuple):
 
 
 class TensorFile(NamedTuple):
-    """An open safetensors file. same: tensors that are another one of the file, and the name of
-    that one.
-    """
+    """An open safetensors file. same: tensors that are another one of it, and the name of that."""
 
     handle: Any
     same: Mapping[str, str]
@@ -166,9 +162,7 @@ def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | Non
 def read_like(
     files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
 ) -> Tensor:
-    """The rows of this rank, as a DTensor like `like`; all rows, on the CPU, if that is no DTensor
-    of this shape.
-    """
+    """The rows of this rank, as a DTensor like `like`; else all rows, on the CPU."""
     shape = entry["shape"]
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)

@@ -1,6 +1,4 @@
-"""What a task is made of: prompts, each with its answer,
-and a way to score what a model says to them.
-"""
+"""A task: prompts, each with its answer, and a way to score what a model says to them."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ SEED_STRIDE = 1_000_000
 
 
 def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
-    """The data set `dataset`. Held out are the same prompts whatever the seed;
-    none of them is trained on.
-    """
+    """The data set `dataset`; held out are the same prompts whatever the seed."""
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
     held_out = list(different(_rows(source)))

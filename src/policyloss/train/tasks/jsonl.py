@@ -19,9 +19,7 @@ SPLITS = ("train", "held_out")
 
 
 def file_task(path: Path, score: Reward) -> Task:
-    """The task in the file at `path`. Prompts that are also trained on are left out of what
-    is held out.
-    """
+    """The task in the file at `path`. A prompt that is trained on is not held out."""
     rows = list(_rows(path))
     if not rows:
         raise InputError(
@@ -48,9 +46,7 @@ def _placed(examples: list[Example]) -> tuple[Example, ...]:
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their
-    order nor a seed matters.
-    """
+    """A tenth of the prompts, at least one: those with the smallest hashes, in any order."""
     ordered = sorted(
         prompts, key=lambda prompt: sha256(prompt.encode("utf-8", "surrogatepass")).digest()
     )
@@ -58,9 +54,7 @@ def _share(prompts: set[str]) -> set[str]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str | None, Example]]:
-    """The split of each line, if it says one, and its example; of messages, the prompt is their
-    contents.
-    """
+    """The split of each line, if it says one, and its example, whose id comes later."""
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"the task {path} is no plain file; give one of JSON lines.")

@@ -1,6 +1,4 @@
-"""Rewards: functions from an example and a completion to a number, 1 for a right answer.
-None of them can fail unnoticed.
-"""
+"""Rewards: numbers for completions, 1 for a right answer. None of them can fail unnoticed."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """1 if the completion ends in an expression of the same value as the answer; else 0.
-    Both may be LaTeX, boxed or not.
-    """
+    """1 if a completion ends in an expression (LaTeX, too) of the answer's value; else 0."""
     try:
         from math_verify import parse, verify
     except ImportError as error:

@@ -1,6 +1,4 @@
-"""What a run shows of single tokens: the distribution of ratios,
-and some completions token by token.
-"""
+"""Single tokens of a run: the distribution of ratios, and some completions token by token."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
 
 
 def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
-    """How often the ratio to the old policy fell between which edges,
-    over the tokens of all ranks.
-    """
+    """How often the ratio to the old policy fell between which edges, over all ranks."""
     tokens = learned.pack.tokens
     ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
     place = torch.bucketize(ratio, EDGES[1:-1])
@@ -41,9 +37,7 @@ def rollout_rows(
     tokenizer: Any,
     spec: pl.LossSpec,
 ) -> list[dict[str, Any]]:
-    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones
-    of the pack.
-    """
+    """Completions as rows of rollouts.jsonl. samples: the first ones of the pack."""
     if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)

@@ -1,6 +1,4 @@
-"""Where the numbers of a run go beside its own files:
-TensorBoard, and Weights & Biases or trackio if asked for.
-"""
+"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ class Service:
 
 
 def service_module(name: str) -> Any:
-    """The package of a tracker, or an error that says how to get it:
-    to be asked before anything is loaded.
-    """
+    """The package of a tracker, or, before anything is loaded, an error that says how to get it."""
     if name not in SERVICES:
         raise InputError(unknown_name("tracker", name, SERVICES))
     try:
