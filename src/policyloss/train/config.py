@@ -178,8 +178,8 @@ class TrainConfig:
     """Compute the activations of a layer again in the backward instead of keeping them: less
     memory, more time, the same numbers."""
     compile: bool = False
-    """Compile the model's body for learning (torch.compile). The first steps take minutes; numbers
-    change by rounding."""
+    """Compile the model's blocks for learning (torch.compile). The first step takes longer, by up
+    to a minute; numbers change by rounding."""
     lora_rank: Whole = 0
     """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
     weights. The model without adapters is the reference."""

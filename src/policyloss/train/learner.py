@@ -160,25 +160,23 @@ class Learner:
         indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
         makes the same minibatches.
         """
-        pack = self._frozen(pack.to(self.ranks.device))
+        config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
         shares = [
             [place[index] for index in chosen if index in place]
-            for epoch in range(self.config.epochs)
-            for chosen in minibatches(
-                total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
-            )
+            for epoch in range(config.epochs)
+            for chosen in minibatches(total, config.minibatches, _mixed(config.seed, step, epoch))
         ]
         # A loss that is measured before its first backward reads the old ones there already; so do
         # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
         early = self.spec.needs_statistics or self.advantages_by_teacher
-        fresh = self.config.old_logp == "recompute" and not early and self.spec.divergence is None
+        fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
         # A rank without completions has one that nothing is learned from.
-        if self.config.estimator == "remax" and (greedy is None or not greedy.numel()):
+        if config.estimator == "remax" and (greedy is None or not greedy.numel()):
             greedy = torch.zeros(1)
         judged = judge(
-            self.config,
+            config,
             pack.with_tokens(old_logp=old_logp),
             values=pack.tokens.get("old_values"),
             greedy=None if greedy is None else greedy.to(self.ranks.device),
@@ -188,13 +186,21 @@ class Learner:
         pack = pack.with_tokens(advantages=judged.advantages)
         if judged.returns is not None:
             pack = pack.with_tokens(returns=judged.returns)
+        return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
+
+    def _updated(
+        self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
+    ) -> Learned:
+        """An update with each share. fresh: the first one finds out the old log-probabilities of
+        its share. train: False leaves the policy as it is.
+        """
         policy_updates: list[Update] = []
         critic_updates: list[Update] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
         for mine in shares:
             first = fresh and not policy_updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            update, new_logp = self._update(frozen, mine, train=step >= self.config.critic_steps)
+            update, new_logp = self._update(frozen, mine, train)
             policy_updates.append(update)
             _put(logp, new_logp)
             if first:

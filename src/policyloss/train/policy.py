@@ -21,15 +21,12 @@ Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 class Policy(nn.Module):
     """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
 
-    attention: how sequences go through it. compiled: by a compiled body; sampling, whose shapes
-    change with every token, goes through the plain one.
+    attention: how sequences go through it.
     """
 
-    def __init__(self, model: Any, attention: Attention, compiled: bool = False) -> None:
+    def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
         self.model, self.attention = model, attention
-        # In a tuple, because it is no second module: its weights are the model's.
-        self._compiled = (torch.compile(parts(model)[0], dynamic=True),) if compiled else ()
 
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
@@ -38,7 +35,7 @@ class Policy(nn.Module):
         """
         body, weight, bias = parts(self.model)
         scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(self._compiled[0] if self._compiled else body, micro)
+        hidden = self.attention.hidden(body, micro)
         return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
 
 

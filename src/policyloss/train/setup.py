@@ -15,6 +15,7 @@ from policyloss.train.adapter import add_adapter, base_trained
 from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
 from policyloss.train.chat import with_template
+from policyloss.train.compile import compile_blocks
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner
@@ -63,9 +64,8 @@ def build(
         "trust_remote_code": config.trust_remote_code,
         "warn": warn,
     }
+    # In eval mode: dropout would make the policy that is trained another one than that sampled.
     model, tokenizer = load(config.model, task, **source, offline=offline)
-    # Dropout would make the policy that is trained another one than the policy that sampled.
-    model.eval()
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     attention, sentence = choose(model, config.attention)
@@ -83,18 +83,14 @@ def build(
         critic_optimizer = adamw(critic, config.critic_lr, config)
     if config.lora_rank:
         add_adapter(model, config)
-    policy = Policy(model, attention, compiled=config.compile)
+    if config.compile:
+        compile_blocks(model.base_model)
+    policy = Policy(model, attention)
+    optimizer = adamw(policy, config.lr, config)
     learner = Learner(
-        config,
-        spec,
-        ranks,
-        policy,
-        adamw(policy, config.lr, config),
-        reference,
-        critic,
-        critic_optimizer,
+        config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn
     )
-    learner.warn, learner.routing = warn, Routing(model)
+    learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
         learner.teacher = _teacher(config, task, model, tokenizer, source)
