@@ -57,14 +57,12 @@ class Poison:
         judge, learn = learner_module.judge, learner_module.Learner.learn
         self.step = -1
 
-        def learned(
-            made: Any, pack: Pack, indices: Any, total: int, step: int, greedy: Any = None
-        ) -> Any:
+        def learned(made: Any, pack: Pack, indices: Any, total: int, step: int) -> Any:
             self.step = step + 1  # the step that is being made, as metrics.jsonl counts
-            return learn(made, pack, indices, total, step, greedy)
+            return learn(made, pack, indices, total, step)
 
-        def judged(config: Any, pack: Pack, **more: Any) -> Any:
-            found = judge(config, pack, **more)
+        def judged(config: Any, pack: Pack, *more: Any, **options: Any) -> Any:
+            found = judge(config, pack, *more, **options)
             if self.step in steps:
                 # The first token that is trained on.
                 found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan

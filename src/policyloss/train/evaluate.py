@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policyloss.errors import InputError
 from policyloss.train.sampler import Sample, sample
@@ -52,24 +52,14 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     score: Reward,
-    *,
-    max_new_tokens: int,
-    batch_tokens: int,
-    stop: Sequence[str] = (),
+    **limits: Any,
 ) -> list[Result]:
-    """The likeliest completion of each prompt, token by token, and its score; errors are raised."""
-    samples = sample(
-        model,
-        tokenizer,
-        [(example.id, place, example.prompt) for place, example in enumerate(examples)],
-        max_new_tokens=max_new_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        uniforms=None,
-        batch_tokens=batch_tokens,
-        stop=stop,
-    )
+    """The likeliest completion of each prompt, token by token, and its score; errors are raised.
+    limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
+    """
+    rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
+    samples = sample(model, tokenizer, rows, **greedy, **limits)
     return answered(examples, samples, score)
 
 

@@ -147,14 +147,7 @@ class Learner:
             trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
         return trained
 
-    def learn(
-        self,
-        pack: Pack,
-        indices: Sequence[int],
-        total: int,
-        step: int,
-        greedy: Tensor | None = None,
-    ) -> Learned:
+    def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
         """Update the weights with this rank's sequences.
 
         indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
@@ -172,17 +165,8 @@ class Learner:
         early = self.spec.needs_statistics or self.advantages_by_teacher
         fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
-        # A rank without completions has one that nothing is learned from.
-        if config.estimator == "remax" and (greedy is None or not greedy.numel()):
-            greedy = torch.zeros(1)
-        judged = judge(
-            config,
-            pack.with_tokens(old_logp=old_logp),
-            values=pack.tokens.get("old_values"),
-            greedy=None if greedy is None else greedy.to(self.ranks.device),
-            group=self.ranks.statistics,
-            by_teacher=self.advantages_by_teacher,
-        )
+        known, group = pack.with_tokens(old_logp=old_logp), self.ranks.statistics
+        judged = judge(config, known, group, by_teacher=self.advantages_by_teacher)
         pack = pack.with_tokens(advantages=judged.advantages)
         if judged.returns is not None:
             pack = pack.with_tokens(returns=judged.returns)
@@ -212,12 +196,13 @@ class Learner:
         skipped = sum(not update.made for update in (*policy_updates, *critic_updates))
         self.updates += len(policy_updates) - skipped
         routes = {} if self.routing is None else self.routing.busiest(self.ranks)
+        (metrics, norm), (values, critic_norm) = _summary(policy_updates), _summary(critic_updates)
         return Learned(
-            _computed(policy_updates) | routes,
-            _computed(critic_updates),
+            metrics | routes,
+            values,
             len(policy_updates),
-            _mean([update.norm for update in policy_updates]),
-            _mean([update.norm for update in critic_updates]),
+            norm,
+            critic_norm,
             skipped,
             pack.with_tokens(old_logp=old_logp),
             torch.cat(logp),
@@ -395,14 +380,11 @@ def _put(rows: list[Tensor], values: Mapping[int, Tensor]) -> None:
         rows[i] = x.to(rows[i].dtype)
 
 
-def _computed(updates: Sequence[Update]) -> dict[str, float]:
-    """The metrics of several updates together, as floats; the loss is the mean over them."""
+def _summary(updates: Sequence[Update]) -> tuple[dict[str, float], float]:
+    """The metrics of several updates together, and their norm; the loss and the norm are means."""
+    n, norm = max(len(updates), 1), sum(update.norm for update in updates)
     metrics = sum((update.metrics for update in updates), Metrics()).compute()
-    return {name: x / len(updates) if name == "loss" else x for name, x in metrics.items()}
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else 0.0
+    return {name: x / n if name == "loss" else x for name, x in metrics.items()}, norm / n
 
 
 def _mixed(seed: int, step: int, epoch: int) -> int:

@@ -233,11 +233,8 @@ class Training:
         """One step of learning, with the learning rate of now."""
         self.at("learning")
         learner, config = self.learner, self.config
-        share = rate(config, self.step)
-        for optimizer, lr in (
-            (learner.optimizer, config.lr),
-            (learner.critic_optimizer, config.critic_lr),
-        ):
+        share, rates = rate(config, self.step), (config.lr, config.critic_lr)
+        for optimizer, lr in zip((learner.optimizer, learner.critic_optimizer), rates, strict=True):
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
@@ -248,7 +245,11 @@ class Training:
             if places
             else Pack.nothing()
         )
-        return learner.learn(pack, places, len(keys), self.step, completions.greedy)
+        if completions.greedy is not None:
+            # A rank without completions has one that nothing is learned from.
+            greedy = completions.greedy if places else torch.zeros(1)
+            pack = replace(pack, sequences={**pack.sequences, "greedy": greedy})
+        return learner.learn(pack, places, len(keys), self.step)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""

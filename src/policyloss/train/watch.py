@@ -15,12 +15,8 @@ from policyloss.train.distributed import Ranks
 # How the messages begin or what they hold when a collective ends because another rank did not come,
 # or has gone.
 _LOST = (
-    "timed out",
-    "timeout",
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "socket closed",
+    *("timed out", "timeout", "broken pipe", "socket closed"),
+    *("connection closed by peer", "connection reset"),
 )
 
 

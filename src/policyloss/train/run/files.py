@@ -21,13 +21,8 @@ from policyloss.output import kind_of
 # What a run directory holds under names of its own;
 # other files that lie there are nobody's business.
 FILES = (
-    "config.json",
-    "environment.json",
-    "track.json",
-    "metrics.jsonl",
-    "timing.jsonl",
-    "rollouts.jsonl",
-    "lock",
+    *("config.json", "environment.json", "track.json", "lock"),
+    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
