@@ -42,14 +42,14 @@ TRAIN = (
     (
         "no_fsync_of_tensors",
         "train/run/checkpoint.py",
-        "    sync(path)\n",
+        "    files.sync(path)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),
     (
         "no_fsync_of_the_folder",
         "train/run/checkpoint.py",
-        "    sync(temporary)\n",
+        "    files.sync(temporary)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),
@@ -91,7 +91,7 @@ TRAIN = (
     (
         "no_fsync_of_the_names_of_lines",
         "train/run/directory.py",
-        "            sync(self.path)",
+        "            files.sync(self.path)",
         "            pass",
         _DISK + "test_the_lines_of_a_run_are_safe_before_its_checkpoint",
     ),
@@ -139,7 +139,7 @@ TRAIN = (
     ),
     (
         "ranks_share_by_group_number",
-        "train/completions.py",
+        "train/collect.py",
         "s.group % prompts % world == rank",
         "s.group % world == rank",
         "test_train_completions.py::test_the_share_of_a_rank",

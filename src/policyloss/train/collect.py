@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import PolicyLossError
-from policyloss.train.completions import Completions
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.models import parts
@@ -24,6 +23,100 @@ from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.sampler import Sample
 from policyloss.train.tasks import Example, Task
 from policyloss.train.tasks.rewards import RewardError, scored
+
+_RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The scored completions of one step on this rank.
+
+    greedy: the reward of the greedy answer to the prompt of each, for "remax". statistics: of all
+    ranks, by name.
+    """
+
+    samples: list[Sample]
+    greedy: Tensor | None = None
+    statistics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """The group of each completion, and which of the group it is."""
+        sizes: dict[int, int] = {}
+        keys = []
+        for s in self.samples:
+            keys.append((s.group, sizes.get(s.group, 0)))
+            sizes[s.group] = keys[-1][1] + 1
+        return keys
+
+    @classmethod
+    def merged(cls, shares: Sequence[Completions]) -> Completions:
+        """The completions of all ranks, by group: what one process would have."""
+        rows = [
+            (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
+        ]
+        rows.sort(key=lambda row: row[:2])
+        greedy = [row[3][row[1]] for row in rows if row[3] is not None]
+        return cls(
+            [row[2] for row in rows], torch.stack(greedy) if greedy else None, shares[0].statistics
+        )
+
+    def share(self, rank: int, world: int, prompts: int) -> Completions:
+        """The groups that one of `world` ranks would have sampled, in steps of `prompts` groups."""
+        places = [i for i, s in enumerate(self.samples) if s.group % prompts % world == rank]
+        greedy = None if self.greedy is None else self.greedy[places]
+        return Completions([self.samples[i] for i in places], greedy, self.statistics)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and numbers for a checkpoint: ragged lists end to end, and their lengths."""
+        samples = self.samples
+        tensors = (
+            {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED}
+            if samples
+            else {}
+        )
+        plain = [f.name for f in fields(Sample) if f.name not in _RAGGED]
+        numbers = {
+            "samples": [{name: getattr(s, name) for name in plain} for s in samples],
+            "lengths": [[getattr(s, name).shape[0] for name in _RAGGED] for s in samples],
+            "statistics": self.statistics,
+        }
+        return tensors if self.greedy is None else {**tensors, "greedy": self.greedy}, numbers
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Completions:
+        """Back from what `state` returned."""
+        lengths = numbers["lengths"]
+        ragged = {
+            name: iter(torch.split(tensors[name], [row[i] for row in lengths]) if lengths else ())
+            for i, name in enumerate(_RAGGED)
+        }
+        samples = []
+        for row in numbers["samples"]:
+            tokens: dict[str, Any] = {name: next(ragged[name]).clone() for name in _RAGGED}
+            samples.append(Sample(**row, **tokens))
+        return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
+
+    def check(self, examples: int, vocabulary: int) -> None:
+        """Raise a `TypeError` for examples and tokens that there are not, and for no number."""
+        for name, x in {"tokens": None, **self.statistics}.items():
+            if not isinstance(x, (int, float)) or abs(x) > 1e300:
+                raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
+        for s in self.samples:
+            counts = (s.example, s.group, s.version)
+            if {*map(type, counts)} != {int} or not 0 <= s.example < examples or s.group < 0:
+                raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
+            if (type(s.reward), type(s.text), type(s.finished)) != (float, str, bool):
+                raise TypeError(
+                    f"a completion with the reward {s.reward!r}, the text {s.text!r:.40}, finished "
+                    f"{s.finished!r}"
+                )
+            ids, logp = torch.cat([s.prompt_ids, s.completion_ids]), s.rollout_logp
+            there = ids.dtype == torch.int64 and bool(((ids >= 0) & (ids < vocabulary)).all())
+            if not there or not logp.is_floating_point():
+                raise TypeError(f"tokens that the model does not have, {ids.dtype}")
+            if not len(s.prompt_ids) or not 0 < len(s.completion_ids) == len(logp):
+                raise TypeError("a completion without tokens, or without their log-probabilities")
 
 
 @dataclass

@@ -20,8 +20,7 @@ import torch
 import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
-from policyloss.train.collect import Collector
-from policyloss.train.completions import Completions
+from policyloss.train.collect import Collector, Completions
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.evaluate import Evaluation, answered

@@ -26,36 +26,9 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.train.distributed import on_every_rank, on_first_rank, rank_in
-from policyloss.train.run.checkpoint_folder import (
-    begin,
-    newest_first,
-    prune,
-    publish,
-    published_path,
-    undo,
-)
-from policyloss.train.run.files import (
-    StorageError,
-    damage_named,
-    from_json,
-    read_plain,
-    require_plain,
-    sync,
-    to_json,
-    write_error,
-    write_synced,
-)
-from policyloss.train.run.shards import (
-    Share,
-    TensorFile,
-    check_pieces,
-    file_of,
-    local_part,
-    located,
-    nearest_template,
-    read_like,
-    share_of,
-)
+from policyloss.train.run import checkpoint_folder as folders
+from policyloss.train.run import files, shards
+from policyloss.train.run.files import StorageError
 
 INDEX = "checkpoint.json"
 FORMAT = 2
@@ -95,28 +68,30 @@ def save(
         )
     tensors: dict[str, Tensor] = {}
 
-    def plan() -> dict[str, Share]:
+    def plan() -> dict[str, shards.Share]:
         tensors.update(flatten(state))
-        return {name: share_of(name, x, group) for name, x in tensors.items()}
+        return {name: shards.share_of(name, x, group) for name, x in tensors.items()}
 
     # Of the same plans on every rank: all raise, or none.
-    entries = located(on_every_rank(plan, group))
-    path, file = published_path(folder, step), file_of(rank_in(group))
+    entries = shards.located(on_every_rank(plan, group))
+    path, file = folders.published_path(folder, step), shards.file_of(rank_in(group))
     to_write = {
-        name: local_part(tensors[name])
+        name: shards.local_part(tensors[name])
         for name, entry in entries.items()
         if any(piece["file"] == file for piece in entry["pieces"])
     }
     with _undone_on_error(folder, step, group):
-        temporary = on_first_rank(lambda: _explained(path, lambda: begin(folder, step)), group)
+        temporary = on_first_rank(
+            lambda: _explained(path, lambda: folders.begin(folder, step)), group
+        )
         target = temporary / file
         written = on_every_rank(
             lambda: _explained(path, lambda: write_tensors(target, to_write)), group
         )
-        files = {file_of(rank): entry for rank, entry in enumerate(written) if entry}
-        contents = {"files": files, "tensors": entries, "numbers": numbers}
+        by_file = {shards.file_of(rank): entry for rank, entry in enumerate(written) if entry}
+        contents = {"files": by_file, "tensors": entries, "numbers": numbers}
         on_first_rank(lambda: _explained(path, lambda: _finish(temporary, step, contents)), group)
-    on_first_rank(lambda: prune(folder, step, keep, _readable), group)
+    on_first_rank(lambda: folders.prune(folder, step, keep, _readable), group)
     return path
 
 
@@ -152,7 +127,7 @@ def latest(
     """
 
     def look() -> Path | None:
-        for path in newest_first(folder):
+        for path in folders.newest_first(folder):
             try:
                 checked_index(path, sums=True)
                 if check is not None:
@@ -215,14 +190,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] |
         return None
     distinct, same = _distinct(tensors)
     save_file({name: _own_memory(name, x) for name, x in distinct.items()}, path)
-    sync(path)
+    files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path), "same": same}
 
 
 def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
     """The index of a checkpoint that is intact. sums: read every byte of it, not sizes alone."""
     try:
-        with damage_named(f"checkpoint {path} is damaged: {INDEX} is not readable"):
+        with files.damage_named(f"checkpoint {path} is damaged: {INDEX} is not readable"):
             return _checked_index(path, sums)
     except OSError as error:
         raise StorageError(
@@ -231,12 +206,12 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
 
 
 def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
-    data = read_plain(path / INDEX)
-    checksum = from_json(data)["sha256"]
+    data = files.read_plain(path / INDEX)
+    checksum = files.from_json(data)["sha256"]
     body = data.partition(_BODY)[2][:-1]
     if hashlib.sha256(body).hexdigest() != checksum:
         raise StorageError(f"checkpoint {path} is damaged: {INDEX} does not have its checksum.")
-    index: dict[str, Any] = from_json(body)
+    index: dict[str, Any] = files.from_json(body)
     if index["format"] != FORMAT:
         raise StorageError(
             f"checkpoint {path} has format {index['format']}, and this version reads format "
@@ -253,31 +228,31 @@ def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
     """Write the index, bring all to the disk, and rename the folder: now it is a checkpoint."""
-    body = to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
-    write_synced(
+    body = files.to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
+    files.write_synced(
         temporary / INDEX,
         b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body),
     )
-    sync(temporary)
-    publish(temporary)
+    files.sync(temporary)
+    folders.publish(temporary)
 
 
 def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     index = checked_index(path, sums=False)
     unreadable = (safetensors.SafetensorError, OSError)
-    damage = damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
+    damage = files.damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
     with damage, ExitStack() as stack:
-        files = {
-            name: TensorFile(
+        opened = {
+            name: shards.TensorFile(
                 stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
             )
             for name, file in index["files"].items()
         }
         entries = index["tensors"]
         for name, entry in entries.items():
-            check_pieces(files, name, entry)
+            shards.check_pieces(opened, name, entry)
         tensors = {
-            name: read_like(files, name, entry, nearest_template(templates, name))
+            name: shards.read_like(opened, name, entry, shards.nearest_template(templates, name))
             for name, entry in entries.items()
         }
     return tensors, index["numbers"]
@@ -290,7 +265,7 @@ def _undone_on_error(folder: Path, step: int, group: Any) -> Iterator[None]:
         yield
     except BaseException:
         if rank_in(group) == 0:
-            undo(folder, step)
+            folders.undo(folder, step)
         raise
 
 
@@ -299,7 +274,7 @@ def _explained(path: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except (OSError, safetensors.SafetensorError) as error:
-        raise write_error(
+        raise files.write_error(
             f"checkpoint {path}", error, "Older checkpoints are untouched."
         ) from error
 
@@ -310,7 +285,7 @@ def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> N
             f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its "
             "folder."
         )
-    require_plain(path / name)
+    files.require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
         raise StorageError(

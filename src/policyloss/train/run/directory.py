@@ -31,20 +31,8 @@ from typing import Any
 import torch
 
 from policyloss.errors import InputError
+from policyloss.train.run import files
 from policyloss.train.run.checkpoint_folder import discard_after
-from policyloss.train.run.files import (
-    FILES,
-    FOLDERS,
-    StorageError,
-    from_json,
-    make_folder,
-    read_plain,
-    refuse_links,
-    replace_file,
-    sync,
-    to_json,
-    write_error,
-)
 from policyloss.train.run.lock import Lock, is_held
 from policyloss.train.run.records import JsonLines
 from policyloss.train.view.track import Service, TensorBoard
@@ -52,7 +40,7 @@ from policyloss.train.view.track import Service, TensorBoard
 # What makes a directory a run. A lock alone, or an environment,
 # is what a start that was killed left.
 _OF_A_START = ("lock", "environment.json", "track.json")
-_OF_A_RUN = (*(name for name in FILES if name not in _OF_A_START), *FOLDERS)
+_OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.FOLDERS)
 _PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
@@ -84,12 +72,12 @@ class RunDir:
 
         path = Path(path)
         contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
-        data = to_json(contents, "run", indent=2)
+        data = files.to_json(contents, "run", indent=2)
         try:
-            make_folder(path)
+            files.make_folder(path)
         except OSError as error:
-            raise write_error(path, error, "Nothing was written.") from error
-        refuse_links(path)
+            raise files.write_error(path, error, "Nothing was written.") from error
+        files.refuse_links(path)
         with _locked(path) as lock:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if _holds_run(path):
@@ -100,9 +88,9 @@ class RunDir:
             # A start that ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
-            replace_file(path / "config.json", data)
+            files.replace_file(path / "config.json", data)
             _write_environment(path, {**environment(), "resumed": []})
-            return cls(path, lock, from_json(data))
+            return cls(path, lock, files.from_json(data))
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -119,16 +107,16 @@ class RunDir:
     def read_config(path: Path) -> dict[str, Any]:
         """What config.json says, `{"policyloss": …, "config": …, "loss": …}`; nothing is locked."""
         file = Path(path) / "config.json"
-        refuse_links(Path(path))
+        files.refuse_links(Path(path))
         try:
-            contents: Any = from_json(read_plain(file))
+            contents: Any = files.from_json(files.read_plain(file))
         except FileNotFoundError:
             raise InputError(
                 f"{path} holds no run: there is no {file}. Give the directory of a run, or start "
                 "one."
             ) from None
         except (OSError, ValueError) as error:
-            raise StorageError(f"cannot read {file}: {error}.") from None
+            raise files.StorageError(f"cannot read {file}: {error}.") from None
         if (
             not isinstance(contents, dict)
             or not {"policyloss", "config", "loss"} <= contents.keys()
@@ -141,7 +129,7 @@ class RunDir:
     def rewrite(self, config: dict[str, Any]) -> None:
         """Write config.json anew, for a run that goes on with other options."""
         contents = {**self.read_config(self.path), "config": config}
-        replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
+        files.replace_file(self.path / "config.json", files.to_json(contents, "run", indent=2))
         self.config = config
 
     def note(self, **facts: str) -> None:
@@ -211,9 +199,11 @@ class RunDir:
         try:
             for lines in self._lines.values():
                 lines.sync()
-            sync(self.path)  # the names of the files too
+            files.sync(self.path)  # the names of the files too
         except OSError as error:
-            raise write_error(self.path, error, "Earlier checkpoints are untouched.") from error
+            raise files.write_error(
+                self.path, error, "Earlier checkpoints are untouched."
+            ) from error
         for tracker in self._trackers:
             tracker.flush()
 
@@ -290,7 +280,7 @@ def _version(name: str) -> str | None:
 def _environment(run: Path) -> dict[str, Any]:
     """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
-        started: Any = from_json(read_plain(run / "environment.json"))
+        started: Any = files.from_json(files.read_plain(run / "environment.json"))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
@@ -300,4 +290,4 @@ def _environment(run: Path) -> dict[str, Any]:
 
 
 def _write_environment(run: Path, contents: Mapping[str, Any]) -> None:
-    replace_file(run / "environment.json", to_json(contents, "environment", indent=2))
+    files.replace_file(run / "environment.json", files.to_json(contents, "environment", indent=2))
