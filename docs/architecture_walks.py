@@ -148,6 +148,7 @@ def training_walk() -> Walk:
     from policyloss.train import collect, learner, loop, policy
     from policyloss.train.config import TrainConfig
     from policyloss.train.rollout.built_in import BuiltIn
+    from policyloss.train.tasks.rewards import scored
 
     sizes: dict[str, Any] = {
         "prompts": 1,
@@ -170,7 +171,7 @@ def training_walk() -> Walk:
         loop.Collector.collect,
         collect.Rollout.samples,
         BuiltIn.generate,
-        collect.scored,
+        scored,
         loop.Pack.of,
         learner.Learner.learn,
         learner.judge,

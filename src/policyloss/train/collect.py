@@ -22,7 +22,7 @@ from policyloss.train.rollout.session import Rollout, Wanted
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.sampler import Sample
 from policyloss.train.tasks import Example, Task
-from policyloss.train.tasks.rewards import RewardError, scored
+from policyloss.train.tasks.rewards import forgiving
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
 
@@ -264,11 +264,8 @@ class Collector:
         """The reward, or NaN and a warning where the task's function failed on this completion."""
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
-        try:
-            return scored(self.task, example, s.text, self.config.reward_timeout)
-        except RewardError as error:
-            self.warn(str(error))
-            return math.nan
+        score = forgiving(self.task, self.config.reward_timeout, self.warn, failed=math.nan)
+        return score(example, s.text)
 
     def _greedy(self, samples: Sequence[Sample]) -> Tensor:
         """The reward of the greedy answer to the prompt of each."""

@@ -96,13 +96,9 @@ def eval_command(arguments: Sequence[str]) -> int:
     refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
-    budget: dict[str, Any] = {
-        "max_new_tokens": config.max_new_tokens,
-        "batch_tokens": config.sampling_tokens,
-        "stop": config.stop,
-    }
     score = forgiving(task, options.reward_timeout, _warn)
-    evaluation = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
+    answers = evaluate(model, tokenizer, examples, score, **_limits(config))
+    evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
         rows = [
@@ -161,13 +157,11 @@ def sample_command(arguments: Sequence[str]) -> int:
         model,
         tokenizer,
         rows,
-        max_new_tokens=config.max_new_tokens,
         temperature=options.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
-        batch_tokens=config.sampling_tokens,
-        stop=config.stop,
+        **_limits(config),
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
@@ -175,6 +169,12 @@ def sample_command(arguments: Sequence[str]) -> int:
             cut = "" if s.finished else ", cut"
             print(f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{cut}")
     return 0
+
+
+def _limits(config: TrainConfig) -> dict[str, Any]:
+    """How long completions may be, what ends them, and how many tokens go together."""
+    batch_tokens, stop = config.sampling_tokens, config.stop
+    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": batch_tokens, "stop": stop}
 
 
 def _as_in_training(

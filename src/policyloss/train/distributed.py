@@ -35,25 +35,20 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str, timeout: float = 600.0) -> Ranks:
-        """Join the others if torchrun started them. device: cpu,
-        cuda or auto. timeout: seconds a rank waits for another.
-        """
+        """Join the others if torchrun started them. timeout: seconds a rank waits for another."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         _check_device(kind)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
-        here = (
-            torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-            if kind == "cuda"
-            else torch.device(kind)
-        )
+        here = torch.device(kind)
+        if kind == "cuda":
+            here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if here.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
-            )
+            backend = "nccl" if here.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         return cls(dist.get_rank(), world, here, dist.group.WORLD)
 
     @property
@@ -124,11 +119,8 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over ranks with the last backward of a step, and not before."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-    with (
-        module.no_sync()
-        if isinstance(module, DistributedDataParallel) and not last
-        else nullcontext()
-    ):
+    replicated = module if isinstance(module, DistributedDataParallel) else None
+    with nullcontext() if replicated is None or last else replicated.no_sync():
         yield
 
 

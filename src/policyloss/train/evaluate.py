@@ -35,10 +35,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
-        """The means of `results`; ranks that each evaluated a share join their lists and call this.
-
-        success: the score from which on a result is right.
-        """
+        """The means of `results`, of all ranks. success: the score from which on one is right."""
         if not results:
             raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
         n = len(results)

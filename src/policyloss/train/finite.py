@@ -22,18 +22,13 @@ class NotFiniteError(PolicyLossError):
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that hold a NaN or an infinity, in this rank's part of them."""
     local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
-    return [
-        name
-        for name, x in local.items()
-        if x.is_floating_point() and not bool(torch.isfinite(x).all())
-    ]
+    floats = {name: x for name, x in local.items() if x.is_floating_point()}
+    return [name for name, x in floats.items() if not bool(torch.isfinite(x).all())]
 
 
 def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tensor]) -> str:
     """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
-    all are finite.
-
-    logp: the log-probabilities of the policy, by sequence, where they are known.
+    all are. logp: the log-probabilities of the policy, by sequence, where they are known.
     """
     parts = {
         name: torch.split(pack.tokens[name], pack.lengths)

@@ -48,11 +48,8 @@ class Update(NamedTuple):
 
 @dataclass
 class Learned:
-    """What a step did. metrics: of the policy, summed over its updates and merged over ranks;
-    values: of the critic.
-
-    skipped: updates of policy or critic that were not made, because a number was not finite. logp:
-    `[N]` of this rank's pack, as the loss last saw them.
+    """What a step did. metrics, values: of policy and critic, over all updates and ranks. skipped:
+    updates that were not made. logp: `[N]` of this rank's pack, as the loss last saw them.
     """
 
     metrics: dict[str, float]

@@ -1,5 +1,4 @@
-"""`policyloss train`: sample, score, judge, update,
-again — the whole run in the order in which it happens.
+"""`policyloss train`: sample, score, judge, update, again, in the order in which it happens.
 
 Everything random follows from the seed and the number of the step, and a checkpoint holds all that
 changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
@@ -47,11 +46,10 @@ INTERRUPTED = 130
 def train(
     config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
-    left a checkpoint, and said how to resume.
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint,
+    and said how to resume. A run that is resumed must have the options it was started with, but for
+    those in `resumed_options.CHANGEABLE`, and `extend`.
 
-    A run that is resumed must have the options it was started with, but for those in
-    `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
     named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """

@@ -16,14 +16,10 @@ from policyloss.train.config import TrainConfig
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW over what requires a gradient; steps of half-precision weights add up in float32."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    options: dict[str, Any] = {
-        "lr": lr,
-        "betas": config.betas,
-        "weight_decay": config.weight_decay,
-    }
+    options = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
         return MasterAdamW(parameters, **options)
-    return torch.optim.AdamW(parameters, fused=True, **options)
+    return torch.optim.AdamW(parameters, fused=True, **options)  # type: ignore[arg-type]
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -33,14 +29,8 @@ class MasterAdamW(torch.optim.Optimizer):
     float32 copy such steps add up. The copy and both moments are the optimizer's state.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -133,18 +133,12 @@ def teach(
 
     progress: makes, for a number of steps, the function that is told of each.
     """
-    steps = warmup_steps(config)
+    steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
-        with base_trained(setup.model):
-            warm_up(
-                setup.model,
-                setup.tokenizer,
-                setup.task,
-                steps=steps,
-                seed=config.seed,
-                progress=progress(steps),
-            )
-    setup.learner.start_copies()
+        with base_trained(model):
+            told, seed = progress(steps), config.seed
+            warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=told)
+    learner.start_copies()
 
 
 def warmup_steps(config: TrainConfig) -> int:

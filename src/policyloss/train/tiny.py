@@ -29,12 +29,9 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    return cast(
-        "PreTrainedTokenizerBase",
-        PreTrainedTokenizerFast(
-            tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
-        ),
-    )
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def tiny_model(

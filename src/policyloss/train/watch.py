@@ -21,8 +21,7 @@ _LOST = (
 
 
 class Watch:
-    """A context manager. `at(where)` says what begins now; all ranks go through the same places in
-    the same order.
+    """A context manager. `at(where)` says what begins now, in the same order on all ranks.
 
     After `every` seconds in one place (0: never) the first rank says where it is and which ranks
     are behind. Each rank puts its own place into the store that the group of processes met by,

@@ -45,10 +45,8 @@ _PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors",
 
 
 class RunDir:
-    """An open run directory, locked by this process until `close`. A context manager.
-
-    path, config and spec are what it was made with;
-    `checkpoints` is the folder for `checkpoint.save`.
+    """An open run directory, locked by this process until `close`. A context manager. path, config
+    and spec are what it was made with.
     """
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
@@ -64,9 +62,7 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`.
-
-        config and spec: JSON.
+        refused: resume it with `open`. config and spec: JSON.
         """
         import policyloss
 
@@ -148,12 +144,10 @@ class RunDir:
         self._trackers.append(Service(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to
-        TensorBoard and other trackers.
+        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, safe from
+        kill -9 when this returns, and to trackers. Steps must grow; `truncate` makes room.
 
-        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`. They are in the
-        files, safe from kill -9, when this returns. Steps must grow;
-        on resume `truncate` makes room.
+        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
         last = self._lines["metrics"].last
         if last is not None and step <= last:

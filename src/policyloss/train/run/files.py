@@ -103,11 +103,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
-    """`value` as JSON that any reader takes and `from_json` turns back exactly;
-    tuples come back as lists.
+    """`value` as JSON that any reader takes and `from_json` turns back exactly; tuples come back as
+    lists. NaN and infinities, which JSON lacks, are written as `{"float": "nan"}`.
 
-    Floats are written with all their digits. NaN and infinities, which JSON lacks,
-    are written as `{"float": "nan"}`.
     name: what `value` is, for the error about something that JSON cannot hold.
     """
     return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
@@ -143,11 +141,8 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _float_or_dict(value: dict[str, Any]) -> Any:
-    return (
-        float(value["float"])
-        if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
-        else value
-    )
+    special = value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
+    return float(value["float"]) if special else value
 
 
 def require_plain(path: Path) -> None:
@@ -182,9 +177,7 @@ def read_plain(path: Path) -> bytes:
 
 def refuse_links(run: Path) -> None:
     """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
-    name that is no text.
-
-    `run` itself may be a link: the user named it.
+    name that is no text. `run` itself may be a link: the user named it.
     """
     try:
         str(run).encode()

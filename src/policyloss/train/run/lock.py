@@ -21,8 +21,7 @@ LOCK_BYTES = 4096  # no lock is longer
 
 
 class Lock:
-    """Holds `folder/lock` until `release`. It names this process:
-    its id, its host, and when it began.
+    """Holds `folder/lock` until `release`: this process's id, its host, and when it began.
 
     The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live
     one is refused. A lock from another host is refused, because from here one cannot see whether
@@ -31,11 +30,8 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
-        self.owner: dict[str, Any] = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "began": _began(os.getpid()),
-        }
+        pid, host = os.getpid(), socket.gethostname()
+        self.owner: dict[str, Any] = {"pid": pid, "host": host, "began": _began(pid)}
         try:
             with self._alone() as handle:
                 self._refuse_if_held(os.read(handle, LOCK_BYTES))
@@ -87,10 +83,8 @@ class Lock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the lock of a run names a process that is alive, or one on another host,
-    which cannot be asked.
-
-    A link or a pipe in the place of the lock is not read, and is no lock.
+    """Whether the lock of a run names a process that is alive, or one on another host, which cannot
+    be asked. A link or a pipe in the place of the lock is not read, and is no lock.
     """
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)

@@ -17,8 +17,7 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 def optimizer_state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON.
-    Nothing is copied.
+    """The state of `optimizer` as tensors named `parameter/key`, not copied, and numbers for JSON.
 
     Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters,
     and state that is not a tensor. The names are those of `model.named_parameters()`, so the order
@@ -55,9 +54,8 @@ def load_optimizer_state(
 ) -> None:
     """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
 
-    The next step is then the one that the saved optimizer would have made.
-    `optimizer.load_state_dict` would not do: it casts a float32 moment
-    of a bfloat16 parameter to bfloat16.
+    `optimizer.load_state_dict` would not do: it casts a float32 moment of a bfloat16 parameter to
+    bfloat16.
     """
     names = _names(model, optimizer)
     _refuse_other_optimizer(optimizer, names, numbers)

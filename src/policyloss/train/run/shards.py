@@ -125,9 +125,7 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
 
 def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
     """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
-    these shapes.
-
-    Before memory is asked for by what the index says.
+    these shapes: before memory is asked for by what the index says.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):

@@ -14,22 +14,17 @@ from policyloss.train.user_code import load_code
 
 
 class RewardError(PolicyLossError):
-    """A reward function failed on one completion. Knows the example and the completion."""
+    """A reward function failed on one completion."""
 
     def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
         super().__init__(
             f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}."
         )
-        self.example = example
-        self.completion = completion
 
 
 def make_reward(name: str) -> Reward:
-    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`
-    of an importable module.
-
-    What it returns must be a finite number; anything else, and whatever it raises,
-    becomes a `RewardError`.
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. What it
+    returns must be a finite number; anything else, and what it raises, becomes a `RewardError`.
     """
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
@@ -56,9 +51,8 @@ def checked(name: str, function: Any) -> Reward:
             ) from error
         number = _number(value)
         if not math.isfinite(number):
-            raise RewardError(
-                name, example, completion, f"returned {_shown(value)} where a finite number belongs"
-            )
+            what = f"returned {safe_repr(value)} ({type(value).__name__})"
+            raise RewardError(name, example, completion, f"{what} where a finite number belongs")
         return number
 
     return reward
@@ -76,25 +70,19 @@ def scored(task: Task, example: Example, completion: str, seconds: float) -> flo
         ) from None
 
 
-def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward:
-    """The task's score; 0 and a warning where it fails, so that an evaluation goes on."""
+def forgiving(
+    task: Task, seconds: float, warn: Callable[[str], None], failed: float = 0.0
+) -> Reward:
+    """The task's score; `failed` and a warning where it fails, so that a run goes on."""
 
     def score(example: Example, completion: str) -> float:
         try:
             return scored(task, example, completion, seconds)
         except RewardError as error:
             warn(str(error))
-            return 0.0
+            return failed
 
     return score
-
-
-def _shown(x: object) -> str:
-    try:
-        return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    # An object may fail to show itself; so does a whole number of more than 4300 digits.
-    except Exception:
-        return f"something of type {type(x).__name__}"
 
 
 def _number(x: object) -> float:
@@ -121,11 +109,8 @@ def _math() -> Reward:
 
     def reward(example: Example, completion: str) -> float:
         # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
-        answer = parse(
-            example.answer
-            if "$" in example.answer or "\\boxed" in example.answer
-            else f"${example.answer}$"
-        )
+        marked = "$" in example.answer or "\\boxed" in example.answer
+        answer = parse(example.answer if marked else f"${example.answer}$")
         if not answer:
             raise InputError(f"the answer {example.answer!r} cannot be read as mathematics")
         return float(verify(answer, parse(completion)))

@@ -31,8 +31,7 @@ REFRESH_S = 0.1  # a table that is drawn more often flickers
 
 
 class Display:
-    """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and
-    `warn` work outside of it too.
+    """Shows the `total` steps of a run. A context manager, outside of which `say` and `warn` work.
 
     quiet: show nothing, as on every rank but the first. Without a terminal there are about 20
     lines, evenly spaced, and one for the first step, the last, and each with a held-out accuracy.
