@@ -294,7 +294,7 @@ def test_links_and_pipes_are_refused(
     for command in (["train", "--resume", "--out"], ["eval"], ["sample"], ["train", "--out"]):
         assert main([*command, str(run)]) == 2, command
         said = capsys.readouterr().err
-        assert f"{name} is a {'symbolic link' if kind == 'link' else 'pipe'}" in said, (
+        assert f"{name} is a {'symbolic link' if kind == 'link' else 'named pipe'}" in said, (
             command,
             said,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,15 +58,17 @@ def build(
 ) -> Setup:
     """Make or load all of it. offline: download nothing, because no user named the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
-    source: dict[str, Any] = {
-        "dtype": getattr(torch, config.dtype),
-        "device": ranks.device,
-        "seed": config.seed,
-        "trust_remote_code": config.trust_remote_code,
-        "warn": warn,
-    }
+    load_model = partial(
+        load,
+        task=task,
+        dtype=getattr(torch, config.dtype),
+        device=ranks.device,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        warn=warn,
+    )
     # In eval mode: dropout would make the policy that is trained another one than that sampled.
-    model, tokenizer = load(config.model, task, **source, offline=offline)
+    model, tokenizer = load_model(config.model, offline=offline)
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     attention, sentence = choose(model, config.attention)
@@ -93,12 +96,12 @@ def build(
     learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
-        learner.teacher = _teacher(config, task, model, tokenizer, source)
+        learner.teacher = _teacher(config, load_model, model, tokenizer)
     return Setup(task, tokenizer, model, learner)
 
 
 def _teacher(
-    config: TrainConfig, task: Task, model: Any, tokenizer: Any, source: dict[str, Any]
+    config: TrainConfig, load_model: Callable[..., Any], model: Any, tokenizer: Any
 ) -> Policy:
     """The teacher that `config` names, frozen: a stored model, or the policy of another run;
     nothing is downloaded. It must read and write the same tokens as the model.
@@ -110,8 +113,7 @@ def _teacher(
         )
     is_run = (folder / "checkpoints").is_dir()
     stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
-    name = str(stored.get("model", "tiny"))
-    teacher, its_tokenizer = load(name, task, **source, offline=True)
+    teacher, its_tokenizer = load_model(str(stored.get("model", "tiny")), offline=True)
     policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
     if is_run:
         path, _, tensors = stored_weights(folder)
