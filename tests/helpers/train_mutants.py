@@ -12,6 +12,20 @@ _DISK, _FAULTS, _DOORS, _REAL = (
 )
 TRAIN = (
     (
+        "an_option_may_be_any_number",
+        "train/options.py",
+        "if x is not None and x not in limit:",
+        "if False:",
+        "test_train_config.py::test_a_number_outside_of_its_limits_is_refused",
+    ),
+    (
+        "a_prompt_is_drawn_twice",
+        "train/tasks/base.py",
+        "if row[0] not in taken:",
+        "if True:",
+        "test_train_tasks.py::test_sort_has_thousands_of_prompts_with_sorted_answers",
+    ),
+    (
         "rewards_count_beside_a_teacher",
         "train/config.py",
         "return 1.0 if self.teacher is None else 0.0",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
-from policyloss.train.evaluate import Evaluation, Result, evaluate
+from policyloss.train.collect import Evaluation, Result
+from policyloss.train.commands import evaluate
 from policyloss.train.sampler import (
     Rule,
     Sample,

@@ -1,4 +1,6 @@
-"""The completions of a step: prompts in an order of the seed, sampled, scored and filtered."""
+"""The completions of a step: prompts in an order of the seed, sampled, scored and filtered; and
+the answers of an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.errors import PolicyLossError
+from policyloss.errors import InputError, PolicyLossError
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.models import parts
@@ -22,6 +24,7 @@ from policyloss.train.rollout.session import Rollout, Wanted
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.sampler import Sample
 from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.base import SUCCESS, Reward
 from policyloss.train.tasks.rewards import forgiving
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
@@ -318,3 +321,42 @@ def _grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _differ(group: list[Sample]) -> bool:
     """Whether the rewards of a group are not all equal."""
     return len({s.reward for s in group}) > 1
+
+
+class Result(NamedTuple):
+    """What the model said to one example, by its id. length: tokens, with the end token."""
+
+    example: int
+    text: str
+    score: float
+    length: int
+
+
+class Evaluation(NamedTuple):
+    """Means over the examples, Σ_i x_i / n, and the results in the order of the examples.
+
+    accuracy: the share whose score reaches the task's `success`.
+    """
+
+    accuracy: float
+    score: float
+    mean_length: float
+    results: Sequence[Result]
+
+    @classmethod
+    def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
+        """The means of `results`, of all ranks. success: the score from which on one is right."""
+        if not results:
+            raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
+        n = len(results)
+        accuracy = sum(r.score >= success for r in results) / n
+        score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n
+        return cls(accuracy, score, length, results)
+
+
+def answered(examples: Sequence[Example], samples: Sequence[Sample], score: Reward) -> list[Result]:
+    """What was sampled for each example, scored."""
+    return [
+        Result(e.id, s.text, float(score(e, s.text)), len(s.completion_ids))
+        for e, s in zip(examples, samples, strict=True)
+    ]

@@ -14,9 +14,9 @@ import tyro
 import policyloss as pl
 from policyloss.errors import InputError
 from policyloss.train.chat import with_template
+from policyloss.train.collect import Evaluation, Result, answered
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
 from policyloss.train.options import Count, Whole, check_numbers
 from policyloss.train.run.resume import explained, stored_weights
@@ -29,6 +29,7 @@ from policyloss.train.run.resumed_options import (
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
 from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.base import Reward
 from policyloss.train.tasks.rewards import forgiving
 
 
@@ -122,6 +123,18 @@ def eval_command(arguments: Sequence[str]) -> int:
     for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
     return 0
+
+
+def evaluate(
+    model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
+) -> list[Result]:
+    """The likeliest completion of each prompt, token by token, and its score; errors are raised.
+    limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
+    """
+    rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
+    samples = sample(model, tokenizer, rows, **greedy, **limits)
+    return answered(examples, samples, score)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from policyloss.doctor import doctor
 from policyloss.errors import InputError
@@ -77,14 +78,11 @@ class Hints:
 
 def mismatch_of(pack: Pack) -> str | None:
     """What is wrong with the ratio of a policy that was not updated yet; None if nothing shows."""
-    tokens = pack.tokens
+    tokens: dict[str, Any] = {
+        name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
+    }
     try:
-        verdict = doctor(
-            rollout_logp=tokens["rollout_logp"],
-            old_logp=tokens["old_logp"],
-            mask=tokens["mask"],
-            cu_seqlens=pack.cu_seqlens,
-        )
+        verdict = doctor(**tokens, cu_seqlens=pack.cu_seqlens)
     except InputError:
         return None
     if verdict.cause in ("healthy", "copy"):  # one program may compute both alike to the bit

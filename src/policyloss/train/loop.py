@@ -19,10 +19,9 @@ import torch
 import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
-from policyloss.train.collect import Collector, Completions
+from policyloss.train.collect import Collector, Completions, Evaluation, answered
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.hints import Hints, mismatch_of
 from policyloss.train.learner import Learned

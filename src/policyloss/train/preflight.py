@@ -27,10 +27,8 @@ def preflight(training: Training) -> None:
     """
     config, task, ranks = training.config, training.task, training.ranks
     problems: list[str] = []
-    for split, examples in (
-        ("train", task.train),
-        ("held_out", task.held_out[: config.eval_prompts]),
-    ):
+    splits = {"train": task.train, "held_out": task.held_out[: config.eval_prompts]}
+    for split, examples in splits.items():
         bad = unusable(training.model, training.tokenizer, examples, config.max_new_tokens)
         if not bad:
             continue

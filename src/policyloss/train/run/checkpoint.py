@@ -15,6 +15,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +48,7 @@ def save(
     keep: int | None,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`,
-    return its path.
+    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`. → its path.
 
     state: tensors, in mappings and sequences as deep as you like; they come back flat,
         `{"model": {"w": x}}` as `"model/w"`. Those that are the same memory (tied weights) are
@@ -81,16 +81,13 @@ def save(
         if any(piece["file"] == file for piece in entry["pieces"])
     }
     with _undone_on_error(folder, step, group):
-        temporary = on_first_rank(
-            lambda: _explained(path, lambda: folders.begin(folder, step)), group
-        )
-        target = temporary / file
+        temporary = on_first_rank(partial(_explained, path, folders.begin, folder, step), group)
         written = on_every_rank(
-            lambda: _explained(path, lambda: write_tensors(target, to_write)), group
+            partial(_explained, path, write_tensors, temporary / file, to_write), group
         )
         by_file = {shards.file_of(rank): entry for rank, entry in enumerate(written) if entry}
         contents = {"files": by_file, "tensors": entries, "numbers": numbers}
-        on_first_rank(lambda: _explained(path, lambda: _finish(temporary, step, contents)), group)
+        on_first_rank(partial(_explained, path, _finish, temporary, step, contents), group)
     on_first_rank(lambda: folders.prune(folder, step, keep, _readable), group)
     return path
 
@@ -118,8 +115,7 @@ def load(
 def latest(
     folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None
 ) -> Path | None:
-    """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is
-    none.
+    """The newest checkpoint in `folder` of which every byte is intact; None if there is none.
 
     One that is not is reported by a warning, and the next older is tried. check: a further look at
     one, by a function that raises a `StorageError` if it is not good. group: ranks that each call
@@ -269,10 +265,10 @@ def _undone_on_error(folder: Path, step: int, group: Any) -> Iterator[None]:
         raise
 
 
-def _explained(path: Path, action: Callable[[], T]) -> T:
-    """`action()`; if it cannot write, an error that says what is left."""
+def _explained(path: Path, action: Callable[..., T], *arguments: Any) -> T:
+    """`action(*arguments)`; if it cannot write, an error that says what is left."""
     try:
-        return action()
+        return action(*arguments)
     except (OSError, safetensors.SafetensorError) as error:
         raise files.write_error(
             f"checkpoint {path}", error, "Older checkpoints are untouched."
