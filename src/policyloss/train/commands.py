@@ -98,7 +98,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
     score = forgiving(task, options.reward_timeout, _warn)
-    answers = evaluate(model, tokenizer, examples, score, **_limits(config))
+    answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
     evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
@@ -174,6 +174,7 @@ def sample_command(arguments: Sequence[str]) -> int:
         top_p=config.top_p,
         top_k=config.top_k,
         uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
+        stop=config.stop,
         **_limits(config),
     )
     for i, prompt in enumerate(prompts):
@@ -185,9 +186,8 @@ def sample_command(arguments: Sequence[str]) -> int:
 
 
 def _limits(config: TrainConfig) -> dict[str, Any]:
-    """How long completions may be, what ends them, and how many tokens go together."""
-    batch_tokens, stop = config.sampling_tokens, config.stop
-    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": batch_tokens, "stop": stop}
+    """How long completions may be, and how many tokens go together."""
+    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
 
 
 def _as_in_training(
