@@ -22,10 +22,7 @@ def with_template(
     tokenizer's.
     """
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read --chat-template {chat_template}: {error}.") from error
+        tokenizer.chat_template = read_template(chat_template)
     wanted = system_prompt is not None or chat_template is not None
 
     def written(examples: Sequence[Example]) -> tuple[Example, ...]:
@@ -37,6 +34,14 @@ def with_template(
         )
 
     return replace(task, train=written(task.train), held_out=written(task.held_out))
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --chat-template {path}: {error}.") from error
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
+from policyloss.train.contradictions import BY_TEACHER, advantage_problems, sampling_problems
 from policyloss.train.loss_options import read_spec, split_loss_options
 from policyloss.train.options import (
     Count,
@@ -23,14 +23,7 @@ from policyloss.train.options import (
     help_text,
     typed,
 )
-from policyloss.train.user_code import is_reference
 
-ENGINES = ("built-in", "vllm")
-BY_TEACHER = ("opd", "iw_opd")  # estimators that read a teacher
-BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
-# Estimators that take rewards and groups of one step and nothing that a run does not have.
-ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 Share = Annotated[float, Within(least=0, most=1)]
 # Far beyond what can learn, and far from what overflows.
 Rate = Annotated[
@@ -111,6 +104,13 @@ class TrainConfig:
     """Sample from the most likely tokens that hold this much probability; 1 is off."""
     top_k: Whole = 0
     """Sample from this many most likely tokens; 0 is off."""
+    sampling_mask: bool = True
+    """With --top-p or --top-k: learn with the tokens that they kept. The log-probabilities of the
+    learner are then over the tokens that each was drawn from, and the ratio of an unchanged policy
+    is 1."""
+    rollout_logp: Literal["processed", "raw"] = "processed"
+    """With --top-p or --top-k: what the sampler's log-probabilities are over, the tokens that they
+    keep, or all tokens; raw goes with --no-sampling-mask, where the learner's are over all, too."""
     sampling_tokens: Count = 16384
     """Tokens of one batch of the sampler, prompts and completions together."""
     dynamic_sampling: bool = False
@@ -160,6 +160,9 @@ class TrainConfig:
     """What becomes of the learning rate over the steps of the run."""
     lr_warmup: Whole = 0
     """Steps over which it rises from 0."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW of torch, or that of the package torchao with moments of 8 bits, which take a quarter
+    of the memory; its steps differ slightly, and it shards nothing (no --parallel fsdp)."""
     weight_decay: NotNegative = 0.0
     """Of AdamW."""
     betas: Annotated[tuple[float, float], Within(least=0, below=1)] = (0.9, 0.99)
@@ -235,7 +238,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        for problem in (*_sampling_problems(self), *_advantage_problems(self)):
+        for problem in (*sampling_problems(self), *advantage_problems(self)):
             raise InputError(problem)
 
     @property
@@ -276,6 +279,11 @@ class TrainConfig:
         """Whether values are learned."""
         return self.estimator == "gae"
 
+    @property
+    def replays_support(self) -> bool:
+        """Whether the learner's log-probabilities are over the tokens that the sampler kept."""
+        return self.sampling_mask and (self.top_p < 1 or self.top_k > 0)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {
@@ -291,67 +299,6 @@ class TrainConfig:
             if name not in known:
                 raise InputError(unknown_name("option", name, known))
         return cls(**typed(cls, data))
-
-
-def _sampling_problems(config: TrainConfig) -> Iterator[str]:
-    """What cannot be sampled, or not with these options."""
-    completions, name = config.prompts * config.group_size, config.rollout
-    tokens = completions * config.max_new_tokens
-    if tokens >= 2**31:
-        yield (
-            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be "
-            "below 2**31."
-        )
-    if config.minibatches > completions:
-        yield (
-            f"--minibatches {config.minibatches} is more than the {completions} completions of a "
-            "step (--prompts × --group-size)."
-        )
-    if name not in ENGINES and "://" not in name and not is_reference(name):
-        valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
-        yield f"--rollout must be one of {valid}; got {name!r}."
-    if config.dtype == "float64" and name != ENGINES[0]:
-        yield f"--rollout {name} samples in float32 or bfloat16, not --dtype float64."
-    if "" in config.stop:
-        yield "--stop must be texts that are not empty."
-    if config.task.endswith(".jsonl") and config.reward is None:
-        yield f"--task {config.task} needs --reward exact, math or module:function."
-    if config.extend is not None and not config.resume:
-        yield (
-            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes "
-            "--steps."
-        )
-    if not config.lora_rank and (config.lora_alpha is not None or config.lora_target):
-        yield "--lora-alpha and --lora-target need --lora-rank."
-
-
-def _advantage_problems(config: TrainConfig) -> Iterator[str]:
-    """Advantages that are none, or that would be 0."""
-    if config.advantage not in (None, *ADVANTAGES) and not is_reference(config.advantage):
-        yield unknown_name("advantage", config.advantage, ADVANTAGES)
-    alone = config.group_size == 1 and config.reward_share
-    if alone and config.reward_estimator in BY_COMPARISON:
-        yield (
-            f"--group-size 1 leaves the advantage {config.estimator!r} nobody to compare a "
-            "completion with: all would be 0. Use several completions per prompt, "
-            "--advantage gae (with a critic), remax or reinforce_pp."
-        )
-    if config.estimator == "passk_combinatorial" and config.passk >= config.group_size:
-        yield (
-            f"--passk {config.passk} must be below --group-size {config.group_size}: where a "
-            "subset holds all completions, every advantage is 0."
-        )
-    if config.dynamic_sampling and config.teacher is not None:
-        yield (
-            "--dynamic-sampling drops groups whose rewards are equal, but a --teacher has "
-            "something to say of them; leave one of the two out."
-        )
-    if config.dynamic_sampling and config.estimator in WITHOUT_GROUPS:
-        yield (
-            "--dynamic-sampling drops groups whose rewards are equal, but with the advantage "
-            f"{config.estimator!r} they have a gradient; use it with a group advantage such as "
-            "grpo."
-        )
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
@@ -381,6 +328,12 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
             "rollout they are the same numbers; use --old-logp recompute."
+        )
+    if spec.divergence is not None and config.replays_support:
+        raise InputError(
+            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
+            "--top-p or --top-k the learner's is over the tokens that they kept; add "
+            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
         )
     taught = any(getattr(part, "teaches", False) for part in spec.pulls)
     if config.teacher is None and (taught or config.estimator in BY_TEACHER):

@@ -11,7 +11,8 @@ from typing import Any
 from policyloss.doctor import doctor
 from policyloss.errors import InputError
 from policyloss.train.batches import Pack
-from policyloss.train.config import WITHOUT_GROUPS, TrainConfig
+from policyloss.train.config import TrainConfig
+from policyloss.train.contradictions import WITHOUT_GROUPS
 
 PATIENCE = 3  # steps in a row of which something holds before it is said
 LONG_PATIENCE = 10  # the same for what may be a slow start

@@ -44,6 +44,7 @@ def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
         options: dict[str, Any] = {"entropy": True, "mask": micro["mask"], "softcap": softcap}
+        options["support"] = micro["support"]
         return pl.linear_logprobs(hidden, weight, micro["targets"], bias, temperature, **options)
 
     logp: Tensor = policy(micro, head).logp
@@ -71,11 +72,13 @@ def loss_and_logp(
         logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
         if config.head == "fused":
             options = {**micro.arguments(), **more, **logits_of, "teacher": taught}
+            options["support"] = micro["support"]
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
         logits = nn.functional.linear(hidden, weight, bias)
-        now = pl.logprobs(logits, targets, entropy=True, mask=mask, **logits_of)
+        support = micro["support"]
+        now = pl.logprobs(logits, targets, entropy=True, mask=mask, support=support, **logits_of)
         if divergence is not None and taught is not None:
             measure = divergence.measure._asdict()
             more["divergence"] = pl.linear_divergence(

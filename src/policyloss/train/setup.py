@@ -107,10 +107,7 @@ def _teacher(
     nothing is downloaded. It must read and write the same tokens as the model.
     """
     folder = config.teacher
-    if folder is None or not folder.is_dir():
-        raise InputError(
-            f"there is no folder {folder}; --teacher is that of a model, or a run directory."
-        )
+    assert folder is not None
     is_run = (folder / "checkpoints").is_dir()
     stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
     teacher, its_tokenizer = load_model(str(stored.get("model", "tiny")), offline=True)

@@ -78,7 +78,9 @@ def load_optimizer_state(
                 "optimizer."
             )
         parameter = parameters[name]
-        _refuse_other_form(place, value, parameter)
+        # An optimizer says itself what it holds in another shape or type than its parameters have.
+        fits = getattr(optimizer, "fits", lambda *state: False)(parameter, key, value)
+        _refuse_other_form(place, value, parameter, fits)
         device = "cpu" if key == "step" and name not in on_device else parameter.device
         state.setdefault(parameter, {})[key] = value.detach().to(device, copy=True)
     if len({frozenset(entries) for entries in state.values()}) > 1:
@@ -104,9 +106,11 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _refuse_other_form(place: str, value: Tensor, parameter: Tensor) -> None:
-    """Raise for a tensor at `place` that cannot be state of the parameter."""
-    if value.dim() and value.shape != parameter.shape:
+def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, fits: bool) -> None:
+    """Raise for a tensor at `place` that cannot be state of the parameter. fits: the optimizer says
+    that shape and type can be.
+    """
+    if not fits and value.dim() and value.shape != parameter.shape:
         raise InputError(
             f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
             f"{tuple(parameter.shape)}."
@@ -116,7 +120,7 @@ def _refuse_other_form(place: str, value: Tensor, parameter: Tensor) -> None:
             f"{place} is whole but its parameter is sharded, or the reverse; give `load` a layout "
             "for it."
         )
-    if value.is_floating_point() != parameter.is_floating_point():
+    if not fits and value.is_floating_point() != parameter.is_floating_point():
         raise InputError(
             f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}."
         )
