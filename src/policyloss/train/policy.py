@@ -63,6 +63,7 @@ def loss_and_logp(
     distributions.
     """
     divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
+    support = micro["support"]  # the tokens that the sampler kept
     more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
@@ -72,12 +73,11 @@ def loss_and_logp(
         logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
         if config.head == "fused":
             options = {**micro.arguments(), **more, **logits_of, "teacher": taught}
-            options["support"] = micro["support"]
+            options |= {"support": support}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
         logits = nn.functional.linear(hidden, weight, bias)
-        support = micro["support"]
         now = pl.logprobs(logits, targets, entropy=True, mask=mask, support=support, **logits_of)
         if divergence is not None and taught is not None:
             measure = divergence.measure._asdict()
