@@ -146,9 +146,10 @@ def head_walk() -> Walk:
 
 def training_walk() -> Walk:
     """One step of the reference trainer."""
-    from policyloss.train import collect, learner, loop
+    from policyloss.train import collect, learner, loop, policy
     from policyloss.train.config import TrainConfig
     from policyloss.train.rollout.built_in import BuiltIn
+    from policyloss.train.tasks.rewards import scored
 
     sizes: dict[str, Any] = {
         "prompts": 1,
@@ -171,12 +172,12 @@ def training_walk() -> Walk:
         loop.Collector.collect,
         collect.Rollout.samples,
         BuiltIn.generate,
-        collect.scored,
+        scored,
         loop.Pack.of,
         learner.Learner.learn,
         learner.judge,
         pl.accumulate,
-        learner.Policy.forward,
+        policy.Policy.forward,
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,
