@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
+from policyloss.presets.named_loss import Preset as Preset
 from policyloss.presets.off_policy import OFF_POLICY
-from policyloss.presets.preset import Preset as Preset
 from policyloss.presets.ratios import BY_RATIO
 from policyloss.presets.taught import TAUGHT
 from policyloss.spec import LossSpec

@@ -20,7 +20,7 @@ from policyloss.parts.trust import (
     TwoSidedClip,
     Unbounded,
 )
-from policyloss.presets.preset import CLIP, PPO_EPSILON, Preset, described
+from policyloss.presets.named_loss import CLIP, PPO_EPSILON, Preset, described
 from policyloss.spec import LossSpec
 
 _DPPO_NOTE = (

@@ -12,7 +12,7 @@ from policyloss.parts.aggregate import (
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, SoftGate, Unbounded
-from policyloss.presets.preset import CLIP, PPO_EPSILON, Preset, described
+from policyloss.presets.named_loss import CLIP, PPO_EPSILON, Preset, described
 from policyloss.spec import LossSpec
 
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"

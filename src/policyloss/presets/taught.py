@@ -9,7 +9,7 @@ from policyloss.parts.divergence import Divergence
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Unbounded
-from policyloss.presets.preset import Preset, described
+from policyloss.presets.named_loss import Preset, described
 from policyloss.spec import LossSpec
 
 _NO_REWARD = Unbounded("logp")
