@@ -151,7 +151,7 @@ def train(
         prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]})
         trainer = trainer_class(
             model=str(model),
-            reward_funcs=_reward,
+            reward_funcs=reward,
             args=args,
             train_dataset=prompts,
             eval_dataset=prompts.select(range(2)),
@@ -176,7 +176,7 @@ def _spec(options: dict[str, Any]) -> Any:
     return trl.spec_from_config(SimpleNamespace(**{**defaults, **options}), handled=trl.BESIDE)
 
 
-def _reward(completions: list[str], **kwargs: Any) -> list[float]:
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
     """Even words are good; longer answers a little better, so that completions differ."""
     numbers = [
         [int(word[1:]) for word in text.split() if word.startswith("w")] for text in completions

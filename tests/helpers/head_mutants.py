@@ -17,7 +17,7 @@ _HF, _ADAPTERS = "test_hf_calls.py::", "test_hf_adapters.py::"
 HEAD = (
     (
         "hf_does_not_shift",
-        "hf/calls.py",
+        "hf/one_call.py",
         "x[:, x.shape[1] - count - 1 : -1]",
         "x[:, x.shape[1] - count :]",
         f"{_HF}test_the_shift_by_hand",

@@ -18,6 +18,16 @@ import policyloss as pl
 
 IDS = token_ids(4, 9)
 BATCH = batch_for(IDS, torch.float32)
+# Otherwise ZeRO-3 keeps small weights, and gathers others before their module is called.
+GATHER_NOTHING_AHEAD = dict.fromkeys(
+    (
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+    ),
+    0,
+)
 HEADS: dict[str, dict[str, Any]] = {
     "plain head": {},
     "tied head": {},
@@ -80,7 +90,7 @@ def sharded(stage: int, head: str, way: str, rank: int) -> dict[str, Tensor]:
     trained = [p for p in model.parameters() if p.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, **GATHER_NOTHING_AHEAD},
         "zero_allow_untested_optimizer": True,  # SGD
     }
     optimizer = torch.optim.SGD(trained, lr=0.1)

@@ -15,6 +15,7 @@ adapters     a head that PEFT adapts, as one product
 replaced     modules with another forward, or without dropout, for a moment
 forward      the model's forward with another head
 layouts      whether the model keeps sequences apart in padded rows and in packs
+one_call     the arguments of a call, aligned with the predicted tokens
 calls        the public functions
 """
 
