@@ -66,39 +66,54 @@ def small_windows(vocabulary: int) -> Iterator[None]:
 
 
 def watched(trainer_class: Any, vocabulary: int) -> tuple[type[Any], dict[str, int]]:
-    """A trainer that watches its loss and its other forwards; generation is not watched."""
+    """A trainer that watches its steps, forwards and backwards; generation is not watched."""
     most = {"rows": 0}
 
     class Watched(trainer_class):  # type: ignore[misc]
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            with Watch(vocabulary) as watch:
-                out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            most["rows"] = max(most["rows"], watch.rows)
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with Watch(vocabulary) as self.watch:
+                out = super().training_step(*args, **kwargs)
+            most["rows"] = max(most["rows"], self.watch.rows)
+            return out
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            before = self.watch.rows
+            out = super()._generate_single_turn(*args, **kwargs)
+            self.watch.rows = before
             return out
 
     return Watched, most
 
 
 def compare_runs() -> dict[str, dict[str, float]]:
-    """Every algorithm with both heads, and TRL's RLOO trainer."""
+    """Every algorithm with both heads, and TRL's RLOO and distillation trainers."""
     trl, compat = import_module("trl"), import_module("policyloss.compat.trl")
     compared = {}
     # No other layer is as wide as the vocabulary of 64, and the transposed weight has 8 rows.
-    with tiny_model(hidden=8) as model, small_windows(64):
+    with tiny_model(hidden=8) as model, small_windows(64), tiny_model(hidden=8, seed=6) as teacher:
         for name, options in ALGORITHMS.items():
             ours, most = watched(compat.GRPOTrainer, 64)
             mine = train(ours, model, options, head="fused")
             theirs, their_most = watched(trl.GRPOTrainer, 64)
             other = train(theirs, model, options)
             compared[name] = _row(mine, other, most["rows"], their_most["rows"])
-        of_rloo: dict[str, Any] = {"config": "RLOOConfig", "options": {"beta": 0.04}}
-        theirs, their_most = watched(trl.RLOOTrainer, 64)
-        other = train(theirs, model, **of_rloo)
-        compat.install_head()
-        ours, most = watched(trl.RLOOTrainer, 64)
-        mine = train(ours, model, **of_rloo)
-        compat.uninstall_head()
-        compared["RLOOTrainer"] = _row(mine, other, most["rows"], their_most["rows"])
+        of_teacher = {
+            "teacher_model_init_kwargs": {"dtype": "auto"},
+            "max_completion_length": 12,  # more tokens than a window holds
+        }
+        others: dict[str, dict[str, Any]] = {
+            "RLOO": {"options": {"beta": 0.04}},
+            "Distillation": {"options": of_teacher, "teacher_model": str(teacher)},
+        }
+        for name, arguments in others.items():
+            arguments["config"] = f"{name}Config"
+            theirs, their_most = watched(getattr(trl, f"{name}Trainer"), 64)
+            other = train(theirs, model, **arguments)
+            compat.install_head()
+            ours, most = watched(getattr(trl, f"{name}Trainer"), 64)
+            mine = train(ours, model, **arguments)
+            compat.uninstall_head()
+            compared[f"{name}Trainer"] = _row(mine, other, most["rows"], their_most["rows"])
     return compared
 
 

@@ -102,6 +102,39 @@ def test_trl_s_seat_is_taken_and_given_back(trl: Any) -> None:
         trl_head.install_head()
 
 
+def test_trl_s_distillation_trainer_is_given_the_head(
+    trl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss by hand: two tokens that count, student (½, ½), teacher (¾, ¼), β = 1.
+
+    With β = 1 the divergence is KL(student ‖ teacher) = ½·log(½ / ¾) + ½·log(½ / ¼) = 0.143841.
+    """
+    module: Any = ModuleType(trl_head.DISTILLATION)
+    module._chunked_divergence_loss = lambda: None
+    monkeypatch.setitem(sys.modules, trl_head.DISTILLATION, module)
+    assert f"{trl_head.DISTILLATION}._chunked_divergence_loss" in trl_head.install_head()
+    hidden, heads = torch.ones(1, 3, 1), torch.tensor([[0.0], [0.0]])
+    of_teacher = torch.tensor([[3.0], [1.0]]).log()
+    mask = torch.tensor([[1, 1, 0]])
+    loss, entropy, count = module._chunked_divergence_loss(
+        hidden, hidden, heads, of_teacher, mask, 1.0
+    )
+    assert loss.item() == pytest.approx(0.143841, abs=1e-6)
+    assert entropy.item() == pytest.approx(2 * 0.693147, abs=1e-5)
+    assert count.item() == 2
+
+    class Sharded:
+        """A weight as FSDP2 keeps it, of which a rank has a part."""
+
+        def full_tensor(self) -> torch.Tensor:
+            return of_teacher
+
+    gathered = module._chunked_divergence_loss(hidden, hidden, heads, Sharded(), mask, 1.0)
+    assert gathered[0].item() == loss.item()
+    trl_head.uninstall_head()
+    assert module._chunked_divergence_loss() is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verl_s_heads_by_hand(dtype: torch.dtype) -> None:
     """One hidden number and two words: logits x·(1, −1)/T, so logp of word 0 is log σ(2x/T)."""
