@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hf_models import built, gradients, own_logits, small_config, token_ids
+from hf_models import built, gradients, most_rows, own_logits, small_config, token_ids
 
 import policyloss as pl
 from policyloss.compat import verl
@@ -21,10 +22,10 @@ IDS = token_ids(2, 7)
 LABELS = IDS.masked_fill(torch.arange(7) < 3, -100)
 
 
-def llama() -> Any:
+def llama(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return built(LlamaForCausalLM, small_config(LlamaConfig))
+    return built(LlamaForCausalLM, small_config(LlamaConfig, **changes))
 
 
 @pytest.fixture
@@ -85,6 +86,31 @@ def test_trl_s_forward_computes_a_loss_in_the_same_pass(trl: Any) -> None:
     logp = model(input_ids=IDS, labels=LABELS, fused_lm_head=True).log_probs[:, -4:]
     pl.policy_loss("gspo", logp, "current", **tensors).loss.backward()
     torch.testing.assert_close(ours, gradients(model), rtol=1e-5, atol=1e-8)
+
+
+def test_trl_s_forward_makes_no_logits(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 rows, forward and backward; the model's own forward makes all 100."""
+    plans = import_module("policyloss.head.plans")
+    monkeypatch.setattr(plans, "CPU_BYTES", 8 * 300 * 16)
+    model, ids = llama(vocab_size=300), token_ids(5, 20)
+    assert most_rows(300, lambda: model(input_ids=ids)) == 100
+    trl_head.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    model(input_ids=ids, labels=ids, fused_lm_head=True)  # looks at the model
+
+    def score(*head: Any, **options: Any) -> pl.HeadOutput:
+        tensors = {"advantages": torch.ones(5), "mask": torch.ones(5, 19).bool()}
+        return pl.linear_policy_loss("gspo", *head, "current", **tensors, **options)
+
+    def per_token() -> None:
+        model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum().backward()
+
+    def in_one_pass() -> None:
+        with trl_head.in_one_pass(model, score, count=19):
+            model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+
+    # The transposed weight has 32 rows.
+    assert most_rows(300, per_token) <= 32
+    assert most_rows(300, in_one_pass) <= 32
 
 
 def test_trl_s_seat_is_taken_and_given_back(trl: Any) -> None:
