@@ -93,7 +93,7 @@ def compare_runs() -> dict[str, dict[str, float]]:
             theirs, their_most = watched(trl.GRPOTrainer)
             other = train(theirs, model, options)
             compared[name] = _row(mine, other, most["rows"], their_most["rows"])
-        of_teacher = {"teacher_model_init_kwargs": {"dtype": "auto"}}
+        of_teacher = {"teacher_model_init_kwargs": {"dtype": "auto"}, "learning_rate": 1.0}
         others: dict[str, dict[str, Any]] = {
             "RLOO": {"options": {"beta": 0.04}},
             "Distillation": {"options": of_teacher, "teacher_model": str(teacher)},
