@@ -47,6 +47,7 @@ class Process:
             **os.environ,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",  # threads that wait for each other crawl on a busy machine
             **variables,
         }
         with log.open("ab") as file:
