@@ -4,6 +4,7 @@ folder that other programs load.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from functools import partial
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from test_train_attention import make
 from test_train_learner import HERE, LOSSES, alone, learn, learner, llama, samples
 from test_train_loop import assert_same_run
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from train_loop_ranks import lines, make_model, resume, train
 
 import policyloss as pl
@@ -24,6 +26,7 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.train.adapter import add_adapter, base_trained, merged_weights, without_adapter
 from policyloss.train.attention import Rows
+from policyloss.train.compile import _compiled, compile_blocks
 from policyloss.train.config import TrainConfig
 from policyloss.train.learner import Learner, Policy
 from policyloss.train.models import Critic, checkpoint_gradients, logit_form, parts
@@ -259,20 +262,42 @@ def test_checkpointed_gradients_are_the_same_and_dropout_stays_off(kind: str) ->
 
 
 @pytest.mark.slow
-def test_a_compiled_body_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as for any backend, and run without one that generates code, which takes minutes."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it
+def test_compiled_blocks_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for any backend, and run without one that generates code, which takes a minute.
+    The blocks share one code, and sampling, which brings a cache, goes through none of it.
+    """
+    traced: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        traced.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    _compiled.cache_clear()
     gradients = []
     for compiled in (False, True):
         made = llama(1)
+        names, batch = {*made.state_dict()}, samples(made)
+        if compiled:
+            compile_blocks(made.base_model)
         one = learner(made, LOSSES["ppo"], advantage="dr_grpo", micro_tokens=12)
-        one.policy = Policy(made, Rows(), compiled=compiled)
-        assert one.policy.state_dict().keys() == Policy(made, Rows()).state_dict().keys()
+        assert {*made.state_dict()} == names
         before = {name: p.detach().clone() for name, p in made.named_parameters()}
-        learn(one, samples(made))
+        learn(one, batch)
         gradients.append({name: before[name] - p for name, p in made.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
+    assert 0 < len(traced) <= 3  # one for the model's two blocks, again for another kind of shape
+    twin = copy.deepcopy(made)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert not twin.base_model(torch.tensor([[1, 2]]), use_cache=False).last_hidden_state.any()
+    graphs = len(traced)
+    assert made.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
+    assert len(traced) == graphs
+    _compiled.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "mixtral"])

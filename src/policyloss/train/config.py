@@ -97,6 +97,13 @@ class TrainConfig:
     """Sample from the most likely tokens that hold this much probability; 1 is off."""
     top_k: int = 0
     """Sample from this many most likely tokens; 0 is off."""
+    sampling_mask: bool = True
+    """With --top-p or --top-k: learn with the tokens that they kept. The log-probabilities of the
+    learner are then over the tokens that each was drawn from, and the ratio of an unchanged policy
+    is 1."""
+    rollout_logp: Literal["processed", "raw"] = "processed"
+    """With --top-p or --top-k: what the sampler's log-probabilities are over, the tokens that they
+    keep, or all tokens; raw goes with --no-sampling-mask, where the learner's are over all, too."""
     sampling_tokens: int = 16384
     """Tokens of one batch of the sampler, prompts and completions together."""
     dynamic_sampling: bool = False
@@ -164,8 +171,8 @@ class TrainConfig:
     """Compute the activations of a layer again in the backward instead of keeping them: less
     memory, more time, the same numbers."""
     compile: bool = False
-    """Compile the model's body for learning (torch.compile). The first steps take minutes; numbers
-    change by rounding."""
+    """Compile the model's blocks for learning (torch.compile). The first step takes longer, by up
+    to a minute; numbers change by rounding."""
     lora_rank: int = 0
     """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
     weights. The model without adapters is the reference."""
@@ -354,6 +361,11 @@ class TrainConfig:
         """Whether values are learned."""
         return self.estimator == "gae"
 
+    @property
+    def replays_support(self) -> bool:
+        """Whether the learner's log-probabilities are over the tokens that the sampler kept."""
+        return self.sampling_mask and (self.top_p < 1 or self.top_k > 0)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {
@@ -387,6 +399,16 @@ def _check_rollout(config: TrainConfig) -> None:
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         raise InputError(f"--rollout must be one of {valid}; got {name!r}.")
+    if config.rollout_logp == "raw" and config.replays_support:
+        raise InputError(
+            "--rollout-logp raw is over all tokens, and the learner's log-probabilities would be "
+            "over those that --top-p and --top-k kept; add --no-sampling-mask, or leave it out."
+        )
+    if config.rollout_logp == "raw" and (name == "vllm" or "://" in name):
+        raise InputError(
+            f"--rollout {name} gives processed log-probabilities; --rollout-logp raw is for the "
+            "built-in sampler and for engines of your own."
+        )
     if config.dtype == "float64" and name != ENGINES[0]:
         raise InputError(f"--rollout {name} samples in float32 or bfloat16, not --dtype float64.")
     if not config.rollout_timeout > 0:
@@ -463,6 +485,12 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
             "rollout they are the same numbers; use --old-logp recompute."
+        )
+    if spec.divergence is not None and config.replays_support:
+        raise InputError(
+            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
+            "--top-p or --top-k the learner's is over the tokens that they kept; add "
+            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
         )
     taught = any(getattr(part, "teaches", False) for part in spec.pulls)
     if config.teacher is None and (taught or config.estimator in BY_TEACHER):

@@ -224,7 +224,8 @@ class Training:
         if timing["step_s"] > 0:  # a clock may stand still
             timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
         self.step += 1
-        first = self.step == 1 and config.old_logp == "recompute"
+        known = self.collector.rollout.mismatched  # and said
+        first = self.step == 1 and config.old_logp == "recompute" and not known
         if first and (problem := mismatch_of(learned.pack)) is not None:
             self.display.warn(problem)
         metrics = {**completions.statistics, **self._learned(learned)}
