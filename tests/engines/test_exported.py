@@ -104,9 +104,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     python("-m", "policyloss", "export", run, folder / "merged")
     python("-m", "policyloss", "export", run, folder / "adapter", "--adapter")
     scored = [tuple(json.loads(line)) for line in notes.read_text().splitlines()]
-    return Exported(
-        base, folder / "merged", folder / "adapter", folder / "held_out.json", scored
-    )
+    return Exported(base, folder / "merged", folder / "adapter", folder / "held_out.json", scored)
 
 
 Answers = list[list[list[int]]]
@@ -129,9 +127,7 @@ def by_transformers(exported: Exported, model: Path, adapter: Path | None = None
     answers: Answers = []
     for messages in json.loads(exported.conversations.read_text()):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        written = policy.generate(
-            torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS
-        )
+        written = policy.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
         answers.append([ids, written[0, len(ids) :].tolist()])
     return answers
 

@@ -4,13 +4,17 @@ could not do, such as to sample without weights.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from policyloss.train.decoding import Completed, complete
+from policyloss.train.drawing import Rule
 from policyloss.train.rollout import vllm_engine
-from policyloss.train.sampler import Rule, complete, uniforms
+from policyloss.train.sampler import uniforms
 
 Call = tuple[str, dict[str, Any]]
 
@@ -33,10 +37,26 @@ def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
 
     module = ModuleType("vllm")
     module.__dict__.update(LLM=LLM, SamplingParams=sampling)
-    patch.setitem(__import__("sys").modules, "vllm", module)
+    patch.setitem(sys.modules, "vllm", module)
     cuda = SimpleNamespace(is_available=lambda: gpu)
-    patch.setattr(vllm_engine, "torch", SimpleNamespace(cuda=cuda))
+    patch.setattr(vllm_engine, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor))
     return calls
+
+
+def likeliest(one: Completed, count: int, vocabulary: int) -> list[list[tuple[int, float]]]:
+    """At each token, `count` ids with log-probabilities as vLLM reports them: those that were kept,
+    then others, which are −inf. (Of the kept, only that of the token itself is right.)
+    """
+    rows = []
+    for t, token in enumerate(one.tokens):
+        kept = list(range(vocabulary))
+        if one.support is not None:
+            ids, offsets = one.support
+            kept = ids[offsets[t] : offsets[t + 1]].tolist()
+        others = [v for v in range(vocabulary) if v not in kept]
+        row = [(v, float(one.logp[t]) if v == token else -1.0) for v in kept]
+        rows.append([*row, *((v, -float("inf")) for v in others)][:count])
+    return rows
 
 
 class _LLM:
@@ -52,7 +72,9 @@ class _LLM:
     def generate(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
         self.calls.append(("generate", options))
         assert self.good == {"weights", "kv_cache"}, f"only {self.good} can be used"
-        return [self._answer(x["prompt_token_ids"], p) for x, p in zip(prompts, params, strict=True)]
+        return [
+            self._answer(x["prompt_token_ids"], p) for x, p in zip(prompts, params, strict=True)
+        ]
 
     def collective_rpc(self, method: str, kwargs: Any) -> None:
         self.calls.append(("collective_rpc", {"method": method, "kwargs": kwargs}))
@@ -81,19 +103,23 @@ class _LLM:
         self.awake |= set(tags)
 
     def _answer(self, prompt: list[int], p: Any) -> SimpleNamespace:
-        rule = Rule(p.temperature, p.top_p, p.top_k)
-        drawn, ends = uniforms(p.seed, 0, p.n, p.max_tokens), p.stop_token_ids
-        pairs = complete(self.model, [prompt] * p.n, drawn, ends, rule, batch_tokens=4096)
-        outputs = [
-            SimpleNamespace(
-                token_ids=ids,
-                logprobs=[
-                    {token: SimpleNamespace(logprob=x)}
-                    for token, x in zip(ids, logp.tolist(), strict=True)
-                ],
-                finish_reason="stop" if ids[-1] in ends else "length",
-                weight_versions=[SimpleNamespace(version=self.version)],
-            )
-            for ids, logp in pairs
-        ]
-        return SimpleNamespace(outputs=outputs)
+        rule = Rule(p.temperature, p.top_p, p.top_k, processed=True)
+        drawn, ends, count = uniforms(p.seed, 0, p.n, p.max_tokens), p.stop_token_ids, p.logprobs
+        completed = complete(
+            self.model, [prompt] * p.n, drawn, ends, rule, batch_tokens=4096, supports=count > 0
+        )
+        assert p.flat_logprobs
+        return SimpleNamespace(outputs=[self._output(one, ends, count) for one in completed])
+
+    def _output(self, one: Completed, ends: list[int], count: int) -> SimpleNamespace:
+        rows = likeliest(one, count, self.model.config.vocab_size)
+        chosen = zip(one.tokens, one.logp.tolist(), strict=True)
+        pairs = [pair for first, row in zip(chosen, rows, strict=True) for pair in (first, *row)]
+        return SimpleNamespace(
+            token_ids=one.tokens,
+            logprobs=SimpleNamespace(
+                token_ids=[v for v, _ in pairs], logprobs=[x for _, x in pairs]
+            ),
+            finish_reason="stop" if one.tokens[-1] in ends else "length",
+            weight_versions=[SimpleNamespace(version=self.version)],
+        )

@@ -4,15 +4,21 @@ and in which order. `tests/engines` compares these calls with the vLLM that is i
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import fake_vllm
 import pytest
+import torch
 from started import started_once
 from train_loop_ranks import lines, make_model, train
 
+from policyloss.errors import InputError
+from policyloss.train.config import TrainConfig
 from policyloss.train.learner import Learner
+from policyloss.train.rollout.kept import Report
+from policyloss.train.rollout.protocol import RolloutError
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,15 @@ def run(
     return calls
 
 
+def gaps(out: Path) -> list[float]:
+    """How far the engine's log-probabilities are from the learner's, before it has learned."""
+    return [
+        abs(x - y)
+        for row in lines(out, "rollouts")
+        for x, y in zip(row["rollout_logp"], row["old_logp"], strict=True)
+    ]
+
+
 def test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,20 +93,66 @@ def test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights(
     assert options["gpu_memory_utilization"] == 0.3
     rows = lines(out, "rollouts")
     assert {(row["step"], row["weights"]) for row in rows} == {(1, 0), (2, 1)}
-    gaps = [
-        abs(x - y)
-        for row in rows
-        for x, y in zip(row["rollout_logp"], row["old_logp"], strict=True)
-    ]
-    assert max(gaps) < 1e-5
+    assert max(gaps(out)) < 1e-5
 
 
 @pytest.mark.parametrize(("gpu", "staleness"), [(True, 1), (False, 0)])
 def test_it_does_not_sleep_beside_the_learner_nor_on_a_cpu(
     gpu: bool, staleness: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = run(tmp_path / "run", monkeypatch, gpu=gpu, model=model, staleness=staleness)
+    options = {"model": model, "steps": 1, "staleness": staleness}
+    calls = run(tmp_path / "run", monkeypatch, gpu=gpu, **options)
     assert calls[0][1]["enable_sleep_mode"] is False
     assert not {name for name, _ in calls} & {"sleep", "wake_up"}
     versions = [options["new_version"] for name, options in calls if name[:6] == "update"]
-    assert versions == ["0", "1", "2"]
+    assert versions == ["0", "1"]
+
+
+# ---------------------------------------------------------------- the tokens that were kept
+
+
+def test_with_top_p_the_ratio_of_an_unchanged_policy_is_one(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All log-probabilities are asked for, because top-p may keep any number; the evaluation, which
+    takes the likeliest token, asks for none.
+    """
+    calls = run(tmp_path / "run", monkeypatch, model=model, top_p=0.8, temperature=2)
+    vocabulary = calls[0][1]["max_logprobs"]
+    assert vocabulary == 100
+    counts = {o["temperature"]: o["logprobs"] for name, o in calls if name == "SamplingParams"}
+    assert counts == {0.0: 0, 2: vocabulary}
+    assert max(gaps(tmp_path / "run")) < 1e-5
+    rows = lines(tmp_path / "run", "rollouts")
+    assert min(x for row in rows for x in row["rollout_logp"]) < -0.5  # there was a choice
+
+
+def test_how_many_log_probabilities_are_asked_for() -> None:
+    def count(vocabulary: int, **options: Any) -> int:
+        return Report.of(TrainConfig(rollout="vllm", **options), vocabulary).count
+
+    assert count(150_000) == 0
+    assert count(150_000, top_p=0.9, sampling_mask=False) == 0
+    assert count(150_000, top_k=50) == 114  # and 64 that may be as likely as the last
+    assert count(100, top_k=50) == 100
+    assert count(4096, top_p=0.9) == 4096
+    assert count(150_000, top_k=4032, top_p=0.9) == 4096
+    says = r"--rollout vllm would have to report 4097 .* add --top-k 4032 or less, or --no-samp"
+    for options in ({"top_p": 0.9}, {"top_k": 4033}):
+        with pytest.raises(InputError, match=says):
+            count(4097, **options)
+
+
+def test_the_kept_tokens_are_those_with_a_probability() -> None:
+    """Of three likeliest tokens, two, one and (in a vocabulary of three) all were kept. A server
+    writes −9999 for −inf.
+    """
+    ids = torch.tensor([[7, 3, 5], [2, 9, 4]])
+    logp = torch.tensor([[-0.1, -9.0, -math.inf], [0.0, -9999.0, -9999.0]])
+    kept, offsets = Report(3, 10).support(ids, logp)
+    assert (kept.tolist(), offsets.tolist()) == ([7, 3, 2], [0, 2, 3])
+    everything = torch.tensor([[-1.0, -1.0, -2.0]])
+    kept, offsets = Report(3, 3).support(ids[:1], everything)
+    assert (kept.tolist(), offsets.tolist()) == ([7, 3, 5], [0, 3])
+    with pytest.raises(RolloutError, match=r"vLLM kept 3 tokens or more, .* Use another --top-k"):
+        Report(3, 10).support(ids[:1], everything)
