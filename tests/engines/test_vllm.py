@@ -150,7 +150,7 @@ class Server:
         words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         words += ["--max-model-len", "256", "--enforce-eager", "--enable-scale-out"]
-        words += ["--logprobs-mode", "processed_logprobs"]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "200"]
         log = self.model.with_suffix(".server.log")
         self.process = Process(words, log, VLLM_SERVER_DEV_MODE="1")
 
@@ -173,10 +173,11 @@ def server(model: Path) -> Iterator[Server]:
 
 def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
     """First for longer than the trainer has patience: it stops, names the server, and resumes. Then
-    for less: it waits, gives the weights to the server that came back, and goes on.
+    for less: it waits, gives the weights to the server that came back, and goes on. The server cuts
+    by top-p, and says what it kept.
     """
     out = tmp_path / "run"
-    options = {"model": server.model, "rollout": server.address, **OPTIONS}
+    options = {"model": server.model, "rollout": server.address, "top_p": 0.9, **OPTIONS}
     first = trainer(out, **options, rollout_timeout=10)
     first.until(lambda: len(lines(out)) >= 3)
     server.process.kill()

@@ -1,5 +1,5 @@
 """The engine of the trainer beside the vLLM that is installed: its calls fit, and a real one sleeps
-and wakes with new weights as far as a CPU can.
+and wakes with new weights as far as a CPU can, and says which tokens it kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+import policyloss as pl
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.models import load
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Prompt, Sampling
 from policyloss.train.rollout.vllm_engine import VLLM
 from policyloss.train.rollout.weights import PolicyWeights
@@ -32,6 +34,7 @@ from policyloss.train.tasks import make_task
 # Warnings of another package are no errors here.
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 GREEDY = Sampling(8, 0.0, 1.0, 0, (1,), seed=0, draw=0)
+CUT = Sampling(8, 1.0, 0.9, 0, (1,), seed=3, draw=0, support=True)
 PROMPTS = [Prompt([20 + i, 30, 40 + i], number=1, place=i) for i in range(20)]
 
 
@@ -48,10 +51,16 @@ def learn(weights: PolicyWeights) -> None:
             x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())) * 0.05)
 
 
+def engine_of(weights: PolicyWeights) -> VLLM:
+    config = TrainConfig(rollout="vllm", dtype="float32", top_p=0.9)
+    return VLLM(config, weights, 8, Report.of(config, weights.model.config.vocab_size), print)
+
+
 def go_through(engine: VLLM, weights: PolicyWeights) -> None:
     """Everything that a run asks of an engine, in its order."""
     engine.update_weights(weights, 0)
     engine.generate(PROMPTS, GREEDY)
+    engine.generate(PROMPTS, CUT)
     engine.sleep()
     engine.wake()
     engine.update_weights(weights, 1)
@@ -64,7 +73,7 @@ def calls() -> list[fake_vllm.Call]:
     weights = policy()
     with pytest.MonkeyPatch.context() as patch:
         recorded = fake_vllm.installed(patch, gpu=True)
-        go_through(VLLM(TrainConfig(rollout="vllm"), weights, 8, print), weights)
+        go_through(engine_of(weights), weights)
     return recorded
 
 
@@ -116,7 +125,7 @@ def test_a_call_that_does_not_fit_is_named() -> None:
 def real() -> Iterator[tuple[VLLM, PolicyWeights]]:
     weights = policy()
     before = dict(os.environ)
-    engine = VLLM(TrainConfig(rollout="vllm", dtype="float32"), weights, 8, print)
+    engine = engine_of(weights)
     yield engine, weights
     engine.close()
     os.environ.clear()
@@ -152,3 +161,29 @@ def test_a_real_engine_sleeps_until_it_has_weights_and_answers_by_them(
     after = [one for group in engine.generate(PROMPTS, GREEDY) for one in group]
     assert {one.version for one in after} == {1}
     assert [one.ids for one in after] == by_transformers(weights) != before
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 1.0, "top_k": 7}, {"temperature": 0.7}])
+def test_by_the_tokens_that_were_kept_the_ratio_of_an_unchanged_policy_is_one(
+    cut: dict[str, Any], real: tuple[VLLM, PolicyWeights]
+) -> None:
+    """Over all tokens, log-probabilities are 0.1 lower on average: about -log 0.9, or more where
+    top-k leaves 7 of 100 tokens of a model that knows nothing.
+    """
+    engine, weights = real
+    sampling = dataclasses.replace(CUT, **cut)
+    engine.update_weights(weights, 2)
+    over_kept, over_all = [], []
+    for prompt, (one,) in zip(PROMPTS, engine.generate(PROMPTS, sampling), strict=True):
+        assert one.support is not None
+        if sampling.top_k:
+            assert one.support[1].diff().tolist() == [7] * len(one.ids)
+        with torch.no_grad():
+            logits = weights.model(torch.tensor([prompt.ids + one.ids])).logits[0, 2:-1]
+        ids, logp = torch.tensor(one.ids), torch.as_tensor(one.logp)
+        for gaps, support in ((over_kept, one.support), (over_all, None)):
+            mine = pl.logprobs(logits, ids, sampling.temperature, support=support)
+            gaps += (logp - mine).tolist()
+    assert len(over_kept) > 100
+    assert max(map(abs, over_kept)) < 1e-5
+    assert sum(over_all) / len(over_all) > 0.08
