@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,13 @@ class Server:
 
         self.process.until(answers)
 
+    def weights(self) -> tuple[str, str]:
+        """The start of a trainer that gave it weights, and the steps that these had learned."""
+        with urllib.request.urlopen(f"{self.address}/weight_info") as answer:
+            name = str(json.loads(answer.read())["weight_version"])
+        run, _, steps = name.rpartition("-")
+        return run, steps
+
 
 @pytest.fixture
 def server(model: Path) -> Iterator[Server]:
@@ -189,12 +197,14 @@ def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
 
     server.start()
     server.wait()
+    assert server.weights()[0] == ""  # those that it was started with
     done = len(lines(out))
     again = trainer(out, resume=True, rollout=server.address, rollout_timeout=300)
     again.until(lambda: len(lines(out)) >= done + 2)
     server.process.kill()
     server.start()
     assert again.ended() == 0
+    assert server.weights()[1] == "8"  # after its second restart
     assert_learned(out)
     assert_sampled_by_the_policy(out)
 
@@ -207,7 +217,10 @@ def test_a_server_samples_while_the_policy_learns_and_the_trainer_is_killed(
     first = trainer(out, **options)
     first.until(lambda: len(lines(out)) >= 4)
     first.kill()
+    run, _ = server.weights()
     assert trainer(out, resume=True, rollout=server.address).ended() == 0
+    assert server.weights()[0] not in ("", run)  # what was killed may have left any weights
+    assert server.weights()[1] == "8"
     assert_learned(out)
     rows = lines(out, "rollouts")
     wanted = {(1, 0), *((s + 1, s - 1) for s in range(1, 8))}
