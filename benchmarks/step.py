@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ SMALL_LENGTH, SMALL_VOCABULARY, SMALL_TOKENS = 32, 500, (64, 128)
 OURS, EAGER, BODY = "pl.hf.policy_loss", "eager logits", "body alone"
 # Of the loss, and of the gradient's length: logits that are rounded to bfloat16 are off by as much.
 ALLOWED = 0.05
+LONG_S = 2.0  # a step that takes longer is timed twice
 
 
 @dataclass(frozen=True)
@@ -242,38 +245,43 @@ def wrong(step: Step, model: Any, batch: Batch) -> str:
     return f"loss {loss:.4g} instead of {expected:.4g}, gradient off by {off:.2g}"
 
 
-def peak_bytes(call: Callable[[], None], device: str) -> int | None:
-    """The most memory that tensors take during a call, weights included; None on a CPU."""
-    if device == "cpu":
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated()
+@dataclass(frozen=True)
+class First:
+    """A head's first step. peak_bytes: the most memory, weights included; None on a CPU."""
+
+    peak_bytes: int | None
+    seconds: float
 
 
-def fits(step: Step, model: Any, batch: Batch) -> bool:
-    """Whether one step fits into memory."""
+def first_step(step: Step, model: Any, batch: Batch) -> First | None:
+    """One step, after which its kernels are there; None if it does not fit into memory."""
+    cuda, start = batch.ids.is_cuda, time.monotonic()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
         forward_backward(step, model, batch)
+        if cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if cuda else None
+        return First(peak, time.monotonic() - start)
     except torch.OutOfMemoryError:
         model.zero_grad(set_to_none=True)
-        return False
+        return None
     finally:
         gc.collect()
-        if batch.ids.is_cuda:
+        if cuda:
             torch.cuda.empty_cache()
-    return True
 
 
 def largest(step: Step, model: Any, most: int, make: Callable[[int], Batch]) -> int:
     """The most rows that fit, by doubling and then halving the gap; `most` at most."""
     low, high = 0, 1
-    while high <= most and fits(step, model, make(high)):
+    while high <= most and first_step(step, model, make(high)):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > max(low // 16, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(step, model, make(middle)) else (low, middle)
+        low, high = (middle, high) if first_step(step, model, make(middle)) else (low, middle)
     return low
 
 
@@ -298,18 +306,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             checked |= {} if problem else {who: step}
         for tokens in options.tokens or sizes:
             batch = batch_of(tokens // length)
-            fitting = {who: step for who, step in checked.items() if fits(step, model, batch)}
-            calls = {
-                who: lambda step=step, batch=batch, model=model: forward_backward(
-                    step, model, batch
-                )
-                for who, step in fitting.items()
-            }
-            times = time_interleaved(calls, rounds, device, warmup=1)
+            firsts = {who: first_step(step, model, batch) for who, step in checked.items()}
+            fitting = {who: first for who, first in firsts.items() if first is not None}
+            calls = {who: partial(forward_backward, checked[who], model, batch) for who in fitting}
+            # The first step was the warm-up, and long steps are steady.
+            few = {who: 2 for who, first in fitting.items() if first.seconds > LONG_S}
+            times = time_interleaved(calls, rounds, device, warmup=0, few=few)
             for who in checked:
                 row = {"model": name, "tokens": tokens, "head": who}
-                if who in calls:
-                    row |= {**times[who], "peak_bytes": peak_bytes(calls[who], device)}
+                if who in fitting:
+                    row |= {**times[who], "peak_bytes": fitting[who].peak_bytes}
                 rows.append(row)
                 print(row, flush=True)
             del batch, calls
