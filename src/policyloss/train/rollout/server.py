@@ -123,12 +123,10 @@ class Server:
             if error.code < 500:
                 raise InputError(f"the server {self.address} {text}") from error
             raise ServerError(self, text) from error
-        except TimeoutError as error:
-            raise ServerError(self, f"did not answer {path} in {timeout:g} s.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise ServerError(self, f"did not answer {path} in {timeout:g} s.") from error
-            raise ServerError(self, f"did not answer {path}: {error}.") from error
+            late = isinstance(getattr(error, "reason", error), TimeoutError)
+            why = f" in {timeout:g} s." if late else f": {error}."
+            raise ServerError(self, f"did not answer {path}{why}") from error
 
 
 def _get(data: Any, *names: str) -> Any:

@@ -126,15 +126,18 @@ class VLLM:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def _completion(self, one: Any, count: int) -> Completion:
-        """At each place, vLLM reports the token that was drawn, then the `count` likeliest."""
+        """At each place, vLLM reports the token that was drawn, then the `count` likeliest. A
+        completion by no weights of ours, or by several, has the version −1, which nobody wants.
+        """
         ids, logp = (
             torch.tensor(numbers).view(len(one.token_ids), 1 + count)
             for numbers in (one.logprobs.token_ids, one.logprobs.logprobs)
         )
         support = self._report.support(ids[:, 1:], logp[:, 1:]) if count else None
-        spans = [span.version for span in one.weight_versions or ()]
+        versions = [span.version for span in one.weight_versions or ()]
+        version = int(versions[0]) if len(versions) == 1 and versions[0].isdecimal() else -1
         finished = one.finish_reason == "stop"
-        return Completion(list(one.token_ids), logp[:, 0], finished, only(spans), support)
+        return Completion(list(one.token_ids), logp[:, 0], finished, version, support)
 
 
 def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]:
@@ -152,8 +155,3 @@ def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]
         "ignore_eos": True,
         "logprobs": count,
     }
-
-
-def only(versions: Sequence[str]) -> int:
-    """The one version of the weights that sampled a completion; −1 if there is none of ours."""
-    return int(versions[0]) if len(versions) == 1 and versions[0].isdecimal() else -1
