@@ -28,7 +28,7 @@ from benchmarks import peers
 from benchmarks.harness import environment, time_interleaved, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SPEC = pl.preset("ppo_dual_clip")
+SPEC = pl.preset("ppo")  # whose numbers every head below can make
 LENGTH, VOCABULARY = 2048, 151_936
 # Qwen3's sizes: hidden, intermediate, layers, heads, heads of keys and values.
 MODELS = {
@@ -121,7 +121,7 @@ def trl_chunked(folder: Path) -> Step:
 
 
 def liger(folder: Path) -> Step:
-    """Liger's fused GRPO loss on the second half of each row; it has no dual bound."""
+    """Liger's fused GRPO loss on the second half of each row."""
     fused = peers.liger_grpo_loss(folder)(
         beta=0.0, use_ref_model=False, compiled=torch.cuda.is_available()
     )
@@ -292,6 +292,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     length = SMALL_LENGTH if options.small else LENGTH
     vocabulary = SMALL_VOCABULARY if options.small else VOCABULARY
     present, absent = steps(options.peers, device)
+    present = {who: step for who, step in present.items() if who in (options.head or present)}
 
     def batch_of(rows: int) -> Batch:
         return Batch.of(rows, length, vocabulary, device)
@@ -343,6 +344,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--model", action="append", help="only this model (may be repeated)")
     parser.add_argument("--tokens", action="append", type=int, help="only so many tokens")
+    parser.add_argument("--head", action="append", help="only this head (may be repeated)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--largest", type=int, default=0, help="also look for the largest batch, up to so many rows"
