@@ -293,4 +293,18 @@ TRAIN = (
         "0 <= most < 0",
         "test_train_servers.py::test_a_server_must_report_all_that_it_kept",
     ),
+    (
+        "a_teacher_that_is_nowhere_is_missed",
+        "train/missing.py",
+        "not config.teacher.is_dir()",
+        "False",
+        _DOORS + "test_a_path_that_leads_nowhere_is_refused_before_anything_is_written",
+    ),
+    (
+        "a_mismatch_is_said_again_and_again",
+        "train/rollout/session.py",
+        "if same or self.mismatched:",
+        "if same:",
+        _SUPPORT + "test_an_engine_that_does_not_say_what_it_kept_is_named_once",
+    ),
 )

@@ -105,6 +105,32 @@ def test_it_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @needs_torchao
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_compiled_step_on_a_gpu_is_that_of_the_cpu_and_goes_on_bit_for_bit() -> None:
+    gradients = [torch.randn(256, 64, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    weights = [nn.Parameter(torch.ones(256, 64, device=device)) for device in ("cpu", "cuda")]
+    optimizers = [AdamW8bit([weight], **OPTIONS) for weight in weights]
+    for gradient in gradients:
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = gradient.to(weight.device)
+            optimizer.step()
+    torch.testing.assert_close(weights[1].detach().cpu(), weights[0].detach(), rtol=0, atol=2e-3)
+    module, again = nn.Linear(64, 256, bias=False, device="cuda"), nn.Linear(64, 256, bias=False)
+    again.cuda().load_state_dict(module.state_dict())
+    first, second = (AdamW8bit([m.weight], **OPTIONS) for m in (module, again))
+    for gradient in gradients[:3]:
+        module.weight.grad = gradient.cuda()
+        first.step()
+    again.load_state_dict(module.state_dict())
+    load_optimizer_state(again, second, *optimizer_state(module, first))
+    for gradient in gradients[3:]:
+        for m, optimizer in ((module, first), (again, second)):
+            m.weight.grad = gradient.cuda()
+            optimizer.step()
+    assert torch.equal(module.weight, again.weight)
+
+
+@needs_torchao
 def test_small_steps_add_up_in_bfloat16() -> None:
     """As those of `MasterAdamW`: a hundred steps of 1e-4 are one of 0.01."""
     weight = nn.Parameter(torch.ones(16, 256, dtype=torch.bfloat16))
