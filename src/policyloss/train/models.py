@@ -5,6 +5,7 @@ head; and a critic made of it.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,11 @@ from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# transformers imports torchao where it is installed, which warns of kernels that it cannot load and
+# that nothing here needs, and so does torch of how it is written.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def load(
@@ -139,15 +145,15 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Inside, transformers shows no progress bar for every file that it reads or writes."""
-    from transformers.utils import logging
+    from transformers.utils import logging as bars
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def refuse_missing_folder(model: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -181,9 +180,6 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def torchao() -> tuple[Any, Any]:
     """torchao's optimizer, and its tensor of 8 bits; an error that says how to get it."""
-    # It warns of kernels that it cannot load, none of which an optimizer needs.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
         from torchao.optim import AdamW8bit as Library
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -192,6 +188,4 @@ def torchao() -> tuple[Any, Any]:
             "--optimizer adamw8bit needs the package torchao: pip install 'policyloss[optimizers]',"
             f" or leave it out ({error})."
         ) from error
-    finally:
-        logging.disable(before)
     return Library, OptimState8bit
