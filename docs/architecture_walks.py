@@ -102,10 +102,11 @@ def head_walk() -> Walk:
     from policyloss.head.backward import Sums
     from policyloss.head.head import Head
     from policyloss.head.linear import head_of
-    from policyloss.head.loss import linear_policy_loss, run_windows
+    from policyloss.head.loss import linear_policy_loss
     from policyloss.head.matmul import rounded_product
     from policyloss.head.plans import loss_plan
     from policyloss.head.softmax_rows import row_gradient, row_partials
+    from policyloss.head.walk import run_windows
     from policyloss.head.windows import Batch, batch_of, token_windows
     from policyloss.loss import loss_of, token_losses
 

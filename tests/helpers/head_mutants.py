@@ -186,8 +186,8 @@ HEAD = (
     (
         "head_masked_gradient_leaks",
         "head/logits.py",
-        "dlogp = torch.where(valid, dlogp, 0)",
-        "dlogp = dlogp",
+        "dlogp, dentropy = _at_valid(dlogp, valid), _at_valid(dentropy, valid)",
+        "dentropy = _at_valid(dentropy, valid)",
         _LOGITS + "test_garbage_at_masked_rows",
     ),
     (
