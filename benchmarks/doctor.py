@@ -25,20 +25,21 @@ from typing import Any
 import torch
 
 from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
-from benchmarks.doctor_models import MIXTURES, prompts
+from benchmarks.doctor_models import DENSE, MIXTURES, prompts
 from policyloss.doctor import doctor
 
 ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
-MODELS = ("llama", "gpt2")
 SIZES = (32, 8)  # rows of a batch
 FEW = (4, 2, 1)  # rows, to find the least number of tokens
-FEW_SEEDS = 6
+FEW_SEEDS = 10
 RECORDED = 2  # batches of each set that the tests read
 CUTS = {"top_k": "top_p", "min_p": "top_p"}  # what pairs alone cannot tell apart
 # What pairs alone can name; the others need the model.
 FROM_PAIRS = {
     "healthy_f32": "healthy",
     "healthy_bf16": "healthy",
+    "healthy_autocast": "healthy",
+    "weights_bf16": "healthy",  # an engine in bf16 and a trainer in float32
     "temperature": "temperature",
     "temperature_raw": "temperature",
     "top_p": "top_p",
@@ -58,11 +59,11 @@ FROM_PAIRS = {
 
 def prepare(work: Path, engine_python: str) -> None:
     """Make the models and the rollouts that are missing."""
-    for name in (*MODELS, *MIXTURES):
+    for name in (*DENSE, *MIXTURES):
         folder = work / "models" / name
         if not (folder / "base").exists():
             _run([sys.executable, "-m", "benchmarks.doctor_models", str(folder), name])
-    for name in MODELS:
+    for name in DENSE:
         out = work / "rollouts" / name
         for report, dtype in ENGINES:
             last = {"raw": "merged", "processed": "temperature+top_p"}[report]
@@ -85,7 +86,7 @@ def jobs(seeds: int) -> Iterator[tuple[str, str, int, int]]:
     for sizes, count in ((SIZES, seeds), (FEW, min(seeds, FEW_SEEDS))):
         for seed in range(count):
             for fault in FAULTS:
-                for model in MIXTURES if fault == "router" else MODELS:
+                for model in MIXTURES if fault == "router" else DENSE:
                     for rows in sizes:
                         yield fault, model, seed, rows
 
@@ -120,13 +121,19 @@ def diagnose_all(
     for old in sorted(work.glob("verdicts*.jsonl")):
         done |= {row["job"]: row for row in map(json.loads, old.read_text().splitlines())}
     file = work / f"verdicts{part}.jsonl"
-    sources = {name: source(work, name) for name in (*MODELS, *MIXTURES)}
+    mine = [
+        (job, fault, model, seed, rows)
+        for fault, model, seed, rows in jobs(seeds)
+        if (job := f"{fault}/{model}/{seed}/{rows}") not in done
+        and zlib.crc32(job.encode()) % parts == part
+    ]
+    sources = {name: source(work, name) for name in (*DENSE, *MIXTURES)}
     with file.open("a") as out:
-        for fault, model, seed, rows in jobs(seeds):
-            job = f"{fault}/{model}/{seed}/{rows}"
-            mine = zlib.crc32(job.encode()) % parts == part
-            if job in done or not mine or time.monotonic() > deadline:
-                continue
+        for number, (job, fault, model, seed, rows) in enumerate(mine):
+            if time.monotonic() > deadline:
+                break
+            if number % 20 == 0:
+                print(f"{number} of {len(mine)} diagnoses, next {job}", flush=True)
             torch.manual_seed(zlib.crc32(job.encode()))
             try:
                 batch = FAULTS[fault](sources[model], seed, rows)

@@ -116,5 +116,6 @@ class Padding:
                     "positions",
                     f"the model behind {side} {what}",
                     sign * effect,
+                    share="exact",
                     details={"what": what, "side": side},
                 )
