@@ -45,7 +45,8 @@ def _engine(
     if config.top_p < 1 or config.top_k:
         warn(
             f"--rollout {name} gives log-probabilities over the tokens that --top-p and --top-k "
-            "keep, and the learner over all; so the ratio of an unchanged policy is not 1."
+            "keep, and the learner over all; so the ratio of an unchanged policy is not 1. "
+            "`policyloss doctor` on rollouts.jsonl shows by how much."
         )
     if name == "vllm":
         if ranks.world > 1:
