@@ -50,7 +50,8 @@ def _page(data: dict[str, Any]) -> str:
         f"({', '.join(data['models'])}) are none of those that thresholds were chosen on. Of "
         f"{data['diagnoses']:,} batches ({data['seeds']} seeds of "
         f"{' and '.join(map(str, data['sizes']))} rows of about 26 tokens), "
-        f"**{data['right']:.1%}** were diagnosed right with the model. False alarms on healthy float32 and bf16: "
+        f"**{data['right']:.1%}** were diagnosed right with the model. False alarms on healthy "
+        "float32 and bf16: "
         f"**{data['false_alarms']:.1%}** with the model, **{data['false_alarms_from_pairs']:.1%}** "
         "from pairs alone.",
         "![A row for each fault, a column for each verdict](figures/doctor.svg)",

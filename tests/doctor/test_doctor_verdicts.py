@@ -265,6 +265,13 @@ def test_ids_that_differ_are_certain() -> None:
     assert pl.doctor(**a, rollout_ids=a["ids"]).healthy
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_the_transcripts_of_the_page_are_real(name: str) -> None:
+    page = (RECORDED.parents[2] / "docs" / "doctor.md").read_text()
+    title, _, evidence, remedy = str(verdict(name)).splitlines()[:4]
+    assert all(line in page for line in (title, evidence, remedy))
+
+
 def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     found = verdict("temperature")
     assert str(found).startswith("a temperature on one side only (confidence")
@@ -272,4 +279,6 @@ def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     data = found.to_dict()
     assert data["cause"] == "temperature"
     assert data["alternatives"][0]["unexplained"] > 0.05
+    assert "  all  numbers one token off" not in str(found)
+    assert "<td>all</td><td>numbers one token off</td>" in found._repr_html_()
     assert "<table>" in found._repr_html_()

@@ -38,11 +38,6 @@ class Case:
             return both[:1]
         return both[1:] if gaps[0] < 0.5 * gaps[1] else both
 
-    def select(self, chosen: Tensor) -> Case:
-        """Some of the tokens, by index or by flag."""
-        scorer = None if self.scorer is None else self.scorer.select(chosen)
-        return Case(self.pairs.select(chosen), scorer)
-
     def realigned(self, source: Tensor) -> Case:
         """The case with the engine's numbers at the tokens they belong to."""
         pairs = self.pairs.with_rollout_from(source)
