@@ -212,7 +212,7 @@ def run_all(
         flush=True,
     )
     done: list[Record] = []
-    for record in _in_processes(left, workers, work) if workers > 1 else map(work, left):
+    for record in in_processes(left, workers, work) if workers > 1 else map(work, left):
         if not record:
             raise KeyboardInterrupt
         results.add(record)
@@ -221,7 +221,7 @@ def run_all(
     return done
 
 
-def _in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
+def in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
     """As they are done. No more are handed out than run, so that nothing new begins after Ctrl-C.
 
     Processes are forked: they have what was imported here.

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from benchmarks import peers
 from benchmarks.harness import environment, time_interleaved, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SPEC = pl.preset("ppo_dual_clip")
+SPEC = pl.preset("ppo")  # whose numbers every head below can make
 LENGTH, VOCABULARY = 2048, 151_936
 # Qwen3's sizes: hidden, intermediate, layers, heads, heads of keys and values.
 MODELS = {
@@ -40,6 +42,7 @@ SMALL_LENGTH, SMALL_VOCABULARY, SMALL_TOKENS = 32, 500, (64, 128)
 OURS, EAGER, BODY = "pl.hf.policy_loss", "eager logits", "body alone"
 # Of the loss, and of the gradient's length: logits that are rounded to bfloat16 are off by as much.
 ALLOWED = 0.05
+LONG_S = 2.0  # a step that takes longer is timed twice
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def trl_chunked(folder: Path) -> Step:
 
 
 def liger(folder: Path) -> Step:
-    """Liger's fused GRPO loss on the second half of each row; it has no dual bound."""
+    """Liger's fused GRPO loss on the second half of each row."""
     fused = peers.liger_grpo_loss(folder)(
         beta=0.0, use_ref_model=False, compiled=torch.cuda.is_available()
     )
@@ -242,38 +245,43 @@ def wrong(step: Step, model: Any, batch: Batch) -> str:
     return f"loss {loss:.4g} instead of {expected:.4g}, gradient off by {off:.2g}"
 
 
-def peak_bytes(call: Callable[[], None], device: str) -> int | None:
-    """The most memory that tensors take during a call, weights included; None on a CPU."""
-    if device == "cpu":
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated()
+@dataclass(frozen=True)
+class First:
+    """A head's first step. peak_bytes: the most memory, weights included; None on a CPU."""
+
+    peak_bytes: int | None
+    seconds: float
 
 
-def fits(step: Step, model: Any, batch: Batch) -> bool:
-    """Whether one step fits into memory."""
+def first_step(step: Step, model: Any, batch: Batch) -> First | None:
+    """One step, after which its kernels are there; None if it does not fit into memory."""
+    cuda, start = batch.ids.is_cuda, time.monotonic()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
         forward_backward(step, model, batch)
+        if cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if cuda else None
+        return First(peak, time.monotonic() - start)
     except torch.OutOfMemoryError:
         model.zero_grad(set_to_none=True)
-        return False
+        return None
     finally:
         gc.collect()
-        if batch.ids.is_cuda:
+        if cuda:
             torch.cuda.empty_cache()
-    return True
 
 
 def largest(step: Step, model: Any, most: int, make: Callable[[int], Batch]) -> int:
     """The most rows that fit, by doubling and then halving the gap; `most` at most."""
     low, high = 0, 1
-    while high <= most and fits(step, model, make(high)):
+    while high <= most and first_step(step, model, make(high)):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > max(low // 16, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(step, model, make(middle)) else (low, middle)
+        low, high = (middle, high) if first_step(step, model, make(middle)) else (low, middle)
     return low
 
 
@@ -284,6 +292,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     length = SMALL_LENGTH if options.small else LENGTH
     vocabulary = SMALL_VOCABULARY if options.small else VOCABULARY
     present, absent = steps(options.peers, device)
+    present = {who: step for who, step in present.items() if who in (options.head or present)}
 
     def batch_of(rows: int) -> Batch:
         return Batch.of(rows, length, vocabulary, device)
@@ -298,18 +307,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             checked |= {} if problem else {who: step}
         for tokens in options.tokens or sizes:
             batch = batch_of(tokens // length)
-            fitting = {who: step for who, step in checked.items() if fits(step, model, batch)}
-            calls = {
-                who: lambda step=step, batch=batch, model=model: forward_backward(
-                    step, model, batch
-                )
-                for who, step in fitting.items()
-            }
-            times = time_interleaved(calls, rounds, device, warmup=1)
+            firsts = {who: first_step(step, model, batch) for who, step in checked.items()}
+            fitting = {who: first for who, first in firsts.items() if first is not None}
+            calls = {who: partial(forward_backward, checked[who], model, batch) for who in fitting}
+            # The first step was the warm-up, and long steps are steady.
+            few = {who: 2 for who, first in fitting.items() if first.seconds > LONG_S}
+            times = time_interleaved(calls, rounds, device, warmup=0, few=few)
             for who in checked:
                 row = {"model": name, "tokens": tokens, "head": who}
-                if who in calls:
-                    row |= {**times[who], "peak_bytes": peak_bytes(calls[who], device)}
+                if who in fitting:
+                    row |= {**times[who], "peak_bytes": fitting[who].peak_bytes}
                 rows.append(row)
                 print(row, flush=True)
             del batch, calls
@@ -337,6 +344,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--model", action="append", help="only this model (may be repeated)")
     parser.add_argument("--tokens", action="append", type=int, help="only so many tokens")
+    parser.add_argument("--head", action="append", help="only this head (may be repeated)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--largest", type=int, default=0, help="also look for the largest batch, up to so many rows"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -62,6 +62,7 @@ class LossSpec(Part):
     kl: Any = None
     entropy_coef: Annotated[float, within(finite=True)] = 0.0
     aggregate: Any = _TOKEN_MEAN
+    _is_data: ClassVar[bool]
 
     def __post_init__(self) -> None:
         parts = self.correction
@@ -73,9 +74,12 @@ class LossSpec(Part):
         if isinstance(self.kl, (tuple, list)):
             pulls = tuple(self.kl)
             object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
-        for slot in _VARIANTS:
-            for part in self.parts_in(slot):
-                check_part(slot, part)
+        filled = [(slot, part) for slot in _VARIANTS for part in self.parts_in(slot)]
+        for slot, part in filled:
+            check_part(slot, part)
+        # Known from now on: older compilers cannot look a class up in a table.
+        is_data = all(type(part) in known_parts(slot).values() for slot, part in filled)
+        object.__setattr__(self, "_is_data", is_data)
         super().__post_init__()
         self._check_fit()
 
@@ -121,8 +125,7 @@ class LossSpec(Part):
     @property
     def is_data(self) -> bool:
         """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
-        parts = [(slot, part) for slot in _VARIANTS for part in self.parts_in(slot)]
-        return all(type(part) in known_parts(slot).values() for slot, part in parts)
+        return self._is_data
 
     def parts_in(self, slot: str) -> tuple[Any, ...]:
         """The parts that fill a slot: none, one, or several."""

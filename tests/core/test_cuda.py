@@ -50,7 +50,7 @@ def test_nothing_waits_for_the_host(name, packed):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = pl.policy_loss(PRESETS[name], logp, **batch.others())
+        out = pl.policy_loss(PRESETS[name], logp, **batch.others(PRESETS[name]))
         out.loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -84,15 +84,25 @@ def test_compiled_on_the_gpu(name):
     torch.testing.assert_close(logp.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-# verl and OpenRLHF compute these in float32 whatever they are given;
+# The frameworks compute these in float32 whatever they are given;
 # elsewhere that leaves another rounding.
-IN_FLOAT32 = ("advantage grpo_vectorized", "advantage gdpo", "compute_approx_kl")
+IN_FLOAT32 = (
+    "advantage grpo_vectorized",
+    "advantage gdpo",
+    "compute_approx_kl",
+    "distillation.",
+    "ChunkedDivergenceFunction",
+    "DistillationTrainer's loss",
+)
 
 
 def tolerance(name, output):
     """1e-12, but for what is float32 inside, and for a deviation √(E[x²] − E[x]²),
-    which makes 1e-8 of a rounding of 1e-16.
+    which makes 1e-8 of a rounding of 1e-16. A divergence is a sum of differences of logarithms of
+    about 10, whose rounding in float32 is 1e-6.
     """
+    if "Divergence" in name:
+        return 4e-6
     return 1e-6 if name.startswith(IN_FLOAT32) or output.endswith("_std") else 1e-12
 
 

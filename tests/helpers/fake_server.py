@@ -16,7 +16,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from policyloss.train.sampler import Rule, complete, uniforms
+from policyloss.train.decoding import complete
+from policyloss.train.drawing import Rule
+from policyloss.train.sampler import uniforms
 
 
 class FakeServer:
@@ -143,5 +145,5 @@ class FakeServer:
                 "finish_reason": "stop" if ids[-1] in p["stop_token_ids"] else "length",
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
             }
-            for ids, logp in pairs
+            for ids, logp, _ in pairs
         ]

@@ -4,11 +4,12 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS, _REAL = (
+_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
     "test_train_real_models.py::",
+    "test_train_support.py::",
 )
 TRAIN = (
     (
@@ -206,5 +207,68 @@ TRAIN = (
         "_put(old, new_logp)",
         "pass",
         "test_train_learner.py::test_old_log_probabilities_are_the_policy_s_or_the_sampler_s",
+    ),
+    (
+        "the_learner_forgets_what_was_kept",
+        "train/learner.py",
+        'support=micro["support"],',
+        "support=None,",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "the_fused_loss_forgets_what_was_kept",
+        "train/learner.py",
+        '"support": support}',
+        '"support": None}',
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "the_loss_of_logits_forgets_what_was_kept",
+        "train/learner.py",
+        "softcap=softcap, support=support\n",
+        "softcap=softcap\n",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "what_was_kept_stays_where_it_was",
+        "train/batches.py",
+        "[self.kept[i] for i in chosen]",
+        "[self.kept[i] for i in range(len(chosen))]",
+        _SUPPORT + "test_a_pack_lays_out_what_each_place_predicts_from",
+    ),
+    (
+        "log_probabilities_are_always_raw",
+        "train/drawing.py",
+        "if rule.processed:",
+        "if False:",
+        _SUPPORT + "test_processed_log_probabilities_by_hand",
+    ),
+    (
+        "supports_of_rows_are_mixed_up",
+        "train/supports.py",
+        "[torch.cat(self._rows).argsort(stable=True)]",
+        "",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "any_support_of_an_engine_is_taken",
+        "train/rollout/protocol.py",
+        "return None if wrong is None else",
+        "return None if True else",
+        _SUPPORT + "test_the_support_that_an_engine_returns_is_checked",
+    ),
+    (
+        "a_teacher_that_is_nowhere_is_missed",
+        "train/missing.py",
+        "not config.teacher.is_dir()",
+        "False",
+        _DOORS + "test_a_path_that_leads_nowhere_is_refused_before_anything_is_written",
+    ),
+    (
+        "a_mismatch_is_said_again_and_again",
+        "train/rollout/session.py",
+        "if same or self.mismatched:",
+        "if same:",
+        _SUPPORT + "test_an_engine_that_does_not_say_what_it_kept_is_named_once",
     ),
 )

@@ -122,6 +122,7 @@ EXTRAS = {
         "rich",
         "safetensors",
         "tokenizers",
+        "torchao",
         "transformers",
         "tyro",
     }

@@ -23,7 +23,7 @@ from policyloss.train.sampler import Sample, sample
 LENGTHS = (9, 2, 5, 1, 7)  # places: tokens less one
 SIZES = {
     "vocab_size": 31,
-    "hidden_size": 16,
+    "hidden_size": 32,  # eight for each head, as torch's kernel wants it
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -53,6 +53,9 @@ def make(kind: str, dtype: torch.dtype = torch.float64) -> Any:
         "gemma2": lambda: t.Gemma2Config(**SIZES, **heads, **layers, **gemma2),
         "gemma3": lambda: t.Gemma3TextConfig(**SIZES, **heads, **layers),
         "mixtral": lambda: t.MixtralConfig(**SIZES, **experts),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(
+            **SIZES, **heads, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         "granite": lambda: t.GraniteConfig(**SIZES, logits_scaling=4.0),
         "gpt2": lambda: t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, **ends),
         "opt": lambda: t.OPTConfig(**wide, ffn_dim=32, word_embed_proj_dim=16, **ends),
@@ -136,7 +139,7 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way "varlen" with a kernel that runs here."""
-    monkeypatch.setattr(attention, "_kernel", lambda: per_sequence)
+    monkeypatch.setattr(attention, "_varlen", per_sequence)
     monkeypatch.setattr(attention, "_unavailable", lambda name, model: "")
 
 
@@ -300,8 +303,18 @@ def test_a_cut_holds_every_sequence_once_and_bounds_its_cost(way: Any, budget: i
     for part in cut:
         tokens = sum(lengths[i] for i in part)
         places = tokens if way.name == "varlen" else len(part) * max(lengths[i] for i in part)
-        assert places <= budget or len(part) == 1
+        limit = budget * (1 + attention.SLACK) if way.name == "varlen" else budget
+        assert places <= limit or len(part) == 1
         assert tokens >= 0.75 * places
+
+
+def test_a_scrap_is_spread_and_parts_are_of_one_size() -> None:
+    """256 sequences of 135 tokens are 34560: two parts of 17280 are a sixteenth over 16384 and no
+    more. One token less of a budget, and it takes three, none of them a scrap.
+    """
+    assert [len(part) for part in Packed("varlen").cut([135] * 256, 16384)] == [128, 128]
+    assert [len(part) for part in Packed("varlen").cut([135] * 256, 16263)] == [85, 86, 85]
+    assert Packed("varlen").cut([3, 50, 4], 8) == [[0], [1], [2]]
 
 
 # --- on a GPU
@@ -321,10 +334,13 @@ def test_torch_s_kernel_is_each_sequence_alone_in_bfloat16(kind: str) -> None:
     scale = expected.abs().max()
     error, rounding = ((x.double() - expected).abs().max() / scale for x in (together, single))
     assert error <= 2 * rounding + 0.01
-    for name, gradient in gradients(exact, expected).items():
-        found = gradients(model, way.hidden(parts(model)[0], batch.micro_batch()))[name]
-        size = gradient.norm()
-        assert (found.double() - gradient).norm() <= 0.1 * size + 1e-6, name
+    exactly, singly = gradients(exact, expected), gradients(model, single)
+    actual = gradients(model, way.hidden(parts(model)[0], batch.micro_batch()))
+    for name, gradient in exactly.items():
+        # A bias of keys moves all scores of a query alike: its gradient is 0 up to rounding.
+        size = exactly[name.replace("k_proj.bias", "q_proj.bias")].norm()
+        error, rounding = ((x[name].double() - gradient).norm() for x in (actual, singly))
+        assert error <= 2 * rounding + 0.02 * size, name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -347,7 +363,7 @@ def test_a_run_says_and_stores_how_sequences_went_through(
     """At its start, and again at each resume, which may be on another machine."""
     model = train_loop_ranks.make_model(tmp_path / "model")
     out = tmp_path / "run"
-    assert train_loop_ranks.train(out, model=model, steps=2) == 0
+    assert train_loop_ranks.train(out, model=model, steps=2, device="cpu") == 0
     assert "; attention: rows\n" in capsys.readouterr().out
     assert train_loop_ranks.resume(out, extend=3, attention="rows") == 0
     environment = json.loads((out / "environment.json").read_text())

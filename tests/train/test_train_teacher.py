@@ -13,7 +13,8 @@ import policyloss as pl
 from policyloss.train.advantages import judge
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig, check_together
-from policyloss.train.sampler import Rule, Sample, draw, support
+from policyloss.train.drawing import Rule, draw
+from policyloss.train.sampler import Sample
 
 SMALL: dict[str, Any] = {
     "steps": 1,
@@ -121,9 +122,9 @@ def test_the_support_of_a_sampler_is_replayed() -> None:
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50, 30, generator=g)
     rule = Rule(0.8, top_p=0.9)
-    ids, over_all = draw(logits, torch.rand(50, generator=g, dtype=torch.float64), rule)
+    ids, over_all, kept = draw(logits, torch.rand(50, generator=g, dtype=torch.float64), rule)
     p = (logits / 0.8).softmax(-1)
-    kept = support(p, rule.top_p, rule.top_k)
+    assert kept is not None
     assert kept.sum() < kept.numel() / 2
     pair = kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
     logp = pl.logprobs(logits, ids, 0.8, support=pair)

@@ -103,17 +103,18 @@ class Batch:
             arguments["advantages"] = self.advantages.unsqueeze(0)
         return arguments
 
-    def others(self) -> dict[str, Any]:
-        """Every argument but logp."""
-        return {name: x for name, x in self.kwargs.items() if name != "logp"}
+    def others(self, spec: LossSpec | None = None) -> dict[str, Any]:
+        """Every argument but logp. spec: what it differentiates besides carries a gradient."""
+        reads = () if spec is None else spec.reads
+        return {
+            name: x.detach().requires_grad_() if name in DIFFERENTIATED and name in reads else x
+            for name, x in self.kwargs.items()
+            if name != "logp"
+        }
 
     def loss(self, spec: LossSpec, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and gradient in logp (zero at masked positions by contract)."""
         logp = self.logp.detach().requires_grad_()
-        others = self.others()
-        for name in DIFFERENTIATED:
-            if name in spec.reads:
-                others[name] = getattr(self, name).detach().requires_grad_()
-        out = policy_loss(spec, logp, **{**others, **kwargs})
+        out = policy_loss(spec, logp, **{**self.others(spec), **kwargs})
         (gradient,) = torch.autograd.grad(out.loss, logp)
         return out.loss.detach(), gradient

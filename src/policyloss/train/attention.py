@@ -13,9 +13,9 @@ Legend: N tokens of a micro-batch, end to end, S sequences, H hidden.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    _VARLEN_ARGUMENTS = frozenset()
+
 PADDING = 0.25  # the largest share of a padded micro-batch that may be padding
+SLACK = 1 / 16  # how far a packed micro-batch may be over its budget
 _VARLEN = "policyloss_varlen"  # our name in the registry of transformers
 _FLASH = "flash_attention_2"  # the registry's own
 # Arguments of an attention function that change its numbers and that `varlen_attn` does not know.
@@ -38,7 +46,7 @@ class Attention(Protocol):
         """As `--attention` takes it."""
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """Which sequences go through together: at most `budget` tokens, or one sequence."""
+        """Which sequences go through together: about `budget` tokens at most, or one sequence."""
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
@@ -83,15 +91,22 @@ class Packed:
     name: str
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """In their order."""
+        """In their order, into parts of about one size.
+
+        They may be `SLACK` over the budget, if that saves a part: a short one takes the host nearly
+        as long as a full one.
+        """
+        limit = int(budget * (1 + SLACK))
+        even = sum(lengths) / max(math.ceil(sum(lengths) / limit), 1)
         parts: list[list[int]] = []
-        used = 0
+        used = done = 0
         for i, n in enumerate(lengths):
-            if not parts or used + n > budget:
+            full = used + n > limit or done + n / 2 > even * len(parts)
+            if not parts or full:
                 parts.append([])
                 used = 0
             parts[-1].append(i)
-            used += n
+            used, done = used + n, done + n
         return parts
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
@@ -153,7 +168,7 @@ def _unavailable(name: str, model: Any) -> str:
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"needs half precision, not {str(model.dtype).removeprefix('torch.')}"
     if name == "varlen":
-        return "" if _kernel() is not None else "needs torch 2.10 or later"
+        return "" if _VARLEN_ARGUMENTS else "needs torch 2.10 or later"
     from transformers.utils import is_flash_attn_2_available
 
     return "" if is_flash_attn_2_available() else "needs the package flash-attn"
@@ -243,53 +258,42 @@ def varlen_attention(
     unknown = [name for name in _UNKNOWN_TO_VARLEN if others.get(name) is not None]
     if unknown or not others.get("is_causal", getattr(module, "is_causal", True)):
         raise InputError(f"it has no {' and no '.join(unknown) or 'attention to later tokens'}")
-    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
-    kernel = _kernel()
-    assert kernel is not None
-    return kernel(*tokens, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+    return _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)[None], None
 
 
-@cache
-def _kernel() -> Callable[..., Tensor] | None:
-    """`kernel(query, key, value, cu_seqlens, longest, scale, window)` of tokens `[N, heads, D]`, by
-    torch's function, whose arguments have grown over releases; None where torch has none.
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int,
+) -> Tensor:
+    """Causal attention of tokens `[N, heads, D]` by torch's function, whose arguments have grown
+    over releases.
     """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Tensor,
-        longest: int,
-        scale: float | None,
-        window: int,
-    ) -> Tensor:
-        options: dict[str, Any] = {"enable_gqa": True}
-        if "enable_gqa" not in known:
-            groups = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-            del options["enable_gqa"]
-        if "scale" in known:
-            options["scale"] = scale
-        elif scale is not None:
-            query = query * (scale * query.shape[-1] ** 0.5)
-        if "window_size" in known:
-            options["window_size"] = (window, 0)
-        elif window >= 0:
-            raise InputError("its sliding window needs a later torch")
-        else:
-            options["is_causal"] = True
-        out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-        assert isinstance(out, Tensor)
-        return out
-
-    return kernel
+    options: dict[str, Any] = {}
+    groups = query.shape[1] // key.shape[1]
+    if "enable_gqa" in _VARLEN_ARGUMENTS:
+        options["enable_gqa"] = groups > 1
+    elif groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if "scale" in _VARLEN_ARGUMENTS:
+        options["scale"] = scale
+    elif scale not in (None, query.shape[-1] ** -0.5):
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if "window_size" in _VARLEN_ARGUMENTS:
+        options["window_size"] = (window, 0)
+    elif window >= 0:
+        raise InputError("its sliding window needs a later torch")
+    else:
+        options["is_causal"] = True
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _last(output: Any) -> Tensor:

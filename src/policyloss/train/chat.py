@@ -24,10 +24,7 @@ def with_template(
     tokenizer's.
     """
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read --chat-template {chat_template}: {error}.") from error
+        tokenizer.chat_template = read_template(chat_template)
     wanted = system_prompt is not None or chat_template is not None
     splits = {
         name: tuple(
@@ -39,6 +36,14 @@ def with_template(
         for name in ("train", "held_out")
     }
     return replace(task, **splits)  # type: ignore[type-var]
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --chat-template {path}: {error}.") from error
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

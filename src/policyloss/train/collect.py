@@ -145,7 +145,11 @@ class Collector:
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
         sampling = self._sampling(
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            logp=config.rollout_logp,
+            support=config.replays_support,
         )
         self.draws += 1
         n = config.group_size

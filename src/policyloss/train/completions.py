@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from policyloss.train.sampler import Sample
+from policyloss.train.supports import problem_of
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
+_SUPPORT = ("support_ids", "support_offsets")  # stored if there are
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,15 @@ class Completions:
         numbers.
         """
         samples = self.samples
-        tensors = (
-            {name: torch.cat([getattr(s, name) for s in samples]) for name in _RAGGED}
-            if samples
-            else {}
-        )
-        plain = [f.name for f in dataclasses.fields(Sample) if f.name not in _RAGGED]
+        ragged = [_ragged(s) for s in samples]
+        tensors = {
+            name: torch.cat([tensors[name] for tensors in ragged])
+            for name in (ragged[0] if ragged else ())
+        }
+        plain = [f.name for f in dataclasses.fields(Sample) if f.name not in (*_RAGGED, "support")]
         numbers = {
             "samples": [{name: getattr(s, name) for name in plain} for s in samples],
-            "lengths": [[getattr(s, name).shape[0] for name in _RAGGED] for s in samples],
+            "lengths": [[x.shape[0] for x in tensors.values()] for tensors in ragged],
             "statistics": self.statistics,
         }
         return tensors if self.greedy is None else {**tensors, "greedy": self.greedy}, numbers
@@ -77,14 +79,16 @@ class Completions:
     def from_state(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Completions:
         """Back from what `state` returned."""
         lengths = numbers["lengths"]
+        names = _RAGGED + (_SUPPORT if _SUPPORT[0] in tensors else ())
         ragged = {
             name: iter(torch.split(tensors[name], [row[i] for row in lengths]) if lengths else ())
-            for i, name in enumerate(_RAGGED)
+            for i, name in enumerate(names)
         }
         samples = []
         for row in numbers["samples"]:
-            tokens: dict[str, Any] = {name: next(ragged[name]).clone() for name in _RAGGED}
-            samples.append(Sample(**row, **tokens))
+            tokens: dict[str, Any] = {name: next(ragged[name]).clone() for name in names}
+            pair = (tokens.pop(_SUPPORT[0]), tokens.pop(_SUPPORT[1])) if names != _RAGGED else None
+            samples.append(Sample(**row, **tokens, support=pair))
         return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
 
     def check(self, examples: int, vocabulary: int) -> None:
@@ -125,3 +129,12 @@ class Completions:
                 or s.completion_ids.shape != s.rollout_logp.shape
             ):
                 raise TypeError("a completion without tokens, or without their log-probabilities")
+            wrong = problem_of(s.support, s.completion_ids, vocabulary)
+            if wrong is not None:
+                raise TypeError(f"a completion whose support cannot be: {wrong}")
+
+
+def _ragged(s: Sample) -> dict[str, Tensor]:
+    """The tensors of a completion, by the names that a checkpoint has for them."""
+    support = dict(zip(_SUPPORT, s.support, strict=True)) if s.support is not None else {}
+    return {name: getattr(s, name) for name in _RAGGED} | support

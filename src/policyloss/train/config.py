@@ -97,6 +97,13 @@ class TrainConfig:
     """Sample from the most likely tokens that hold this much probability; 1 is off."""
     top_k: int = 0
     """Sample from this many most likely tokens; 0 is off."""
+    sampling_mask: bool = True
+    """With --top-p or --top-k: learn with the tokens that they kept. The log-probabilities of the
+    learner are then over the tokens that each was drawn from, and the ratio of an unchanged policy
+    is 1."""
+    rollout_logp: Literal["processed", "raw"] = "processed"
+    """With --top-p or --top-k: what the sampler's log-probabilities are over, the tokens that they
+    keep, or all tokens; raw goes with --no-sampling-mask, where the learner's are over all, too."""
     sampling_tokens: int = 16384
     """Tokens of one batch of the sampler, prompts and completions together."""
     dynamic_sampling: bool = False
@@ -146,6 +153,9 @@ class TrainConfig:
     """What becomes of the learning rate over the steps of the run."""
     lr_warmup: int = 0
     """Steps over which it rises from 0."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW of torch, or that of the package torchao with moments of 8 bits, which take a quarter
+    of the memory; its steps differ slightly, and it shards nothing (no --parallel fsdp)."""
     weight_decay: float = 0.0
     """Of AdamW."""
     betas: tuple[float, float] = (0.9, 0.99)
@@ -164,8 +174,8 @@ class TrainConfig:
     """Compute the activations of a layer again in the backward instead of keeping them: less
     memory, more time, the same numbers."""
     compile: bool = False
-    """Compile the model's body for learning (torch.compile). The first steps take minutes; numbers
-    change by rounding."""
+    """Compile the model's blocks for learning (torch.compile). The first step takes longer, by up
+    to a minute; numbers change by rounding."""
     lora_rank: int = 0
     """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
     weights. The model without adapters is the reference."""
@@ -309,6 +319,13 @@ class TrainConfig:
             raise InputError("--lora-alpha and --lora-target need --lora-rank.")
         if self.lora_alpha is not None and not self.lora_alpha > 0:
             raise InputError(f"--lora-alpha must be above 0, got {self.lora_alpha}.")
+        if self.optimizer == "adamw8bit" and self.parallel == "fsdp":
+            raise InputError(
+                "--optimizer adamw8bit keeps its moments in blocks, which --parallel fsdp would "
+                "cut; use ddp, or adamw, whose moments fsdp shards."
+            )
+        if self.optimizer == "adamw8bit" and self.dtype == "float64":
+            raise InputError("--optimizer adamw8bit computes in float32, not --dtype float64.")
         if "" in self.stop:
             raise InputError("--stop must be texts that are not empty.")
         if self.task.endswith(".jsonl") and self.reward is None:
@@ -354,6 +371,11 @@ class TrainConfig:
         """Whether values are learned."""
         return self.estimator == "gae"
 
+    @property
+    def replays_support(self) -> bool:
+        """Whether the learner's log-probabilities are over the tokens that the sampler kept."""
+        return self.sampling_mask and (self.top_p < 1 or self.top_k > 0)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {
@@ -387,6 +409,16 @@ def _check_rollout(config: TrainConfig) -> None:
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         raise InputError(f"--rollout must be one of {valid}; got {name!r}.")
+    if config.rollout_logp == "raw" and config.replays_support:
+        raise InputError(
+            "--rollout-logp raw is over all tokens, and the learner's log-probabilities would be "
+            "over those that --top-p and --top-k kept; add --no-sampling-mask, or leave it out."
+        )
+    if config.rollout_logp == "raw" and (name == "vllm" or "://" in name):
+        raise InputError(
+            f"--rollout {name} gives processed log-probabilities; --rollout-logp raw is for the "
+            "built-in sampler and for engines of your own."
+        )
     if config.dtype == "float64" and name != ENGINES[0]:
         raise InputError(f"--rollout {name} samples in float32 or bfloat16, not --dtype float64.")
     if not config.rollout_timeout > 0:
@@ -463,6 +495,12 @@ def check_together(config: TrainConfig, spec: LossSpec) -> None:
         raise InputError(
             f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
             "rollout they are the same numbers; use --old-logp recompute."
+        )
+    if spec.divergence is not None and config.replays_support:
+        raise InputError(
+            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
+            "--top-p or --top-k the learner's is over the tokens that they kept; add "
+            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
         )
     taught = any(getattr(part, "teaches", False) for part in spec.pulls)
     if config.teacher is None and (taught or config.estimator in BY_TEACHER):

@@ -40,15 +40,12 @@ Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 class Policy(nn.Module):
     """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
 
-    attention: how sequences go through it. compiled: by a compiled body; sampling, whose shapes
-    change with every token, goes through the plain one.
+    attention: how sequences go through it.
     """
 
-    def __init__(self, model: Any, attention: Attention, compiled: bool = False) -> None:
+    def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
         self.model, self.attention = model, attention
-        # In a tuple, because it is no second module: its weights are the model's.
-        self._compiled = (torch.compile(parts(model)[0], dynamic=True),) if compiled else ()
 
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
@@ -57,7 +54,7 @@ class Policy(nn.Module):
         """
         body, weight, bias = parts(self.model)
         scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(self._compiled[0] if self._compiled else body, micro)
+        hidden = self.attention.hidden(body, micro)
         return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
 
 
@@ -321,6 +318,7 @@ class Learner:
             entropy=True,
             mask=micro["mask"],
             softcap=softcap,
+            support=micro["support"],
         )
 
     def _loss_head(
@@ -337,17 +335,23 @@ class Learner:
 
         Without `old_logp`, the policy is the old one.
         """
-        targets, temperature = micro["targets"], self.config.temperature
+        targets, temperature, support = (
+            micro["targets"],
+            self.config.temperature,
+            micro["support"],
+        )
         more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
         teacher = self._teacher_of(micro)
         if self.config.head == "fused":
             options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
-            options["teacher"] = teacher
+            options |= {"teacher": teacher, "support": support}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp
         logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
+        now = pl.logprobs(
+            logits, targets, temperature, entropy=True, mask=mask, softcap=softcap, support=support
+        )
         if self.spec.divergence is not None and teacher is not None:
             more["divergence"] = pl.linear_divergence(
                 hidden,

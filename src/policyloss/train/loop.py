@@ -30,6 +30,7 @@ from policyloss.train.finite import NotFiniteError
 from policyloss.train.first_step import mismatch_of
 from policyloss.train.hints import Hints
 from policyloss.train.learner import Learned, rate
+from policyloss.train.missing import refuse_missing
 from policyloss.train.preflight import preflight
 from policyloss.train.rollout.make import make_rollout
 from policyloss.train.rollout.protocol import RolloutError
@@ -59,8 +60,9 @@ def train(
     """
     if config.resume:
         config = continued(config, spec)
+    refuse_missing(config)  # now, not when there is a run directory already
     if config.track:
-        service_module(config.track)  # an error now, not when there is a run directory already
+        service_module(config.track)
     ranks = Ranks.start(config.device, config.rank_timeout)
     if not named_out:
         config = replace(config, out=ranks.gather(free_directory(config.out))[0])
@@ -224,7 +226,8 @@ class Training:
         if timing["step_s"] > 0:  # a clock may stand still
             timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
         self.step += 1
-        first = self.step == 1 and config.old_logp == "recompute"
+        known = self.collector.rollout.mismatched  # and said
+        first = self.step == 1 and config.old_logp == "recompute" and not known
         if first and (problem := mismatch_of(learned.pack)) is not None:
             self.display.warn(problem)
         metrics = {**completions.statistics, **self._learned(learned)}

@@ -17,6 +17,7 @@ from policyloss.train.adapter import add_adapter, base_trained
 from policyloss.train.attention import choose
 from policyloss.train.batches import Pack
 from policyloss.train.chat import with_template
+from policyloss.train.compile import compile_blocks
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
 from policyloss.train.learner import Learner, Policy
@@ -82,7 +83,9 @@ def build(
         critic_optimizer = adamw(critic, config.critic_lr, config)
     if config.lora_rank:
         add_adapter(model, config)
-    policy = Policy(model, attention, compiled=config.compile)
+    if config.compile:
+        compile_blocks(model.base_model)
+    policy = Policy(model, attention)
     learner = Learner(
         config,
         spec,

@@ -34,10 +34,7 @@ def load_teacher(
     It must read and write the same tokens as the model, whose tokenizer is `tokenizer`.
     """
     folder = config.teacher
-    if folder is None or not folder.is_dir():
-        raise InputError(
-            f"there is no folder {folder}; --teacher is that of a model, or a run directory."
-        )
+    assert folder is not None
     is_run = (folder / "checkpoints").is_dir()
     stored = RunDir.read_config(folder).get("config", {}) if is_run else {}
     teacher, of_teacher = load(

@@ -21,7 +21,7 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     """The engine, and what it needs in a run."""
     weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
-    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop)
+    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)
 
 
 def _engine(
@@ -42,12 +42,6 @@ def _engine(
             raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
         engine: Engine = factory(config, weights)
         return engine
-    if config.top_p < 1 or config.top_k:
-        warn(
-            f"--rollout {name} gives log-probabilities over the tokens that --top-p and --top-k "
-            "keep, and the learner over all; so the ratio of an unchanged policy is not 1. "
-            "`policyloss doctor` on rollouts.jsonl shows by how much."
-        )
     if name == "vllm":
         if ranks.world > 1:
             raise InputError(

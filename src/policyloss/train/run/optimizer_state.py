@@ -78,7 +78,9 @@ def load_optimizer_state(
                 "optimizer."
             )
         parameter = parameters[name]
-        if value.dim() and value.shape != parameter.shape:
+        # An optimizer says itself what it holds in another shape or type than its parameters have.
+        fits = getattr(optimizer, "fits", lambda *state: False)(parameter, key, value)
+        if not fits and value.dim() and value.shape != parameter.shape:
             raise InputError(
                 f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
                 f"{tuple(parameter.shape)}."
@@ -88,7 +90,7 @@ def load_optimizer_state(
                 f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded "
                 "a layout for it."
             )
-        if value.is_floating_point() != parameter.is_floating_point():
+        if not fits and value.is_floating_point() != parameter.is_floating_point():
             raise InputError(
                 f"{place} in the checkpoint is {value.dtype}, but the parameter is "
                 f"{parameter.dtype}."
