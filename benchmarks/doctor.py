@@ -184,7 +184,7 @@ def summary(verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _mean(rows: Iterable[dict[str, Any]], name: str) -> float:
     """The mean over all diagnoses of some faults."""
-    pairs = [(row[name], row["diagnoses"]) for row in rows]
+    pairs = [(float(row[name]), int(row["diagnoses"])) for row in rows]
     return sum(x * n for x, n in pairs) / max(sum(n for _, n in pairs), 1)
 
 
@@ -217,7 +217,8 @@ def fault_summary(fault: str, by_size: dict[int, list[dict[str, Any]]]) -> dict[
 
 def right(rows: Sequence[dict[str, Any]]) -> float:
     """The share of verdicts that name the truth."""
-    return sum(row["causes"] == row["truth"] and "error" not in row for row in rows) / len(rows)
+    hits = [row["causes"] == row["truth"] and "error" not in row for row in rows]
+    return hits.count(True) / len(rows)
 
 
 def record(work: Path, folder: Path) -> None:

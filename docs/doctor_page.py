@@ -48,7 +48,7 @@ def _page(data: dict[str, Any]) -> str:
         "Rollouts are those of a real vLLM on small models; `python -m benchmarks.doctor` makes "
         "them, injects every fault and asks the [doctor](doctor.md). The models "
         f"({', '.join(data['models'])}) are none of those that thresholds were chosen on. Of "
-        f"{data['diagnoses']:,} batches ({data['seeds']} seeds of "
+        f"{data['diagnoses']:,} batches (at least {data['seeds']} seeds of "
         f"{' and '.join(map(str, data['sizes']))} rows of about 26 tokens), "
         f"**{data['right']:.1%}** were diagnosed right with the model. False alarms on healthy "
         "float32 and bf16: "

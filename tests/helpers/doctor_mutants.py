@@ -83,13 +83,6 @@ DOCTOR = (
         _PAIRS + "test_no_cause_is_named_that_pairs_cannot_tell",
     ),
     (
-        "doctor_both_in_bf16",
-        "doctor/weights.py",
-        "one_side = len(case.sides) == 1",
-        "one_side = True",
-        _VERDICTS + "test_both_sides_in_bf16_are_healthy",
-    ),
-    (
         "doctor_float32_noise_is_padding",
         "doctor/order.py",
         "size > max(WILD * core, NEAR)",
