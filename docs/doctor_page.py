@@ -45,8 +45,8 @@ def _page(data: dict[str, Any]) -> str:
     return join(
         "# The doctor's confusion matrix",
         GENERATED,
-        "Rollouts are those of a real vLLM on small models (for the router, of a second forward of a "
-        "mixture of experts); `python -m benchmarks.doctor` makes "
+        "Rollouts are those of a real vLLM on small models (for the router, of a second forward of "
+        "a mixture of experts); `python -m benchmarks.doctor` makes "
         "them, injects every fault and asks the [doctor](doctor.md). The models "
         f"({', '.join(data['models'])}) are none of those that thresholds were chosen on. Of "
         f"{data['diagnoses']:,} batches (at least {data['seeds']} seeds of "

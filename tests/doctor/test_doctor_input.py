@@ -217,12 +217,12 @@ def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
             if isinstance(node, ast.Return) and node.value is not None:
                 texts[file.name, ast.unparse(node.value)] = None
     telling = [(f, t) for f, t in texts if "ratio" in t and "is not 1" in t]
-    assert {file for file, _ in telling} == {"first_step.py", "session.py"}
+    assert {file for file, _ in telling} == {"hints.py", "session.py"}
     assert all("policyloss doctor" in text for _, text in telling)
 
 
 def test_the_first_step_of_a_run_is_looked_at() -> None:
-    from policyloss.train.first_step import mismatch_of
+    from policyloss.train.hints import mismatch_of
 
     a = healthy()
     bounds = torch.arange(0, 321, 40)

@@ -15,17 +15,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from policyloss.train.help import groups
 from safetensors.torch import load_file, save_file
 from train_loop_ranks import SMALL, lines, make_model, resume, train
 
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
-from policyloss.train.help import groups
 from policyloss.train.models import load
-from policyloss.train.run.atomic import StorageError, replace_file
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
 from policyloss.train.run.resumed_options import named_options
@@ -298,7 +298,7 @@ def test_links_and_pipes_are_refused(
     for command in (["train", "--resume", "--out"], ["eval"], ["sample"], ["train", "--out"]):
         assert main([*command, str(run)]) == 2, command
         said = capsys.readouterr().err
-        assert f"{name} is a {'symbolic link' if kind == 'link' else 'pipe'}" in said, (
+        assert f"{name} is a {'symbolic link' if kind == 'link' else 'named pipe'}" in said, (
             command,
             said,
         )

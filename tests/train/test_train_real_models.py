@@ -28,9 +28,10 @@ from policyloss.train.adapter import add_adapter, base_trained, merged_weights, 
 from policyloss.train.attention import Rows
 from policyloss.train.compile import _compiled, compile_blocks
 from policyloss.train.config import TrainConfig
-from policyloss.train.learner import Learner, Policy
+from policyloss.train.learner import Learner
 from policyloss.train.models import Critic, checkpoint_gradients, logit_form, parts
 from policyloss.train.optimizers import MasterAdamW, adamw
+from policyloss.train.policy import Policy
 from policyloss.train.routing import Routing
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 from policyloss.train.tasks import make_task

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
+from policyloss.train.collect import Evaluation, Result
+from policyloss.train.commands import evaluate
 from policyloss.train.decoding import evaluating
 from policyloss.train.drawing import Rule, draw, support
-from policyloss.train.evaluate import Evaluation, Result, evaluate
 from policyloss.train.sampler import Sample, encode, end_ids, sample, uniforms
 
 VOCAB = 24
@@ -618,13 +619,11 @@ def test_evaluation_by_hand() -> None:
 
 def test_means_of_an_evaluation() -> None:
     rows = [
-        Result(0, "p", "a", "c", 1.0, 2, True),
-        Result(1, "p", "a", "c", 0.25, 4, False),
-        Result(2, "p", "a", "c", 1.0, 9, True),
+        Result(0, "c", 1.0, 2),
+        Result(1, "c", 0.25, 4),
+        Result(2, "c", 1.0, 9),
     ]
-    got = Evaluation.of(rows)
-    # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3; 2 of 3
-    assert (got.accuracy, got.score, got.mean_length, got.finished) == (2 / 3, 0.75, 5.0, 2 / 3)
-    assert got.results == tuple(rows)
+    # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3
+    assert Evaluation.of(rows) == (2 / 3, 0.75, 5.0, rows)
     with pytest.raises(InputError, match="0 examples"):
         Evaluation.of([])

@@ -23,12 +23,13 @@ import policyloss as pl
 from policyloss.errors import InputError
 from policyloss.train.attention import Rows
 from policyloss.train.batches import Pack
-from policyloss.train.completions import Completions
+from policyloss.train.collect import Completions
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.decoding import complete
 from policyloss.train.distributed import Ranks
 from policyloss.train.drawing import Rule, draw, support
-from policyloss.train.learner import Learner, Policy
+from policyloss.train.learner import Learner
+from policyloss.train.policy import Policy
 from policyloss.train.rollout.protocol import (
     Completion,
     Prompt,

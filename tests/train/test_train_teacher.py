@@ -56,7 +56,7 @@ def a_pack() -> Pack:
 )
 def test_advantages_by_hand(options: dict[str, Any], expected: list[float]) -> None:
     config = TrainConfig(teacher=Path("t"), **options)
-    judged = judge(config, a_pack(), values=None, greedy=None, group="local", by_teacher=True)
+    judged = judge(config, a_pack(), "local", by_teacher=True)
     torch.testing.assert_close(judged.advantages, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
@@ -65,7 +65,7 @@ def test_rewards_count_if_they_are_asked_for() -> None:
     assert TrainConfig(teacher=Path("t")).reward_share == 0
     assert TrainConfig(teacher=Path("t"), reward_coef=0.5).reward_share == 0.5
     config = TrainConfig(teacher=Path("t"), loss="gkd")
-    judged = judge(config, a_pack(), values=None, greedy=None, group="local")
+    judged = judge(config, a_pack(), "local")
     assert not judged.advantages.any()
 
 

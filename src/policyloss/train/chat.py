@@ -1,6 +1,4 @@
-"""Prompts as messages: the tokenizer's chat template makes the text of a prompt, once, before
-anything is sampled.
-"""
+"""Prompts as messages: the tokenizer's chat template makes the text of each before sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import Example, Task
+from policyloss.train.tasks import Example, Task
 
 
 def with_template(
@@ -26,16 +24,16 @@ def with_template(
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     wanted = system_prompt is not None or chat_template is not None
-    splits = {
-        name: tuple(
+
+    def written(examples: Sequence[Example]) -> tuple[Example, ...]:
+        return tuple(
             replace(example, prompt=rendered(tokenizer, _messages(example, system_prompt)))
             if example.messages or wanted
             else example
-            for example in getattr(task, name)
+            for example in examples
         )
-        for name in ("train", "held_out")
-    }
-    return replace(task, **splits)  # type: ignore[type-var]
+
+    return replace(task, train=written(task.train), held_out=written(task.held_out))
 
 
 def read_template(path: Path) -> str:

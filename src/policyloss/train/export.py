@@ -15,7 +15,7 @@ from policyloss.errors import InputError
 from policyloss.train.adapter import has_adapter, merged_weights, written_whole
 from policyloss.train.commands import FromRun, load_run, unscored_options
 from policyloss.train.models import without_bars
-from policyloss.train.run.atomic import make_folder, sync, write_error
+from policyloss.train.run.files import make_folder, sync, write_error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""AdamW: torch's own, one for weights of half precision, and one whose moments have 8 bits."""
+"""AdamW: torch's own, one for weights of half precision, and one whose moments have 8 bits; and
+what becomes of the learning rate.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -40,14 +43,8 @@ class MasterAdamW(torch.optim.Optimizer):
     float32 copy such steps add up. The copy and both moments are the optimizer's state.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -96,14 +93,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether one may be negative
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, options)
         self._library, self._moments_of_8_bits = torchao()
         self._maps: dict[tuple[torch.device, bool], Tensor] = {}
 
@@ -189,3 +180,13 @@ def torchao() -> tuple[Any, Any]:
             f" or leave it out ({error})."
         ) from error
     return Library, OptimState8bit
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """The share of the learning rate at a step: a rise over `lr_warmup`, then the schedule."""
+    if step < config.lr_warmup:
+        return (step + 1) / config.lr_warmup
+    done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+        config.schedule
+    ]

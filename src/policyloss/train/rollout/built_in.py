@@ -15,11 +15,11 @@ from policyloss.train.distributed import gathered
 from policyloss.train.drawing import Rule
 from policyloss.train.models import load_weights
 from policyloss.train.models import weights as weights_of
-from policyloss.train.rollout.protocol import Completion, Prompt, Sampling, Weights
+from policyloss.train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
 from policyloss.train.sampler import uniforms
 
 
-class BuiltIn:
+class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
     copied: sample from a copy of the model, which a thread may do while the model learns. A sharded
@@ -66,15 +66,6 @@ class BuiltIn:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
         self._version = version
-
-    def sleep(self) -> None:
-        """Keep everything: there is no memory beside the policy's."""
-
-    def wake(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -96,7 +96,7 @@ class Weights(Protocol):
 
 
 class Engine(Protocol):
-    """Completes prompts.
+    """Completes prompts. A subclass that has nothing to free may leave out the last three methods.
 
     concurrent: whether `generate` may run in a thread while the policy learns in another.
     """
@@ -111,12 +111,15 @@ class Engine(Protocol):
 
     def sleep(self) -> None:
         """Free memory for the learner: `wake` and `update_weights` precede the next `generate`."""
+        return
 
     def wake(self) -> None:
         """Get ready again; called before every update."""
+        return
 
     def close(self) -> None:
         """End."""
+        return
 
 
 def checked(
