@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import re
 import struct
@@ -40,8 +39,9 @@ def read_log(path: str | Path) -> list[Row]:
         rows = _text(data.decode("utf-8", "replace"), file)
     merged: dict[int, Row] = {}
     for step, row in rows:
-        if len(merged) < ROWS or step in merged:
-            merged.setdefault(step, {"step": float(step)}).update(row)
+        merged.setdefault(step, {"step": float(step)}).update(row)
+        if len(merged) > ROWS:
+            raise InputError(f"{file} holds more than {ROWS:,} steps; give a part of it.")
     if not merged:
         raise InputError(f"{file} holds no row with a step and numbers; it is no log of a run.")
     return [merged[step] for step in sorted(merged)]
@@ -112,6 +112,8 @@ def _numbers(entry: Any) -> tuple[int, Row] | None:
     if not isinstance(entry, dict):
         return None
     row = {str(k): x for k, v in entry.items() if (x := _number(v)) is not None}
+    if isinstance(bad := entry.get("nonfinite"), dict):  # where ours writes null
+        row |= {str(k): x for k, v in bad.items() if (x := _number(v)) is not None}
     step = step_of(row)
     return None if step is None else (step, row)
 
@@ -249,7 +251,3 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
             break
     return value, place
 
-
-def finite(values: list[float]) -> list[float]:
-    """Those that are numbers."""
-    return [x for x in values if math.isfinite(x)]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from policyloss import notebook
+from policyloss.doctor.logs.curves import Curve, Log, LogThresholds
 from policyloss.doctor.logs.metric_names import canonical, step_of
 from policyloss.doctor.logs.read import read_log
-from policyloss.doctor.logs.symptoms import DETECTORS, Curve, Finding, Log, LogThresholds
+from policyloss.doctor.logs.symptoms import DETECTORS, Finding, not_finite
 from policyloss.errors import InputError
 
 ROLLOUT_BYTES = 64 * 2**20
@@ -74,7 +75,7 @@ def diagnose_rows(
     raw: dict[str, Curve] = {}
     for row in rows:
         step = step_of(row)
-        if step is None or step <= 0:
+        if step is None or step < 0:
             continue
         for name, value in canonical(row).items():
             curves.setdefault(name, []).append((step, value))
@@ -86,12 +87,13 @@ def diagnose_rows(
             "grad_norm, length, clip fractions or KL."
         )
     longest = max(len(curve) for curve in curves.values())
-    if longest < limits.least_steps:
+    log = Log(curves, raw, rollouts, limits)
+    detectors = DETECTORS if longest >= limits.least_steps else (not_finite,)
+    findings = [finding for test in detectors if (finding := test(log)) is not None]
+    if longest < limits.least_steps and not findings:
         raise InputError(
             f"{longest} steps are too few for a verdict; at least {limits.least_steps} are needed."
         )
-    log = Log(curves, raw, rollouts)
-    findings = [finding for test in DETECTORS if (finding := test(log, limits)) is not None]
     return RunDiagnosis(tuple(findings), longest, tuple(sorted(curves)))
 
 
