@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import policyloss as pl
+from policyloss.doctor.logs.curves import LogThresholds
 from policyloss.doctor.logs.read import read_log
 from policyloss.doctor.logs.run_doctor import diagnose_rows
-from policyloss.doctor.logs.curves import LogThresholds
 
 STEPS = 40
 Row = dict[str, float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -16,9 +17,9 @@ NEIGHBOURS = 8  # values before and after one that say what is usual there
 class LogThresholds:
     """When a curve is a symptom; docs/doctor.md says where each number comes from.
 
-    least_steps: with fewer, only numbers that are not finite are a verdict. trend_sigma, trend_least:
-    a curve rose or fell if its end differs from its start by this many standard errors, and by
-    this share. solved: a score from which on calm curves are no symptom. entropy_share: of the
+    least_steps: with fewer, only numbers that are not finite are a verdict. trend_sigma,
+    trend_least: a curve rose or fell if its end differs from its start by this many standard
+    errors, and by this share. solved: a score from which on calm curves are no symptom. entropy_share: of the
     entropy at the start. dead_groups: share of groups with equal rewards; dead_unsolved: the part
     of it that right answers do not explain. clip_side: share of the tokens that is clipped on one
     side; clip_ratio: how many times as many as on the other. kl_high: nats a token. spike: times
@@ -84,7 +85,7 @@ class Log:
         ys, start, end = self.values(name), self.start(name), self.end(name)
         if len(ys) < 3 or start is None or end is None:
             return 0
-        noise = median(abs(b - a) for a, b in zip(ys, ys[1:], strict=False)) / 0.954
+        noise = median(abs(b - a) for a, b in pairwise(ys)) / 0.954
         error = noise * math.sqrt(1 / math.ceil(len(ys) / 10) + 1 / math.ceil(len(ys) / 4))
         least = self.limits.trend_least * max(abs(start), abs(end))
         change = end - start

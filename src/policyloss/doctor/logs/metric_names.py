@@ -7,19 +7,14 @@ from collections.abc import Mapping
 # The first name that a row holds is taken. Ours, TRL's, verl's, and plain ones.
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("reward/mean", "reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean"),
-    "reward_std": ("reward/std", "reward_std", "rewards/std"),
     "accuracy": ("accuracy",),
     "held_out": ("eval/accuracy", "eval_reward", "eval/reward"),
     "entropy": ("policy/entropy", "entropy", "actor/entropy", "actor/entropy_loss"),
     "kl": ("policy/kl_ref", "kl", "actor/kl_loss", "actor/reward_kl_penalty", "policy/kl"),
     "step_kl": ("policy/kl_old_k3", "actor/ppo_kl", "approx_kl"),
-    "clip": ("policy/clip_fraction", "clip_ratio/region_mean", "clip_ratio", "actor/pg_clipfrac"),
     "clip_high": ("policy/clip_fraction_upper", "clip_ratio/high_mean"),
-    "clip_low": (
-        "policy/clip_fraction_lower",
-        "clip_ratio/low_mean",
-        "actor/pg_clipfrac_lower",
-    ),
+    # verl's actor/pg_clipfrac_lower counts what dual clip holds, and is no side of the region.
+    "clip_low": ("policy/clip_fraction_lower", "clip_ratio/low_mean"),
     "advantage_std": ("advantage/std", "advantage_std", "critic/advantages/std"),
     "grad_norm": ("grad_norm", "actor/grad_norm"),
     "length": (
@@ -30,7 +25,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "truncated": ("truncated", "completions/clipped_ratio", "response_length/clip_ratio"),
     "dead_groups": ("frac_reward_zero_std", "groups/zero_share"),
-    "loss": ("policy/loss", "loss", "actor/pg_loss"),
     "mismatch": ("policy/kl_rollout_k3", "rollout_corr/k3_kl", "rollout_corr/kl"),
 }
 STEPS = ("step", "global_step", "training/global_step", "_step", "train/global_step")

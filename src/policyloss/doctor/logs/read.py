@@ -250,4 +250,3 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         if byte < 128:
             break
     return value, place
-

@@ -181,7 +181,9 @@ def truncation(log: Log) -> Finding | None:
     early = start >= limit and log.trend(log.score) <= 0
     if end < limit and not early:
         return None
-    when = "" if end >= limit else " at the start, and the score did not rise as they became shorter"
+    when = (
+        "" if end >= limit else " at the start, and the score did not rise as they became shorter"
+    )
     return Finding(
         "truncation",
         log.since("truncated", lambda y: y >= limit),
