@@ -1,4 +1,4 @@
-"""`policyloss doctor RUN`: what is printed, the exit codes, and thresholds from the command line."""
+"""`policyloss doctor RUN`: what is printed, exit codes, and thresholds as options."""
 
 from __future__ import annotations
 

@@ -19,13 +19,14 @@ class LogThresholds:
 
     least_steps: with fewer, only numbers that are not finite are a verdict. trend_sigma,
     trend_least: a curve rose or fell if its end differs from its start by this many standard
-    errors, and by this share. solved: a score from which on calm curves are no symptom. entropy_share: of the
-    entropy at the start. dead_groups: share of groups with equal rewards; dead_unsolved: the part
-    of it that right answers do not explain. clip_side: share of the tokens that is clipped on one
-    side; clip_ratio: how many times as many as on the other. kl_high: nats a token. spike: times
-    what is usual around a step; spike_sigma: the same in deviations of its logarithm. truncated:
-    share of completions. length_growth: times the length at the start. step_kl_high, step_kl_low:
-    nats a token that one step moves the policy by. mismatch: KL(rollout, old) in nats a token.
+    errors, and by this share. solved: a score from which on calm curves are no symptom.
+    entropy_share: of the entropy at the start. dead_groups: share of groups with equal rewards;
+    dead_unsolved: the part of it that right answers do not explain. clip_side: share of the tokens
+    that is clipped on one side; clip_ratio: how many times as many as on the other. kl_high: nats a
+    token. spike: times what is usual around a step; spike_sigma: the same in deviations of its
+    logarithm. truncated: share of completions. length_growth: times the length at the start.
+    step_kl_high, step_kl_low: nats a token that one step moves the policy by. mismatch: KL(rollout,
+    old) in nats a token.
     """
 
     least_steps: int = 8

@@ -181,15 +181,15 @@ def truncation(log: Log) -> Finding | None:
     early = start >= limit and log.trend(log.score) <= 0
     if end < limit and not early:
         return None
-    when = (
-        "" if end >= limit else " at the start, and the score did not rise as they became shorter"
-    )
+    share, when = end, ""
+    if end < limit:
+        share, when = start, " at the start, and the score did not rise as they became shorter"
     return Finding(
         "truncation",
         log.since("truncated", lambda y: y >= limit),
-        f"{end if end >= limit else start:.0%} of the completions are cut at the length limit{when}",
-        "Raise the limit, mask or penalise what is cut (overlong filtering), and check that the end "
-        "token is sampled and trained on.",
+        f"{share:.0%} of the completions are cut at the length limit{when}",
+        "Raise the limit, mask or penalise what is cut (overlong filtering), and check that the "
+        "end token is sampled and trained on.",
     )
 
 
