@@ -58,7 +58,7 @@ def test_thresholds_come_from_the_command_line(
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["cause"] == "truncation"
     assert main(["doctor", str(run), "--threshold", "least_steps=13"]) == 2
-    assert "12 steps are too few" in capsys.readouterr().err
+    assert "at least 13 steps, and this log has 12" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,13 @@ def test_the_origin_of_a_nan_is_named_in_our_own_files(tmp_path: Path) -> None:
 def test_a_short_log_is_a_verdict_only_if_it_ends_in_nan(tmp_path: Path) -> None:
     (finding,) = pl.doctor_run(ours(tmp_path, rows_of(with_nan, 5))).findings
     assert (finding.cause, finding.step) == ("nonfinite", 5)
-    with pytest.raises(pl.InputError, match="4 steps are too few"):
+    with pytest.raises(pl.InputError, match="this log has 4"):
         pl.doctor_run(ours(tmp_path, rows_of(with_nan, 4)))
 
 
 def test_a_reward_function_that_did_not_apply_is_no_nan() -> None:
     assert named(lambda s: {"rewards/format/mean": math.nan}) == []
+    assert named(lambda s: {"eval_rewards/format/mean": math.nan}) == []
     assert named(lambda s: {"rewards/mean": math.nan}) == ["nonfinite"]
 
 
@@ -94,6 +95,11 @@ def test_one_update_for_each_batch_says_nothing_of_the_learning_rate() -> None:
     assert "learning_rate_low" not in named(
         lambda s: stuck | {"policy/kl_old_k3": 1e-9, "updates": 1.0}
     )
+
+
+def test_an_estimate_of_the_step_may_have_both_signs() -> None:
+    stuck = {"reward/mean": 0.3, "accuracy": 0.3}
+    assert "learning_rate_low" in named(lambda s: stuck | {"actor/ppo_kl": 1e-8 * (-1) ** s})
 
 
 def test_small_steps_that_learn_are_large_enough() -> None:

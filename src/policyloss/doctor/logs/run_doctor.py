@@ -101,7 +101,7 @@ def diagnose_rows(
         )
     if longest < limits.least_steps and not findings:
         raise InputError(
-            f"{longest} steps are too few for a verdict; at least {limits.least_steps} are needed."
+            f"a verdict needs at least {limits.least_steps} steps, and this log has {longest}."
         )
     return RunDiagnosis(tuple(findings), longest or len(steps), tuple(sorted(curves)))
 

@@ -36,7 +36,7 @@ def not_finite(log: Log) -> Finding | None:
         for name, curve in log.raw.items()
         for step, y in curve
         # A reward function that did not apply is NaN by right in TRL's rewards/<name>/….
-        if not math.isfinite(y) and not (name.startswith("rewards/") and name.count("/") > 1)
+        if not math.isfinite(y) and not ("rewards/" in name and name.count("/") > 1)
     ]
     skipped = [step for step, y in log.raw.get("skipped", []) if y > 0]
     if not bad and not skipped:
@@ -243,7 +243,8 @@ def learning_rate(log: Log) -> Finding | None:
             "Lower the learning rate (three times at a time), or clip the gradient norm.",
         )
     # The ratio before the only update of a batch is 1 but for rounding, at any learning rate.
-    sizes = [y for _, y in moves if y > ROUNDING]
+    # verl's ppo_kl is the mean of -log(ratio), and has both signs.
+    sizes = [abs(y) for _, y in moves if abs(y) > ROUNDING]
     # Equal rewards make no gradient, and thus no step, at any learning rate either.
     idle = (log.end("dead_groups") or 0.0) >= log.limits.dead_groups
     if len(sizes) < log.limits.least_steps or idle:
