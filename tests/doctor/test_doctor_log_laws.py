@@ -109,7 +109,12 @@ def test_small_steps_that_learn_are_large_enough() -> None:
 def test_large_steps_are_a_symptom_only_if_nothing_is_learned() -> None:
     large = {"policy/kl_old_k3": 0.3}
     assert named(lambda s: large) == []
-    assert "learning_rate_high" in named(lambda s: large | {"reward/mean": 0.6 / s})
+    first, *others = diagnose_rows(rows_of(lambda s: large | {"reward/mean": 0.6 / s})).findings
+    assert first.evidence == (
+        "step 1 moves the policy by 0.3 nats a token, and the reward goes from 0.6 there to 0.0169 "
+        "at the end"
+    )  # 0.6 / 35.5, the middle of steps 31 to 40
+    assert [finding.cause for finding in others] == ["no_learning"]
 
 
 # Learned, solved, paid for ------------------------------------------------------------------------
@@ -177,6 +182,8 @@ def test_a_reward_that_only_varies_is_not_learning() -> None:
 
 def test_a_spike_stands_out_of_its_neighbourhood() -> None:
     assert named(lambda s: {"grad_norm": 8.0 * math.exp(-s / 4)}) == []  # learning that ends
+    shift = {"grad_norm": 8.0}
+    assert named(lambda s: shift if s < 9 else {"grad_norm": 0.1 + 0.01 * (s % 3)}) == []
     assert named(lambda s: {"grad_norm": 0.0 if s > 8 else 1.0}) == []  # nothing left to learn
     assert named(lambda s: {"grad_norm": math.exp(2.5 * math.sin(7 * s))}) == []  # always erratic
     assert named(lambda s: {"grad_norm": 0.1 if s != 20 else 2.0}) == ["gradient_spike"]

@@ -70,8 +70,8 @@ DOCTOR = (
     (
         "doctor_spike_of_the_whole_run",
         "doctor/logs/curves.py",
-        "around = curve[max(0, i - NEIGHBOURS) : i] + curve[i + 1 : i + 1 + NEIGHBOURS]",
-        "around = curve",
+        "sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]",
+        "sides = ys, ys",
         _LAWS + "test_a_spike_stands_out_of_its_neighbourhood",
     ),
     (

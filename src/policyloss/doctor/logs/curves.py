@@ -104,16 +104,17 @@ class Log:
 
     def outliers(self, name: str) -> list[tuple[int, float, float]]:
         """(step, value, times what is usual around it) of the values that stand out: in a ratio to
-        the median of their neighbours, and in units of how much the logarithm of that ratio varies.
-        Zeros are steps without a gradient, and are left out.
+        the medians of those before and after, and in units of how much the logarithm of that ratio
+        varies. Zeros are steps without a gradient, and are left out.
         """
         curve = [(step, y) for step, y in self.finite(name) if y > 0]
         if len(curve) < self.limits.least_steps:
             return []
-        ratios = []
-        for i, (_, y) in enumerate(curve):
-            around = curve[max(0, i - NEIGHBOURS) : i] + curve[i + 1 : i + 1 + NEIGHBOURS]
-            ratios.append(y / median(x for _, x in around))
+        ys, ratios = [y for _, y in curve], []
+        for i, y in enumerate(ys):
+            sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]
+            # The larger of both, so that the last value before a fall is none.
+            ratios.append(y / max(median(side) for side in sides if side))
         deviation = 1.4826 * median(abs(math.log(ratio)) for ratio in ratios)
         bound = max(self.limits.spike, math.exp(min(self.limits.spike_sigma * deviation, 700)))
         return [

@@ -20,8 +20,8 @@ ROLLOUT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """findings: what is wrong, in the order of detection. steps: how many rows were read. metrics:
-    the curves that were recognised.
+    """findings: what is wrong, causes before what they may lead to. steps: how many were judged.
+    metrics: the curves that were recognised.
     """
 
     findings: tuple[Finding, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from policyloss.doctor.logs.curves import Log
 
@@ -90,13 +90,17 @@ def _tokens(log: Log, step: int) -> str:
         ratios, tokens = row.get("ratio"), row.get("tokens")
         if row.get("step") == step and isinstance(ratios, list) and isinstance(tokens, list):
             each = row.get("token_advantage")
-            advantages = each if isinstance(each, list) else [row.get("advantage")] * len(ratios)
-            for ratio, advantage, token in zip(ratios, advantages, tokens, strict=False):
-                if isinstance(ratio, (int, float)):
-                    size = abs(advantage) if isinstance(advantage, (int, float)) else 1.0
-                    weights.append((ratio * size, str(token)))
+            each = each if isinstance(each, list) else [None] * len(ratios)
+            for ratio, advantage, token in zip(ratios, each, tokens, strict=False):
+                known = (x for x in (advantage, row.get("advantage"), 1.0) if _is_number(x))
+                if _is_number(ratio):
+                    weights.append((ratio * abs(next(known)), str(token)))
     top = [f"{token!r} ({x:.3g})" for x, token in sorted(weights, reverse=True)[:3]]
     return f"; of the stored tokens, those with most weight are {', '.join(top)}" if top else ""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def entropy_collapse(log: Log) -> Finding | None:
@@ -235,11 +239,17 @@ def learning_rate(log: Log) -> Finding | None:
         return None
     step, top = max(moves, key=lambda move: move[1])
     if top > log.limits.step_kl_high:
+        rewards = dict(log.finite("reward"))
+        evidence = f"step {step} moves the policy by {top:.3g} nats a token"
+        if step in rewards:
+            end = log.end("reward")
+            evidence += (
+                f", and the reward goes from {rewards[step]:.3g} there to {end:.3g} at the end"
+            )
         return Finding(
             "learning_rate_high",
             step,
-            f"step {step} moves the policy by {top:.3g} nats a token, and the reward went from "
-            f"{log.start('reward') or 0:.3g} to {log.end('reward') or 0:.3g}",
+            evidence,
             "Lower the learning rate (three times at a time), or clip the gradient norm.",
         )
     # The ratio before the only update of a batch is 1 but for rounding, at any learning rate.
@@ -292,17 +302,18 @@ def no_learning(log: Log) -> Finding | None:
     )
 
 
+# Causes come before what they may lead to.
 DETECTORS: tuple[Detector, ...] = (
     not_finite,
+    engine_mismatch,
+    learning_rate,
     gradient_spike,
-    entropy_collapse,
-    dead_groups,
     clip_saturation,
-    kl_drift,
+    reward_hacking,
     truncation,
     length_growth,
-    reward_hacking,
-    learning_rate,
-    engine_mismatch,
+    kl_drift,
+    entropy_collapse,
+    dead_groups,
     no_learning,
 )
