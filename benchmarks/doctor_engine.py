@@ -96,6 +96,7 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=96,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 28,  # without it, vLLM wants nearly all memory to be free
         logprobs_mode=f"{args.report}_logprobs",
     )
     args.out.mkdir(parents=True, exist_ok=True)

@@ -131,9 +131,9 @@ def trl(folder: Path, size: Size) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,unused-ignore]
 
-    from policyloss.train.tasks.sort import SortTask
+    from policyloss.train.tasks.sort import sort_task
 
-    task = SortTask.of(0, lambda example, completion: 0.0)
+    task = sort_task(0, lambda example, completion: 0.0)
     rows = [{"prompt": example.prompt, "answer": example.answer} for example in task.train]
     counted: list[int] = []
 

@@ -102,9 +102,18 @@ PEERS = {
             "1.16.0",
             ("trl", "trl_distillation"),
             others=("1.15.0", "1.14.0"),
-            steps=(("torch", "numpy"), ("trl",)),
-            programs=("conformance.trl_run", "conformance.trl_head_run"),
-            minutes=1,
+            steps=(
+                ("torch", "numpy"),
+                ("trl", "peft"),
+                ("py-cpuinfo", "hjson", "msgpack", "ninja", "psutil", "pydantic", "einops"),
+                ("--no-deps", "--no-build-isolation", "deepspeed"),
+            ),
+            programs=(
+                "conformance.trl_run",
+                "conformance.trl_head_run",
+                "conformance.trl_ranks_run",
+            ),
+            minutes=2,
         ),
         # Its package is on no index: the recorded cases are all there is.
         Peer("colossalai", "0.5.0", ("colossalai",), minimum=0),

@@ -2,16 +2,12 @@
 
 `python -m conformance.trl_head_run` in TRL's environment. Losses, metrics and final weights are
 compared, and the widest tensor that is made is watched: with the head of this library none has a
-row of the vocabulary for more tokens than a window holds. At the end both trainers take steps with
-a vocabulary of 32,000, and their time and peak memory are printed.
+row of the vocabulary for more tokens than a window holds. What a step then costs is measured by
+`benchmarks.trl_step`.
 """
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -23,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.trl_run import STEPS, TOLERANCE, furthest, metric_difference, tiny_model, train
 
-WINDOW = 16  # rows of logits that the head may hold
+WINDOW, VOCABULARY = 16, 320  # rows of logits that the head may hold, and their width
 ONCE = {"num_iterations": 1, "gradient_accumulation_steps": 2}  # exactly on-policy
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo, on-policy": {"loss_type": "dapo", "beta": 0.04, **ONCE},
@@ -33,15 +29,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo, entropy bonus": {"loss_type": "dapo", "entropy_coef": 0.01},
     "dapo, float32 head": {"loss_type": "dapo", "cast_lm_head_to_fp32": True},
 }
-TIMED = ("theirs", "ours")
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most rows of a tensor whose last dimension is the vocabulary."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.vocabulary, self.rows = vocabulary, 0
+        self.rows = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -49,56 +44,69 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation and look at what it made."""
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor) and x.dim() and x.shape[-1] == self.vocabulary:
-                self.rows = max(self.rows, x.numel() // self.vocabulary)
+            if isinstance(x, Tensor) and x.dim() and x.shape[-1] == VOCABULARY:
+                self.rows = max(self.rows, x.numel() // VOCABULARY)
         return out
 
 
 @contextmanager
-def small_windows(vocabulary: int) -> Iterator[None]:
-    """Let the head hold `WINDOW` rows of float64 logits at a time."""
+def small_windows() -> Iterator[None]:
+    """Let the head hold `WINDOW` rows of logits at a time, the least that a window has."""
     plans: Any = import_module("policyloss.head.plans")
-    before, plans.CPU_BYTES = plans.CPU_BYTES, 8 * vocabulary * WINDOW
+    before, plans.CPU_BYTES = plans.CPU_BYTES, 4 * VOCABULARY * WINDOW
     try:
         yield
     finally:
         plans.CPU_BYTES = before
 
 
-def watched(trainer_class: Any, vocabulary: int) -> tuple[type[Any], dict[str, int]]:
-    """A trainer that watches its loss and its other forwards; generation is not watched."""
+def watched(trainer_class: Any) -> tuple[type[Any], dict[str, int]]:
+    """A trainer that watches its steps, forwards and backwards; generation is not watched."""
     most = {"rows": 0}
 
     class Watched(trainer_class):  # type: ignore[misc]
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            with Watch(vocabulary) as watch:
-                out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            most["rows"] = max(most["rows"], watch.rows)
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with Watch() as self.watch:
+                out = super().training_step(*args, **kwargs)
+            most["rows"] = max(most["rows"], self.watch.rows)
+            return out
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            before = self.watch.rows
+            out = super()._generate_single_turn(*args, **kwargs)
+            self.watch.rows = before
             return out
 
     return Watched, most
 
 
 def compare_runs() -> dict[str, dict[str, float]]:
-    """Every algorithm with both heads, and TRL's RLOO trainer."""
+    """Every algorithm with both heads, and TRL's RLOO and distillation trainers."""
     trl, compat = import_module("trl"), import_module("policyloss.compat.trl")
     compared = {}
-    # No other layer is as wide as the vocabulary of 64, and the transposed weight has 8 rows.
-    with tiny_model(hidden=8) as model, small_windows(64):
+    # No other layer is as wide as the vocabulary, and the transposed weight has 8 rows.
+    size = {"vocabulary": VOCABULARY, "hidden": 8}
+    with tiny_model(**size) as model, tiny_model(**size, seed=6) as teacher, small_windows():
         for name, options in ALGORITHMS.items():
-            ours, most = watched(compat.GRPOTrainer, 64)
+            ours, most = watched(compat.GRPOTrainer)
             mine = train(ours, model, options, head="fused")
-            theirs, their_most = watched(trl.GRPOTrainer, 64)
+            theirs, their_most = watched(trl.GRPOTrainer)
             other = train(theirs, model, options)
             compared[name] = _row(mine, other, most["rows"], their_most["rows"])
-        of_rloo: dict[str, Any] = {"config": "RLOOConfig", "options": {"beta": 0.04}}
-        theirs, their_most = watched(trl.RLOOTrainer, 64)
-        other = train(theirs, model, **of_rloo)
-        compat.install_head()
-        ours, most = watched(trl.RLOOTrainer, 64)
-        mine = train(ours, model, **of_rloo)
-        compat.uninstall_head()
-        compared["RLOOTrainer"] = _row(mine, other, most["rows"], their_most["rows"])
+        of_teacher = {"teacher_model_init_kwargs": {"dtype": "auto"}, "learning_rate": 1.0}
+        others: dict[str, dict[str, Any]] = {
+            "RLOO": {"options": {"beta": 0.04}},
+            "Distillation": {"options": of_teacher, "teacher_model": str(teacher)},
+        }
+        for name, arguments in others.items():
+            arguments["config"] = f"{name}Config"
+            theirs, their_most = watched(getattr(trl, f"{name}Trainer"))
+            other = train(theirs, model, **arguments)
+            compat.install_head()
+            ours, most = watched(getattr(trl, f"{name}Trainer"))
+            mine = train(ours, model, **arguments)
+            compat.uninstall_head()
+            compared[f"{name}Trainer"] = _row(mine, other, most["rows"], their_most["rows"])
     return compared
 
 
@@ -119,49 +127,18 @@ def agrees(row: dict[str, float]) -> bool:
     same = max(row["loss_difference"], row["weight_difference"]) <= TOLERANCE
     # RLOO logs differences of float32 sums of size 30, whose last digit is 4e-6.
     same = same and row["metric_difference"] <= 4 * TOLERANCE
-    # A window holds twice as many rows of float32 logits.
-    return same and row["weight_change"] > 1e-3 and row["rows"] <= 2 * WINDOW < row["their_rows"]
-
-
-def timed(side: str, steps: int = 4) -> str:
-    """Step time and peak memory of one trainer with a vocabulary of 32,000, in this process."""
-    trl, compat = import_module("trl"), import_module("policyloss.compat.trl")
-    options = {
-        "loss_type": "dapo",
-        "max_completion_length": 64,
-        "per_device_train_batch_size": 16,
-        "num_iterations": 1,
-        "gradient_accumulation_steps": 1,
-        "num_generations": 8,
-    }
-    with tiny_model(vocabulary=32_000, hidden=128, positions=256) as model:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        trainer_class = trl.GRPOTrainer if side == "theirs" else compat.GRPOTrainer
-        extra = {} if side == "theirs" else {"head": "fused"}
-        start = time.process_time()
-        train(trainer_class, model, options, steps, **extra)
-        seconds = (time.process_time() - start) / steps
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    words = f"{seconds:6.2f} s of a processor a step, generation included"
-    return f"{side:<7} {words}, {peak / 1024:6.0f} MiB more memory at its peak"
+    return same and row["weight_change"] > 1e-3 and row["rows"] <= WINDOW < row["their_rows"]
 
 
 def main() -> int:
     """Print a table; the exit status is 1 if the heads differ or ours makes more than a window."""
     torch.set_num_threads(1)
-    if sys.argv[1:]:
-        print(timed(sys.argv[1]))
-        return 0
     compared = compare_runs()
     columns = ("loss_difference", "weight_difference", "metric_difference", "weight_change")
     print(f"{'algorithm, ' + str(STEPS) + ' steps':<24}", *(f"{name:>18}" for name in columns))
     for name, row in compared.items():
         numbers = " ".join(f"{row[column]:>18.1e}" for column in columns)
         print(f"{name:<24} {numbers}   rows of logits: {row['rows']} (TRL's {row['their_rows']})")
-    for side in TIMED:  # a process each, because a peak never falls
-        command = [sys.executable, "-m", "conformance.trl_head_run", side]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(done.stdout.splitlines()[-1] if done.stdout else done.stderr[-2000:])
     wrong = [name for name, row in compared.items() if not agrees(row)]
     print(f"FAILED: {', '.join(wrong)}" if wrong else f"within {TOLERANCE:g}, without logits")
     return 1 if wrong else 0

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -123,8 +123,8 @@ def train(
     config: str = "GRPOConfig",
     **extra: Any,
 ) -> Run:
-    """Train the model at this path from scratch."""
-    GRPOConfig = getattr(import_module("trl"), config)  # noqa: N806
+    """Train the model at this path from scratch; extra: more arguments of the trainer."""
+    config_class = getattr(import_module("trl"), config)
     Dataset = import_module("datasets").Dataset  # noqa: N806
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         settings: dict[str, Any] = {
@@ -147,18 +147,20 @@ def train(
             "gradient_checkpointing": False,
             "model_init_kwargs": {"dtype": "auto"},
         }
-        args = GRPOConfig(**{**settings, **options})
+        known = {field.name for field in fields(config_class)}
+        settings = {name: x for name, x in settings.items() if name in known}
+        args = config_class(**{**settings, **options})
+        roles = extra if "teacher_model" in extra else {"reward_funcs": reward, **extra}
         prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]})
         trainer = trainer_class(
             model=str(model),
-            reward_funcs=_reward,
             args=args,
             train_dataset=prompts,
             eval_dataset=prompts.select(range(2)),
             processing_class=import_module("transformers").PreTrainedTokenizerFast.from_pretrained(
                 model
             ),
-            **extra,
+            **roles,
         )
         trainer.remove_callback(import_module("transformers").PrinterCallback)
         start = _weights(trainer.model)
@@ -176,7 +178,7 @@ def _spec(options: dict[str, Any]) -> Any:
     return trl.spec_from_config(SimpleNamespace(**{**defaults, **options}), handled=trl.BESIDE)
 
 
-def _reward(completions: list[str], **kwargs: Any) -> list[float]:
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
     """Even words are good; longer answers a little better, so that completions differ."""
     numbers = [
         [int(word[1:]) for word in text.split() if word.startswith("w")] for text in completions
@@ -189,7 +191,7 @@ def _reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 @contextmanager
 def tiny_model(
-    vocabulary: int | None = None, hidden: int = 32, positions: int = 64
+    vocabulary: int | None = None, hidden: int = 32, positions: int = 64, seed: int = 5
 ) -> Iterator[Path]:
     """A random two-layer Qwen2 with 64 words, and its tokenizer, in a directory. vocabulary: more
     entries than there are words.
@@ -206,7 +208,7 @@ def tiny_model(
         eos_token="<eos>",
         unk_token="<unk>",
     )
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = transformers.Qwen2Config(
         vocab_size=vocabulary or len(words),
         hidden_size=hidden,

@@ -32,7 +32,7 @@ class NewLine:
 PLACES = (
     NewLine(
         "a loss made of parts that exist",
-        ("src/policyloss/presets.py",),
+        ("src/policyloss/presets",),
         "A preset: a `LossSpec`, and a source for every number.",
         "tests/core/test_presets.py",
     ),

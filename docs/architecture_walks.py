@@ -102,10 +102,11 @@ def head_walk() -> Walk:
     from policyloss.head.backward import Sums
     from policyloss.head.head import Head
     from policyloss.head.linear import head_of
-    from policyloss.head.loss import linear_policy_loss, run_windows
+    from policyloss.head.loss import linear_policy_loss
     from policyloss.head.matmul import rounded_product
     from policyloss.head.plans import loss_plan
     from policyloss.head.softmax_rows import row_gradient, row_partials
+    from policyloss.head.walk import run_windows
     from policyloss.head.windows import Batch, batch_of, token_windows
     from policyloss.loss import loss_of, token_losses
 
@@ -145,9 +146,10 @@ def head_walk() -> Walk:
 
 def training_walk() -> Walk:
     """One step of the reference trainer."""
-    from policyloss.train import collect, learner, loop
+    from policyloss.train import collect, learner, loop, policy
     from policyloss.train.config import TrainConfig
     from policyloss.train.rollout.built_in import BuiltIn
+    from policyloss.train.tasks.rewards import scored
 
     sizes: dict[str, Any] = {
         "prompts": 1,
@@ -170,12 +172,12 @@ def training_walk() -> Walk:
         loop.Collector.collect,
         collect.Rollout.samples,
         BuiltIn.generate,
-        collect.scored,
+        scored,
         loop.Pack.of,
         learner.Learner.learn,
         learner.judge,
         pl.accumulate,
-        learner.Policy.forward,
+        policy.Policy.forward,
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,

@@ -26,6 +26,7 @@ from policyloss.explain.sources import distance
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
+from policyloss.train.routing import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
@@ -111,6 +112,12 @@ def metrics_page() -> str:
         table(heading, policy),
         "## value_loss",
         table(heading, value),
+        "## policyloss train",
+        "A run logs the metrics of `policy_loss` as `policy/…` and those of `value_loss` as "
+        "`value/…`, and with them",
+        table(
+            heading, [[f"`policy/{name}`", formula] for name, formula in ROUTER_FORMULAS.items()]
+        ),
     )
 
 

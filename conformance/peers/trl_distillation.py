@@ -1,8 +1,10 @@
 """TRL's divergences: GKDTrainer's `generalized_jsd_loss`, the chunked kernel on a CPU, and
 DistillationTrainer's loss.
 
-Hidden states are small, so that logits are within about ±2. The kernel adds up products of logits
-and exponentials that are not shifted first, and at logits of 10 its float32 entropy is off by 3e-6.
+Hidden states (`_hidden`) are small, so that logits are within about ±2. TRL computes in float32
+whatever it gets, so there is no float64 to compare, and with hidden states of size 1 the rounding
+of either side exceeds the bound of 1e-6: measured in float64, TRL's divergence is off by 2.4e-6 and
+its gradient by 6e-6, ours by 7.5e-7 and 4e-6. At size 0.15 both stay within 9e-7.
 """
 
 from __future__ import annotations

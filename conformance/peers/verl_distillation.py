@@ -1,16 +1,25 @@
-"""verl's forward KL on a teacher's top-k entries. (Its estimates on sampled tokens are
-`kl_penalty`, which `verl_losses` compares.)
+"""verl's distillation: the forward KL on a teacher's top-k entries, and a worker's step with the
+estimates on sampled tokens that `register_distillation()` puts into verl's registry.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from conformance.inputs import Batch
+from conformance.peers.verl_worker import (
+    ONE_CALL,
+    WHOLE_STEP,
+    actor_config,
+    logged,
+    unpadded,
+    worker_data,
+)
 from conformance.suite import Function, Inputs, Options, Outputs
 from policyloss.compat.verl import distillation as ours
 
@@ -56,6 +65,73 @@ def _divergence(function: Any, inputs: Inputs, options: Options) -> Outputs:
     return {"loss": function(log_q=student, log_p=inputs["log_probs"])}
 
 
+def _sampled(batch: Batch, options: Options) -> Inputs:
+    return {
+        "log_prob": batch.logp,
+        "teacher_logprobs": batch.ref_logp,
+        "old_log_probs": batch.old_logp,
+        "advantages": batch.advantages,
+        "entropy": batch.entropy,
+        "response_mask": batch.mask.bool(),
+    }
+
+
+def _step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
+    """One call of the loss that verl's worker sets with distillation, and what it would log."""
+    losses = import_module("verl.trainer.distillation.losses")
+    configs = import_module("verl.workers.config.distillation")
+    rows, width = inputs["response_mask"].shape
+    # The teacher scores whole sequences: as many outputs as the student, with one entry each.
+    teacher = torch.nested.nested_tensor_from_jagged(
+        unpadded(inputs["teacher_logprobs"]).unsqueeze(-1),
+        offsets=torch.arange(rows + 1) * (width + 1),
+    )
+    names = ("old_log_probs", "advantages", "response_mask")
+    tensors = {name: inputs[name] for name in names} | {"teacher_logprobs": teacher}
+    tensors["ref_log_prob"] = inputs["old_log_probs"]
+    if options["nested"]:
+        tensors["response_mask"] = torch.nested.nested_tensor(
+            list(inputs["response_mask"]), layout=torch.jagged
+        )
+    output = {"log_probs": unpadded(inputs["log_prob"]), "entropy": unpadded(inputs["entropy"])}
+    chosen = {name: options[name] for name in ("use_policy_gradient", "use_task_rewards")}
+    distillation = configs.DistillationConfig(
+        distillation_loss=configs.DistillationLossConfig(
+            loss_mode=loss_mode,
+            loss_max_clamp=options["most"],
+            distillation_loss_coef=0.3,
+            **chosen,
+        )
+    )
+    loss, metrics = losses.distillation_ppo_loss(
+        config=actor_config({"loss_agg_mode": "token-mean"}, "vanilla"),
+        distillation_config=distillation,
+        model_output=output,
+        data=worker_data(tensors, options["info"]),
+    )
+    kinds = ("loss", "loss_min", "loss_max", "abs_loss", "pg_clipfrac")
+    return {"loss": loss, **logged(metrics, tuple(f"distillation/{kind}" for kind in kinds))}
+
+
+def _step_of_verl(inputs: Inputs, options: Options) -> Outputs:
+    """The step with verl's own estimator. verl can compute the "+" forms, and registers none."""
+    losses = import_module("verl.trainer.distillation.losses")
+    name = options["estimator"]
+    if name not in losses.DISTILLATION_LOSS_REGISTRY:
+        settings = losses.DistillationLossSettings(names=[name], use_estimator=True)
+        estimator = losses.compute_distillation_loss_reverse_kl_estimator
+        losses.register_distillation_loss(settings)(estimator)
+    return _step(inputs, options, name)
+
+
+def _step_of_ours(inputs: Inputs, options: Options) -> Outputs:
+    """The step with ours, registered again each time, as several imports in a worker might."""
+    names = ours.register_distillation()
+    name = f"policyloss/{options['estimator']}"
+    assert name in names
+    return _step(inputs, options, name)
+
+
 OPTIONS = [{"k": k, "least": least} for k in (1, 4, VOCABULARY) for least in (None, -10.0)]
 
 FUNCTIONS = [
@@ -81,6 +157,30 @@ FUNCTIONS = [
         seeds=3,
         kinds=KINDS,
         dtypes=("float32",),
+        releases=RELEASES,
+    ),
+    Function(
+        name="distillation_ppo_loss after register_distillation()",
+        options=[
+            {
+                "estimator": estimator,
+                "use_policy_gradient": by_gradient,
+                "use_task_rewards": rewards,
+                "most": most,
+                "info": info,
+                "nested": nested,
+            }
+            for estimator, (by_gradient, rewards), (most, info, nested) in product(
+                ours.ESTIMATES,
+                ((True, False), (False, False), (False, True)),
+                ((None, ONE_CALL, False), (1.0, WHOLE_STEP, True)),
+            )
+        ],
+        inputs=_sampled,
+        ours=_step_of_ours,
+        theirs=_step_of_verl,
+        differentiate=("log_prob", "entropy"),
+        kinds=("ragged", "holes", "extreme", "on_policy"),
         releases=RELEASES,
     ),
 ]

@@ -65,35 +65,41 @@ def _inputs(batch: Batch, options: Options) -> Inputs:
 def step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
     """One call of verl's `ppo_loss` on these tensors: the loss, and what verl would log of it."""
     torch.manual_seed(7)
-    workers, tools = (
-        import_module("verl.workers.utils.losses"),
-        import_module("verl.utils.tensordict_utils"),
-    )
-    rows, width = inputs["log_prob"].shape
+    workers = import_module("verl.workers.utils.losses")
     tensors = {name: x for name, x in inputs.items() if name not in ("log_prob", "entropy")}
+    output = {
+        name: unpadded(inputs[given])
+        for name, given in (("log_probs", "log_prob"), ("entropy", "entropy"))
+    }
+    data = worker_data(tensors, options["info"])
+    loss, metrics = workers.ppo_loss(actor_config(options, loss_mode), output, data)
+    return {"loss": loss, **logged(metrics, ("actor/pg_loss", "actor/entropy_loss", "kl_loss"))}
+
+
+def worker_data(tensors: Inputs, info: Options) -> Any:
+    """The TensorDict of a micro-batch: one prompt token before each response of `tensors`."""
+    rows, width = tensors["old_log_probs"].shape
     ids = {
         "prompts": torch.zeros(rows, 1),
         "responses": torch.zeros(rows, width),
         "attention_mask": torch.ones(rows, width + 1),
     }
-    data = tools.get_tensordict(
-        {**tensors, **{name: x.long() for name, x in ids.items()}}, options["info"]
+    return import_module("verl.utils.tensordict_utils").get_tensordict(
+        {**tensors, **{name: x.long() for name, x in ids.items()}}, info
     )
 
-    def unpadded(x: torch.Tensor) -> torch.Tensor:
-        """One prompt token before each response, whose output is the response's first;
-        the last output is of no token.
-        """
-        return torch.cat([x, torch.zeros_like(x[:, :1])], dim=1).reshape(-1)
 
-    output = {
-        name: unpadded(inputs[given])
-        for name, given in (("log_probs", "log_prob"), ("entropy", "entropy"))
-    }
-    loss, metrics = workers.ppo_loss(actor_config(options, loss_mode), output, data)
-    kept = ("actor/pg_loss", "actor/entropy_loss", "kl_loss")
-    logged = {name: metrics[name].values[0] for name in kept if name in metrics}
-    return {"loss": loss, **logged}
+def unpadded(x: torch.Tensor) -> torch.Tensor:
+    """A model's output on such a micro-batch, `[B, T]` → `[B·(T+1)]`: the output of the prompt
+    token is the response's first, and the last output is of no token.
+    """
+    return torch.cat([x, torch.zeros_like(x[:, :1])], dim=1).reshape(-1)
+
+
+def logged(metrics: Any, names: tuple[str, ...]) -> Outputs:
+    """What verl would log under these names, where it would: a number, or a metric of one value."""
+    values = {name: metrics[name] for name in names if name in metrics}
+    return {name: x if isinstance(x, float) else x.values[0] for name, x in values.items()}
 
 
 def actor_config(options: Options, loss_mode: str) -> Any:

@@ -58,9 +58,8 @@ def accumulate(
     `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
     `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
     the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded
-    model
-    is a collective: a rank with fewer micro-batches repeats its last one with an all-False mask,
-    which adds nothing.
+    model is a collective: a rank with fewer micro-batches repeats its last one with an all-False
+    mask, which adds nothing.
     group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one
     over `cp_group`, one over `group`, and a second one over `group` if there are `group_ids`.
     logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
@@ -81,10 +80,8 @@ def accumulate(
     group = data_parallel_group(group, cp_group)
     counts, number = _counted(micro_batches, group, cp_group, dp_size)
     step = Accumulation(spec, counts, counts, group, cp_group)
-    empty = {
-        **micro_batches[-1],
-        "mask": torch.zeros_like(micro_batches[-1]["mask"], dtype=torch.bool),
-    }
+    last = micro_batches[-1]
+    empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
     shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
     step._micro_batches = [MicroBatch(step, data, i == number - 1) for i, data in enumerate(shares)]
     for micro in step._micro_batches[len(micro_batches) :]:
@@ -198,23 +195,16 @@ class MicroBatch(Mapping[str, Any]):
         """
         for name in tensors:
             if name in _COUNTED:
-                raise InputError(
-                    f"{name} cannot be replaced now: the step was counted with the micro-batch's "
-                    "own."
-                )
+                counted = "the step was counted with the micro-batch's own."
+                raise InputError(f"{name} cannot be replaced now: {counted}")
             if name not in _REPLACEABLE:
                 raise InputError(unknown_name("tensor", name, _REPLACEABLE))
         arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
         if arguments["advantages"] is None:
-            raise InputError(
-                f"the micro-batch has no advantages (it has {', '.join(map(str, self._data))}); "
-                "put them there."
-            )
-        present = {
-            name: x
-            for name, x in arguments.items()
-            if x is not None or name in ("old_logp", "advantages", "mask")
-        }
+            names = ", ".join(map(str, self._data))
+            raise InputError(f"the micro-batch has no advantages (it has {names}); put them there.")
+        always = ("old_logp", "advantages", "mask")
+        present = {name: x for name, x in arguments.items() if x is not None or name in always}
         self.is_used = True
         return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
@@ -253,10 +243,8 @@ def _check(micro_batches: Any) -> None:
                 f"{type(data).__name__}."
             )
         if data.get("mask") is None:
-            raise InputError(
-                f"micro_batches[{i}] has no mask (it has "
-                f"{', '.join(map(str, data)) or 'nothing'}); put it there."
-            )
+            names = ", ".join(map(str, data)) or "nothing"
+            raise InputError(f"micro_batches[{i}] has no mask (it has {names}); put it there.")
     with_groups = [data.get("group_ids") is not None for data in micro_batches]
     if any(with_groups) and not all(with_groups):
         raise InputError(
@@ -282,30 +270,27 @@ class _Pack:
             mask, group_ids = data["mask"], data.get("group_ids")
             try:
                 check_tensor("mask", mask)
-                if mask.is_meta:
-                    raise InputError(
-                        "mask is on the device 'meta', which holds no values to count; move it to "
-                        "the loss's device."
-                    )
+                _check_values("mask", mask)
                 masks.append(as_mask(mask, mask).reshape(-1))
                 sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
                 if group_ids is not None:
                     check_group_ids(group_ids, sequences)
-                    if group_ids.is_meta:
-                        raise InputError(
-                            "group_ids is on the device 'meta', which holds no values; move it to "
-                            "the mask's device."
-                        )
+                    _check_values("group_ids", group_ids)
                     groups.append(group_ids.to(mask.device))
             except InputError as error:
                 raise InputError(f"micro_batches[{i}]: {error}") from None
             layouts.append(sequences)
             rows = torch.full(mask.shape[:1], mask.shape[-1], device=mask.device)
-            lengths.append(
-                rows if sequences.offsets is None else sequences.offsets.diff().to(torch.int64)
-            )
+            ends = sequences.offsets
+            lengths.append(rows if ends is None else ends.diff().to(torch.int64))
         offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
         return cls(torch.cat(masks), offsets, torch.cat(groups) if groups else None, layouts)
+
+
+def _check_values(name: str, x: Tensor) -> None:
+    if x.is_meta:
+        where = "the device 'meta', which holds no values to count"
+        raise InputError(f"{name} is on {where}; move it to the loss's device.")
 
 
 def _counted(
@@ -315,23 +300,16 @@ def _counted(
     if group is None:
         _check_numbers([len(micro_batches)])
         pack = _Pack.of(micro_batches)
-        counts = Totals.count(
-            pack.mask,
-            cu_seqlens=pack.cu_seqlens,
-            group_ids=pack.group_ids,
-            cp_group=cp_group,
-            dp_size=dp_size,
-        )
-        return counts, len(micro_batches)
+        layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": cp_group}
+        return Totals.count(pack.mask, **layout, dp_size=dp_size), len(micro_batches)
     share, members = _share(micro_batches, cp_group)
     tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
     number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
     ranks = len(number_of_each) * (1 if cp_group is None else dist.get_world_size(cp_group))
-    return Totals(
-        tokens.sum(), sequences.sum(), groups, ranks if dp_size is None else dp_size
-    ), max(number_of_each)
+    size = ranks if dp_size is None else dp_size
+    return Totals(tokens.sum(), sequences.sum(), groups, size), max(number_of_each)
 
 
 def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
@@ -343,13 +321,12 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     pack = _Pack.of(micro_batches)
     lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
     ids = pack.group_ids
-    numbers = torch.tensor(
-        [len(micro_batches), -1 if ids is None else ids.shape[0]], device=lengths.device
-    )
+    members = -1 if ids is None else ids.shape[0]
+    numbers = torch.tensor([len(micro_batches), members], device=lengths.device)
     counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
-    return counts, lengths.new_zeros(2, 0) if ids is None else torch.stack(
-        [ids.to(torch.int64), lengths]
-    )
+    if ids is None:
+        return counts, lengths.new_zeros(2, 0)
+    return counts, torch.stack([ids.to(torch.int64), lengths])
 
 
 def _check_numbers(numbers: list[int]) -> None:
@@ -365,17 +342,14 @@ def _check_numbers(numbers: list[int]) -> None:
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
     """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
     if min(members_of_each) < 0:
-        rank = members_of_each.index(-1)
         raise InputError(
-            f"rank {rank} of the group has no group_ids, but others have; give them on all ranks "
-            "or on none."
+            f"rank {members_of_each.index(-1)} of the group has no group_ids, but others have; "
+            "give them on all ranks or on none."
         )
-    shares = all_gather(
-        torch.nn.functional.pad(members, (0, max(members_of_each) - members.shape[1])), group
-    )
-    ids, lengths = torch.cat(
-        [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)], dim=1
-    )
+    missing = (0, max(members_of_each) - members.shape[1])
+    shares = all_gather(torch.nn.functional.pad(members, missing), group)
+    there = [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)]
+    ids, lengths = torch.cat(there, dim=1)
     each, place = torch.unique(ids, return_inverse=True)
     return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))
 
@@ -397,14 +371,11 @@ def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Total
             tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
         tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
         for name, x in tensors.items():
-            if name == "logp" or (
-                x is not None
-                and (name in ("advantages", *_PER_TOKEN) or name.startswith("extras."))
-            ):
+            per_token = name in ("advantages", *_PER_TOKEN) or name.startswith("extras.")
+            if name == "logp" or (per_token and x is not None):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
-    joined = {
-        name: torch.cat(parts) for name, parts in flat.items() if len(parts) == len(micro_batches)
-    }
+    number = len(micro_batches)
+    joined = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == number}
     named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
     named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
     if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence

@@ -150,11 +150,16 @@ def check_group(name: str, group: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, valid: Iterable[str | None]) -> None:
+def check_choice(
+    name: str,
+    value: Any,
+    valid: Iterable[str | None],
+    error: type[PolicyLossError] = InputError,
+) -> None:
     """Raise unless `value` is one of the words of `valid` (or None, where that is among them)."""
     words = list(valid)
     if not (value is None or isinstance(value, str)) or value not in words:
-        raise InputError(unknown_name(name, value, map(str, words)))
+        raise error(unknown_name(name, value, map(str, words)))
 
 
 def by_annotation(

@@ -18,13 +18,14 @@ from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon
-from policyloss.parts.correction import Combined, combine, self_normalised
+from policyloss.parts.combined import Combined, combine, self_normalised
+from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.ratio import SegmentRatio
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import policy_metrics
 from policyloss.presets import PresetName, as_spec
-from policyloss.spec import LossSpec, check_part, is_part
+from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
 

@@ -42,19 +42,18 @@ class Record:
             return
         device = None
         for name, part in self.__dict__.items():
-            plain = type(part) is Tensor and part.layout == torch.strided and not part.is_complex()
-            if not plain or part.dim() or part.device != (device or part.device):
-                self._refuse(name, part, device)
+            dense = isinstance(part, Tensor) and part.layout == torch.strided
+            if (
+                not dense
+                or part.is_complex()
+                or part.dim()
+                or part.device != (device or part.device)
+            ):
+                raise InputError(
+                    f"{type(self).__name__}.{name} must be a tensor that holds one real number, "
+                    f"got {description(part)}."
+                )
             device = part.device
-
-    def _refuse(self, name: str, part: Any, device: torch.device | None) -> None:
-        """Raise unless `part` holds one real number, as a tensor of a subclass may too."""
-        dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_complex()
-        if not dense or part.dim() or part.device != (device or part.device):
-            raise InputError(
-                f"{type(self).__name__}.{name} must be a tensor that holds one real number, got "
-                f"{description(part)}."
-            )
 
     @property
     def value(self) -> Tensor:
@@ -346,13 +345,8 @@ class Metrics(Mapping[str, Record]):
 
     def refuse_invalid(self) -> None:
         """Raise if a count of certain mistakes (`Invalid`) is not 0. This waits for the device."""
-        refuse_invalid(
-            {
-                name: record.value
-                for name, record in self._records.items()
-                if isinstance(record, Invalid)
-            }
-        )
+        invalid = {n: r.value for n, r in self._records.items() if isinstance(r, Invalid)}
+        refuse_invalid(invalid)
 
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
@@ -375,19 +369,14 @@ class Metrics(Mapping[str, Record]):
             n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
         }
         flat = [(part, record.op) for record in records.values() for part in record.parts]
+        numbers = torch.stack([p.to(wide) for p, _ in flat])
+        is_sum = torch.tensor([op == "sum" for _, op in flat], device=numbers.device)
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
-        sums = torch.stack(
-            [p.to(wide) if op == "sum" else p.new_zeros((), dtype=wide) for p, op in flat]
-        )
-        signs = torch.tensor(
-            [-1.0 if op == "min" else 1.0 for _, op in flat], dtype=wide, device=sums.device
-        )
-        peaks = torch.stack([p.to(wide) for p, _ in flat]) * signs
+        signs = [-1.0 if op == "min" else 1.0 for _, op in flat]
+        sign = torch.tensor(signs, dtype=wide, device=numbers.device)
+        sums = torch.where(is_sum, numbers, 0)
         dist.all_reduce(sums, group=group)
-        peaks = all_max(peaks, group) * signs
-        parts = iter(
-            [s if op == "sum" else p for s, p, (_, op) in zip(sums, peaks, flat, strict=True)]
-        )
+        parts = iter(torch.where(is_sum, sums, all_max(numbers * sign, group) * sign))
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:

@@ -17,7 +17,7 @@ from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Invalid, Max, Metrics, Min, Record, Stat, Sum
-from policyloss.parts.correction import Combined
+from policyloss.parts.combined import Combined
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import VARIANTS, Surrogate
 from policyloss.spec import LossSpec

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict
 
 from torch import Tensor
 
 from policyloss.arguments import description
-from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.parts import aggregate, correction, kl, ratio, trust
+from policyloss.errors import SpecError, unknown_name
+from policyloss.parts import aggregate, correction, ratio, trust
+from policyloss.parts.data import VARIANTS, check_part, decoded, encoded, has_fields, known_parts
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.validate import Part, within
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
 
 Correction = Callable[[Tokens], correction.Corrected] | correction.SelfNormalise
-
-_VARIANTS: dict[str, tuple[type, ...]] = {
-    "ratio": ratio.VARIANTS,
-    "trust": trust.VARIANTS,
-    "correction": correction.VARIANTS,
-    "kl": kl.VARIANTS,
-    "aggregate": aggregate.VARIANTS,
-}
-_FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in _VARIANTS}
-P = TypeVar("P")
 
 _SETTINGS = ("rejected", "entropy_coef")  # the slots that hold no part
 _NO_HORIZON = object()  # of an aggregation that divides by no constant
@@ -74,7 +64,7 @@ class LossSpec(Part):
         if isinstance(self.kl, (tuple, list)):
             pulls = tuple(self.kl)
             object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
-        filled = [(slot, part) for slot in _VARIANTS for part in self.parts_in(slot)]
+        filled = [(slot, part) for slot in VARIANTS for part in self.parts_in(slot)]
         for slot, part in filled:
             check_part(slot, part)
         # Known from now on: older compilers cannot look a class up in a table.
@@ -276,15 +266,15 @@ class LossSpec(Part):
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
         return {
-            "ratio": _encode("ratio", self.ratio),
-            "trust": _encode("trust", self.trust),
-            "correction": [_encode("correction", c) for c in self.correction],
+            "ratio": encoded("ratio", self.ratio),
+            "trust": encoded("trust", self.trust),
+            "correction": [encoded("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": [_encode("kl", part) for part in self.pulls]
+            "kl": [encoded("kl", part) for part in self.pulls]
             if isinstance(self.kl, tuple)
-            else next((_encode("kl", part) for part in self.pulls), None),
+            else next((encoded("kl", part) for part in self.pulls), None),
             "entropy_coef": self.entropy_coef,
-            "aggregate": _encode("aggregate", self.aggregate),
+            "aggregate": encoded("aggregate", self.aggregate),
         }
 
     @classmethod
@@ -301,11 +291,11 @@ class LossSpec(Part):
             if key == "correction":
                 if not isinstance(value, (list, tuple)):
                     raise SpecError(f"correction must be a list of parts, got {value!r}.")
-                slots[key] = tuple(_decode(key, part) for part in value)
+                slots[key] = tuple(decoded(key, part) for part in value)
             elif key == "kl" and isinstance(value, (list, tuple)):
-                slots[key] = tuple(_decode(key, part) for part in value)
-            elif key in _VARIANTS and not (key == "kl" and value is None):
-                slots[key] = _decode(key, value)
+                slots[key] = tuple(decoded(key, part) for part in value)
+            elif key in VARIANTS and not (key == "kl" and value is None):
+                slots[key] = decoded(key, value)
             else:
                 slots[key] = value
         return cls(**slots)
@@ -343,11 +333,6 @@ def _holds_fields(value: Any) -> bool:
     return has_fields(value)
 
 
-def has_fields(part: Any) -> bool:
-    """Whether `part` is a dataclass, as every part of the library is, and no plain callable."""
-    return dataclasses.is_dataclass(part) and not isinstance(part, type)
-
-
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
     """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
     first, rest = path[0], path[1:]
@@ -358,115 +343,3 @@ def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
 
 
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))
-
-
-def is_part(slot: str, part: Any) -> bool:
-    """Whether `part` is one of the library's parts for `slot`, not a user's callable."""
-    return isinstance(part, _VARIANTS[slot])
-
-
-def check_part(slot: str, part: Any) -> None:
-    """Raise unless `part` may fill `slot`: one of its variants, or a callable."""
-    if isinstance(part, type):
-        raise SpecError(f"{slot}={part.__name__} is a class; make one: {part.__name__}(…).")
-    if isinstance(part, _VARIANTS[slot]):
-        return
-    if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
-        raise SpecError(
-            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing "
-            "measurement is noticed."
-        )
-    for other, variants in _VARIANTS.items():
-        if isinstance(part, variants):
-            raise SpecError(
-                f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}."
-            )
-    if not callable(part):
-        names = ", ".join(v.__name__ for v in _VARIANTS[slot])
-        raise SpecError(
-            f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens."
-        )
-
-
-def framework_part(slot: str, framework: str) -> Callable[[type[P]], type[P]]:
-    """A decorator for a framework's part: specs that hold one can be written as data.
-
-    The class extends a part of this slot. In data its type is "framework.ClassName", which can be
-    read back wherever `policyloss.compat` has loaded that framework.
-    """
-
-    def known(part: type[P]) -> type[P]:
-        _FRAMEWORK_PARTS[slot][f"{framework}.{part.__name__}"] = part
-        return part
-
-    return known
-
-
-def known_parts(slot: str) -> dict[str, type]:
-    """The classes that may be written as data in `slot`, by the name they have there."""
-    return {**{part.__name__: part for part in _VARIANTS[slot]}, **_FRAMEWORK_PARTS[slot]}
-
-
-def kind(part: Any) -> type:
-    """The library's class of a part; for a framework's part, the class that it extends."""
-    ours = {variant for variants in _VARIANTS.values() for variant in variants}
-    return next((each for each in type(part).__mro__ if each in ours), type(part))
-
-
-def _encode(slot: str, part: Any) -> dict[str, Any]:
-    name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
-    if name is None:
-        raise SpecError(
-            f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data."
-        )
-    values = {f.name: _encode_value(slot, getattr(part, f.name)) for f in dataclasses.fields(part)}
-    return {"type": name, **values}
-
-
-def _encode_value(slot: str, value: Any) -> Any:
-    if is_part(slot, value):  # a part may be made of parts of the same slot
-        return _encode(slot, value)
-    if isinstance(value, tuple):
-        return [_encode_value(slot, v) for v in value]
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"  # JSON has no infinity
-    return value
-
-
-def _decode(slot: str, data: Any) -> Any:
-    variants: dict[str, Any] = known_parts(slot)
-    if not isinstance(data, Mapping) or "type" not in data:
-        raise SpecError(
-            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: '
-            f"{', '.join(variants)}."
-        )
-    name = data["type"]
-    if not isinstance(name, str) or name not in variants:
-        framework, dot, _ = str(name).partition(".")
-        if dot:
-            raise SpecError(
-                f"{slot} type {name!r} is named like a framework's own part; those are known once "
-                f"their drop-ins are loaded: import policyloss.compat.{framework} before reading "
-                "the spec."
-            )
-        raise SpecError(unknown_name(f"{slot} type", name, variants))
-    make = variants[name]
-    valid = [f.name for f in dataclasses.fields(make)]
-    for key in data:
-        if key != "type" and key not in valid:
-            none = f"{name} has no fields, got {key!r}."
-            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else none)
-    values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
-    needed = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING]
-    missing = [name for name in needed if name not in values]
-    if missing:
-        raise SpecError(f"{name} needs {', '.join(missing)}.")
-    return make(**values)
-
-
-def _decode_value(slot: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return _decode(slot, value)
-    if isinstance(value, list):
-        return tuple(_decode_value(slot, v) for v in value)
-    return float(value) if value in ("inf", "-inf") else value

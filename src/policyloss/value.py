@@ -15,7 +15,7 @@ from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
 from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
 from policyloss.parts.aggregate import TokenMean
-from policyloss.spec import check_part
+from policyloss.parts.data import check_part
 from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 
@@ -62,15 +62,7 @@ def value_loss(
     `clip_fraction` (share of tokens where the clipped error is the larger), `explained_variance` (1
     − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in `policy_loss`.
     """
-    check_choice("kind", kind, ("mse", "huber"))
-    if clip is not None:
-        check_number("clip", clip, above=0, hint="None is no clipping.")
-    check_choice("boundary", boundary, ("pass", "half"))
-    check_number("huber_delta", huber_delta, above=0)
-    if clip is not None and old_values is None:
-        raise InputError(
-            "clipping reads old_values, which was not given; pass old_values, or clip=None."
-        )
+    _check_options(clip, kind, huber_delta, boundary, old_values)
     aggregate = TokenMean() if aggregate is None else aggregate
     check_part("aggregate", aggregate)
     step = resolve(totals)
@@ -98,11 +90,24 @@ def value_loss(
         token_loss = torch.maximum(token_loss, clipped)
     token_loss = fill(token_loss, t.mask)
     loss = weighted_sum(token_loss, aggregate(t))
-    with torch.no_grad():
-        metrics = _metrics(t, value, target, token_loss, binds, loss)
-    return LossOutput(loss, metrics)
+    return LossOutput(loss, _metrics(t, value, target, token_loss, binds, loss))
 
 
+def _check_options(
+    clip: float | None, kind: str, huber_delta: float, boundary: str, old_values: Tensor | None
+) -> None:
+    check_choice("kind", kind, ("mse", "huber"))
+    if clip is not None:
+        check_number("clip", clip, above=0, hint="None is no clipping.")
+    check_choice("boundary", boundary, ("pass", "half"))
+    check_number("huber_delta", huber_delta, above=0)
+    if clip is not None and old_values is None:
+        raise InputError(
+            "clipping reads old_values, which was not given; pass old_values, or clip=None."
+        )
+
+
+@torch.no_grad()
 def _metrics(
     t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor
 ) -> Metrics:

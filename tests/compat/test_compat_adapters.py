@@ -8,10 +8,11 @@ for it, listed below. None of them needs more than torch to be imported.
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ from torch import Tensor
 import policyloss as pl
 from cases import make_batch
 from policyloss.compat import colossalai, openrlhf, trl, verl
+from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
 from policyloss.compat.verl.registry import as_verl_loss
+from policyloss.errors import InputError
 
 COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
@@ -32,8 +35,7 @@ FILES = sorted(COMPAT.rglob("*.py"))
 BOOKKEEPING = {
     "counts.py": "guards of counts, shares and their dtype",
     "parts.py": "a mean with a guarded length",
-    "colossalai/calls.py": "mean and maximum of the ratios over every position, for its report",
-    "colossalai/parts.py": "beta times a penalty that is given",
+    "colossalai/parts.py": "beta times a penalty that is given; mean and maximum of the ratios",
     "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
     "trl/counts.py": "the step's counts seen from one micro-batch",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
@@ -370,3 +372,42 @@ def test_every_drop_in_that_gives_a_loss_is_called_here() -> None:
     }
     assert binding <= {name.split()[0] for name in LOSSES}
     assert {f"verl {name}" for name in verl.POLICY_LOSSES} <= LOSSES.keys()
+
+
+# --- by what they take ---
+
+
+@dataclass(frozen=True)
+class Scaled:
+    response_mask: Tensor
+    factor: float = 2.0
+    release: str | None = field(default=None, kw_only=True)
+
+
+def test_a_drop_in_takes_the_fields_of_its_call_and_checks_them_by_name() -> None:
+    @drop_in_of(Scaled)
+    def scaled(call: Scaled) -> tuple[Tensor, str | None]:
+        """The mask times a factor."""
+        return call.response_mask * call.factor, call.release
+
+    assert (scaled.__name__, scaled.__doc__) == ("scaled", "The mask times a factor.")
+    assert list(inspect.signature(scaled).parameters) == ["response_mask", "factor", "release"]
+    doubled, release = scaled(torch.ones(1, 2), release="0.9.0")
+    assert (doubled.tolist(), release) == ([[2.0, 2.0]], "0.9.0")
+    assert scaled(torch.ones(1, 2), 3.0)[0].tolist() == [[3.0, 3.0]]
+    with pytest.raises(InputError, match="factor must be a number"):
+        scaled(torch.ones(1, 2), "3")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="response_mask"):
+        scaled(torch.full((1, 2), 0.5))
+    with pytest.raises(TypeError, match="unknown"):
+        scaled(torch.ones(1, 2), unknown=1)  # type: ignore[call-arg]
+
+
+def test_a_drop_in_may_ignore_keywords_that_its_call_does_not_have() -> None:
+    @drop_in_of(Scaled, ignores_others=True)
+    def scaled(call: Scaled) -> Tensor:
+        return call.response_mask * call.factor
+
+    assert str(inspect.signature(scaled)).endswith("**kwargs) -> 'Tensor'")
+    result = scaled(torch.ones(1, 1), factor=5.0, unknown=1)  # type: ignore[call-arg]
+    assert result.tolist() == [[5.0]]

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hf_models import built, gradients, own_logits, small_config, token_ids
+from hf_models import built, gradients, most_rows, own_logits, small_config, token_ids
 
 import policyloss as pl
 from policyloss.compat import verl
@@ -21,10 +22,10 @@ IDS = token_ids(2, 7)
 LABELS = IDS.masked_fill(torch.arange(7) < 3, -100)
 
 
-def llama() -> Any:
+def llama(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return built(LlamaForCausalLM, small_config(LlamaConfig))
+    return built(LlamaForCausalLM, small_config(LlamaConfig, **changes))
 
 
 @pytest.fixture
@@ -87,6 +88,31 @@ def test_trl_s_forward_computes_a_loss_in_the_same_pass(trl: Any) -> None:
     torch.testing.assert_close(ours, gradients(model), rtol=1e-5, atol=1e-8)
 
 
+def test_trl_s_forward_makes_no_logits(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 rows, forward and backward; the model's own forward makes all 100."""
+    plans = import_module("policyloss.head.plans")
+    monkeypatch.setattr(plans, "CPU_BYTES", 8 * 300 * 16)
+    model, ids = llama(vocab_size=300), token_ids(5, 20)
+    assert most_rows(300, lambda: model(input_ids=ids)) == 100
+    trl_head.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    model(input_ids=ids, labels=ids, fused_lm_head=True)  # looks at the model
+
+    def score(*head: Any, **options: Any) -> pl.HeadOutput:
+        tensors = {"advantages": torch.ones(5), "mask": torch.ones(5, 19).bool()}
+        return pl.linear_policy_loss("gspo", *head, "current", **tensors, **options)
+
+    def per_token() -> None:
+        model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum().backward()
+
+    def in_one_pass() -> None:
+        with trl_head.in_one_pass(model, score, count=19):
+            model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+
+    # The transposed weight has 32 rows.
+    assert most_rows(300, per_token) <= 32
+    assert most_rows(300, in_one_pass) <= 32
+
+
 def test_trl_s_seat_is_taken_and_given_back(trl: Any) -> None:
     trl_head.install_head()
     assert trl.rloo.add_fused_lm_head is trl.utils.add_fused_lm_head is trl_head.add_fused_lm_head
@@ -100,6 +126,39 @@ def test_trl_s_seat_is_taken_and_given_back(trl: Any) -> None:
     del trl.utils.add_fused_lm_head
     with pytest.raises(pl.SpecError, match=r"TRL 1\.16"):
         trl_head.install_head()
+
+
+def test_trl_s_distillation_trainer_is_given_the_head(
+    trl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss by hand: two tokens that count, student (½, ½), teacher (¾, ¼), β = 1.
+
+    With β = 1 the divergence is KL(student ‖ teacher) = ½·log(½ / ¾) + ½·log(½ / ¼) = 0.143841.
+    """
+    module: Any = ModuleType(trl_head.DISTILLATION)
+    module._chunked_divergence_loss = lambda: None
+    monkeypatch.setitem(sys.modules, trl_head.DISTILLATION, module)
+    assert f"{trl_head.DISTILLATION}._chunked_divergence_loss" in trl_head.install_head()
+    hidden, heads = torch.ones(1, 3, 1), torch.tensor([[0.0], [0.0]])
+    of_teacher = torch.tensor([[3.0], [1.0]]).log()
+    mask = torch.tensor([[1, 1, 0]])
+    loss, entropy, count = module._chunked_divergence_loss(
+        hidden, hidden, heads, of_teacher, mask, 1.0
+    )
+    assert loss.item() == pytest.approx(0.143841, abs=1e-6)
+    assert entropy.item() == pytest.approx(2 * 0.693147, abs=1e-5)
+    assert count.item() == 2
+
+    class Sharded:
+        """A weight as FSDP2 keeps it, of which a rank has a part."""
+
+        def full_tensor(self) -> torch.Tensor:
+            return of_teacher
+
+    gathered = module._chunked_divergence_loss(hidden, hidden, heads, Sharded(), mask, 1.0)
+    assert gathered[0].item() == loss.item()
+    trl_head.uninstall_head()
+    assert module._chunked_divergence_loss() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

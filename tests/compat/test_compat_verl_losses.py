@@ -18,6 +18,7 @@ import policyloss as pl
 from policyloss.compat import verl
 from policyloss.compat.counts import guard, share
 from policyloss.compat.trl.parts import WrittenKL
+from policyloss.compat.verl.distillation import register_distillation
 
 F64 = torch.float64
 # Two rows: ratios 2, 0.5, – and 1.1, –, –; advantages 1, −1 and −2.
@@ -68,6 +69,19 @@ def test_ppo_by_hand() -> None:
     loss, _, _, lower = verl.compute_policy_loss(OLD, NEW, A, MASK, 0.2, None, 0.28, 1.05)
     assert float(loss) == pytest.approx((-1.28 + 0.8 + 2.1) / 3, rel=1e-14)
     assert float(lower) == pytest.approx(1 / 3, rel=1e-7)
+
+
+def test_the_drift_is_clamped_as_the_ratio_is() -> None:
+    # Log-ratio 30: the drift is −20 where the ratio is clamped at 20, and −30 where it is not.
+    old = torch.full((1, 1), -31.0, dtype=F64)
+    args = (old, old + 30, torch.ones_like(old), torch.ones_like(old))
+    drifts = dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl", "sapo", "cispo"), -20.0)
+    drifts |= dict.fromkeys(("gspo", "clip_cov", "geo_mean", "dro"), -30.0)
+    drifts["kl_cov"] = 30.0  # its modulus
+    for name, drift in drifts.items():
+        _, metrics = verl.POLICY_LOSSES[name](*args, config=config())
+        # verl's guard: the mean is over 1 + 1e-8 tokens.
+        assert metrics["actor/ppo_kl"] == pytest.approx(drift / (1 + 1e-8), rel=1e-14), name
 
 
 def test_the_clamp_of_the_page_is_an_argument() -> None:
@@ -269,6 +283,68 @@ def test_register_puts_every_preset_into_the_registry(fake_verl: dict[str, Any])
     assert metrics["actor/ppo_kl"] == pytest.approx(
         -(math.log(2) + math.log(0.5) + math.log(1.1)) / 3
     )
+
+
+@pytest.fixture
+def fake_distillation(fake_verl: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A verl that has a registry of distillation losses too, which refuses a second entry."""
+    registry: dict[str, Any] = {}
+
+    def register(settings: Any) -> Any:
+        def put(function: Any) -> None:
+            (name,) = settings.names
+            assert settings.use_estimator
+            assert name not in registry
+            registry[name] = function
+
+        return put
+
+    losses = ModuleType("verl.trainer.distillation.losses")
+    vars(losses).update(
+        DISTILLATION_LOSS_REGISTRY=registry,
+        DistillationLossSettings=SimpleNamespace,
+        register_distillation_loss=register,
+        no_padding_2_padding=lambda x, data: x,
+        AggregationType=SimpleNamespace(MEAN="mean"),
+        Metric=lambda aggregation, value: (aggregation, value),
+    )
+    parent = ModuleType("verl.trainer.distillation")
+    for module in (parent, losses):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return registry
+
+
+def test_distillation_is_registered_again_and_again(fake_distillation: dict[str, Any]) -> None:
+    names = register_distillation()
+    assert register_distillation() == names == tuple(fake_distillation)
+    # The student is log 2, −log 2 and log 1.1 away from the teacher: the gradient of k1+ is that.
+    student = NEW.clone().requires_grad_()
+    supervised = Config(distillation_loss=Config(use_policy_gradient=False))
+    data = {"teacher_logprobs": OLD.unsqueeze(-1), "response_mask": MASK.long()}
+    estimates, metrics = fake_distillation["policyloss/k1+"](
+        config=None,
+        distillation_config=supervised,
+        model_output={"log_probs": student},
+        data=data,
+    )
+    gaps = torch.tensor([2.0, 0.5, 1.1], dtype=F64).log()
+    torch.testing.assert_close(estimates[MASK], gaps)
+    (gradient,) = torch.autograd.grad(estimates.sum(), student)
+    torch.testing.assert_close(gradient[MASK], gaps)
+    aggregation, mean = metrics["distillation/abs_loss"]
+    assert aggregation == "mean"
+    assert float(mean) == pytest.approx((2 * math.log(2) + math.log(1.1)) / 3)
+    with pytest.raises(pl.InputError, match=r"does not depend on the teacher.*use_policy_gradient"):
+        fake_distillation["policyloss/k1"](None, supervised, {"log_probs": student}, data)
+
+
+def test_the_hook_registers_distillation_where_verl_has_it(
+    fake_distillation: dict[str, Any],
+) -> None:
+    sys.modules.pop("policyloss.compat.verl.hook", None)
+    hook = importlib.import_module("policyloss.compat.verl.hook")
+    assert len(fake_distillation) == 6
+    assert hook.NAMES[-6:] == tuple(fake_distillation)
 
 
 def test_the_hook_registers_when_it_is_imported(fake_verl: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 import policyloss as pl
 from policyloss.compat.verl import rollout_metrics as mismatch
 from policyloss.compat.verl.rollout_metrics import Means
-from policyloss.functional.correction import reduced
+from policyloss.functional.correction import reduced, within
 from policyloss.functional.kl import estimate
 from policyloss.functional.segments import Sequences
 
@@ -320,9 +320,9 @@ def test_rejected_shares():
     assert mismatch.rejected_sequences(keep, means().everywhere).item() == 1
 
 
-def test_outside_share_and_veto():
+def test_the_share_outside_a_band_and_veto():
     w = tensor([0.5, 3], [2, 99], [99, 99])
-    assert mismatch.outside_share(w, means(), 1.0, 2.0).item() == 2 / 3
+    assert mismatch.rejected_tokens(within(w, 1.0, 2.0), means()).item() == 2 / 3
     w[1, 1] = 0.1  # masked: it has no veto
     keep, found = mismatch.vetoed(w.log(), means(), 0.6)
     assert keep.tolist() == [[False, False], [True, True], [True, True]]

@@ -98,8 +98,11 @@ IN_FLOAT32 = (
 
 def tolerance(name, output):
     """1e-12, but for what is float32 inside, and for a deviation √(E[x²] − E[x]²),
-    which makes 1e-8 of a rounding of 1e-16.
+    which makes 1e-8 of a rounding of 1e-16. A divergence is a sum of differences of logarithms of
+    about 10, whose rounding in float32 is 1e-6.
     """
+    if "Divergence" in name:
+        return 4e-6
     return 1e-6 if name.startswith(IN_FLOAT32) or output.endswith("_std") else 1e-12
 
 

@@ -216,7 +216,7 @@ NUMBERS = {
     "gkd_forward": {"kl": pl.Divergence("forward", 1.0)},
     "gkd_reverse": {"kl": pl.Divergence("reverse", 1.0), "aggregate": pl.SeqMeanTokenMean()},
     "mopd_topk": {"kl": pl.Divergence("generalised", 1.0)},
-    "opsd": {"kl": pl.Divergence("jsd", 1.0, beta=0.5), "aggregate": pl.TokenMean()},
+    "opsd": {"kl": pl.Divergence("forward", 1.0), "aggregate": pl.TokenMean()},
     "sdft": {
         "ratio": pl.TokenRatio(log_clamp=(-20.0, log(2.0))),
         "kl": pl.Divergence("jsd", 1.0, beta=0.5, weight="ratio"),
@@ -228,6 +228,13 @@ NUMBERS = {
 def test_numbers(name):
     spec = pl.preset(name)
     assert {slot: getattr(spec, slot) for slot in NUMBERS[name]} == NUMBERS[name]
+
+
+def test_what_learns_from_a_teacher_says_what_it_was_compared_with():
+    by_loss = {name for name, p in PRESETS.items() if any(k.teaches for k in p.spec.pulls)}
+    taught = by_loss | {"opd", "iw_opd"}
+    assert len(taught) == 12
+    assert not {name for name in taught if "Compared with" not in PRESETS[name].note}
 
 
 def test_the_mapping_cannot_be_emptied_by_accident():

@@ -163,7 +163,7 @@ def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_first_step_of_a_run_is_looked_at() -> None:
     from types import SimpleNamespace
 
-    from policyloss.train.first_step import mismatch_of
+    from policyloss.train.hints import mismatch_of
 
     a = healthy()
     bounds = torch.arange(0, 321, 40)

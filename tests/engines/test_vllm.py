@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Process:
             **os.environ,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",  # threads that wait for each other crawl on a busy machine
             **variables,
         }
         with log.open("ab") as file:
@@ -149,7 +151,7 @@ class Server:
         words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         words += ["--max-model-len", "256", "--enforce-eager", "--enable-scale-out"]
-        words += ["--logprobs-mode", "processed_logprobs"]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "200"]
         log = self.model.with_suffix(".server.log")
         self.process = Process(words, log, VLLM_SERVER_DEV_MODE="1")
 
@@ -159,6 +161,13 @@ class Server:
                 return asked.connect_ex(("127.0.0.1", self.port)) == 0
 
         self.process.until(answers)
+
+    def weights(self) -> tuple[str, str]:
+        """The start of a trainer that gave it weights, and the steps that these had learned."""
+        with urllib.request.urlopen(f"{self.address}/weight_info") as answer:
+            name = str(json.loads(answer.read())["weight_version"])
+        run, _, steps = name.rpartition("-")
+        return run, steps
 
 
 @pytest.fixture
@@ -172,10 +181,11 @@ def server(model: Path) -> Iterator[Server]:
 
 def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
     """First for longer than the trainer has patience: it stops, names the server, and resumes. Then
-    for less: it waits, gives the weights to the server that came back, and goes on.
+    for less: it waits, gives the weights to the server that came back, and goes on. The server cuts
+    by top-p, and says what it kept.
     """
     out = tmp_path / "run"
-    options = {"model": server.model, "rollout": server.address, **OPTIONS}
+    options = {"model": server.model, "rollout": server.address, "top_p": 0.9, **OPTIONS}
     first = trainer(out, **options, rollout_timeout=10)
     first.until(lambda: len(lines(out)) >= 3)
     server.process.kill()
@@ -187,12 +197,14 @@ def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
 
     server.start()
     server.wait()
+    assert server.weights()[0] == ""  # those that it was started with
     done = len(lines(out))
     again = trainer(out, resume=True, rollout=server.address, rollout_timeout=300)
     again.until(lambda: len(lines(out)) >= done + 2)
     server.process.kill()
     server.start()
     assert again.ended() == 0
+    assert server.weights()[1] == "8"  # after its second restart
     assert_learned(out)
     assert_sampled_by_the_policy(out)
 
@@ -205,7 +217,10 @@ def test_a_server_samples_while_the_policy_learns_and_the_trainer_is_killed(
     first = trainer(out, **options)
     first.until(lambda: len(lines(out)) >= 4)
     first.kill()
+    run, _ = server.weights()
     assert trainer(out, resume=True, rollout=server.address).ended() == 0
+    assert server.weights()[0] not in ("", run)  # what was killed may have left any weights
+    assert server.weights()[1] == "8"
     assert_learned(out)
     rows = lines(out, "rollouts")
     wanted = {(1, 0), *((s + 1, s - 1) for s in range(1, 8))}

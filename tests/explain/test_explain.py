@@ -37,8 +37,8 @@ from policyloss.explain.framework_names import ELSEWHERE
 from policyloss.explain.traits import fits, traits
 from policyloss.explain.traps import TRAPS
 from policyloss.parts import aggregate, correction, kl, ratio, trust
+from policyloss.parts.data import has_fields
 from policyloss.presets import PRESETS as NAMED
-from policyloss.spec import has_fields
 
 BATCHES = [make_batch(seed=s, rows=6, width=6) for s in (11, 12)]
 FULL = pl.LossSpec(

@@ -41,7 +41,7 @@ DOCTOR = (
     ),
     (
         "doctor_first_step_blind",
-        "train/first_step.py",
+        "train/hints.py",
         'if verdict.cause in ("healthy", "copy"):',
         "if True:",
         _INPUT + "test_the_first_step_of_a_run_is_looked_at",

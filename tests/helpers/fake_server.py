@@ -14,9 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fake_vllm import likeliest
 from safetensors.torch import load_file
 
-from policyloss.train.sampler import Rule, complete, uniforms
+from policyloss.train.decoding import Completed, complete
+from policyloss.train.drawing import Rule
+from policyloss.train.sampler import uniforms
 
 
 class FakeServer:
@@ -24,11 +27,11 @@ class FakeServer:
 
     faults: what to do to the next calls of a path, one after the other: "500", "400", "time out",
     "half" (of an answer), "close" (the connection), "old weights", "abort". calls: paths that were
-    asked for.
+    asked for. most: log-probabilities of a token that it reports.
     """
 
     def __init__(self, folder: str, logprobs_mode: str = "processed_logprobs") -> None:
-        self.folder, self.mode = folder, logprobs_mode
+        self.folder, self.mode, self.most = folder, logprobs_mode, 20
         self.faults: dict[str, list[str]] = {}
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda path: None
@@ -111,7 +114,8 @@ class FakeServer:
     def result(self, path: str, body: Any) -> Any:
         with self.lock:
             if path == "/server_info":
-                return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+                model = {"logprobs_mode": self.mode, "max_logprobs": self.most}
+                return {"vllm_config": {"model_config": model}}
             if path == "/weight_info":
                 return {"weight_version": self.version}
             if path == "/collective_rpc":
@@ -131,17 +135,29 @@ class FakeServer:
             self.model.load_state_dict(load_file(file), strict=False)
 
     def choices(self, prompt: list[int], p: dict[str, Any]) -> list[dict[str, Any]]:
-        rule = Rule(p["temperature"], p["top_p"], p["top_k"])
+        rule = Rule(p["temperature"], p["top_p"], p["top_k"], processed=True)
         drawn = uniforms(p["seed"], 0, p["n"], p["max_tokens"])
-        pairs = complete(
-            self.model, [prompt] * p["n"], drawn, p["stop_token_ids"], rule, batch_tokens=4096
+        ends, count = p["stop_token_ids"], p["logprobs"]
+        completed = complete(
+            self.model, [prompt] * p["n"], drawn, ends, rule, batch_tokens=4096, supports=count > 0
         )
         return [
             {
-                "token_ids": ids,
-                "logprobs": {"content": [{"logprob": x} for x in logp.tolist()]},
-                "finish_reason": "stop" if ids[-1] in p["stop_token_ids"] else "length",
-                "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+                "token_ids": one.tokens,
+                "logprobs": {"content": self.content(one, count)},
+                "finish_reason": "stop" if one.tokens[-1] in ends else "length",
+                "weight_versions": [{"version": self.version, "start": 0, "end": len(one.tokens)}],
             }
-            for ids, logp in pairs
+            for one in completed
+        ]
+
+    def content(self, one: Completed, count: int) -> list[dict[str, Any]]:
+        """The log-probabilities of each token; JSON has no −inf, so vLLM writes −9999."""
+        rows = likeliest(one, count, self.model.config.vocab_size)
+        return [
+            {
+                "logprob": x,
+                "top_logprobs": [{"token_id": v, "logprob": max(y, -9999.0)} for v, y in row],
+            }
+            for x, row in zip(one.logp.tolist(), rows, strict=True)
         ]

@@ -12,12 +12,12 @@ _ERRORS, _CALLS, _COMPOSED = (
     "test_head_composed.py::",
 )
 
-_HF = "test_hf_calls.py::"
+_HF, _ADAPTERS = "test_hf_calls.py::", "test_hf_adapters.py::"
 
 HEAD = (
     (
         "hf_does_not_shift",
-        "hf/calls.py",
+        "hf/one_call.py",
         "x[:, x.shape[1] - count - 1 : -1]",
         "x[:, x.shape[1] - count :]",
         f"{_HF}test_the_shift_by_hand",
@@ -44,11 +44,27 @@ HEAD = (
         f"{_HF}test_an_error_names_what_was_looked_for",
     ),
     (
-        "hf_leaves_the_adapter_out",
-        "hf/output_head.py",
-        "weight = weight + head.get_delta_weight(name).to(weight.dtype)",
+        "hf_rounds_a_small_update_away",
+        "hf/adapters.py",
+        "return use(wide, Matrices(torch.cat([weight, *columns], 1), bias))",
+        "sums = [a.weight.T * head.scaling[n] for n, a in head.lora_A.items()]\n"
+        "        weight = weight + sum(b @ a.T for a, b in zip(sums, columns))\n"
+        "        return use(wide[..., : weight.shape[1]], Matrices(weight, bias))",
+        f"{_ADAPTERS}test_a_small_update_of_a_rounded_head_is_not_lost",
+    ),
+    (
+        "hf_uses_a_merged_head_for_the_reference",
+        "hf/adapters.py",
+        "head.unmerge()  # as PEFT does",
         "pass",
-        f"{_HF}test_an_adapter_on_the_head_is_trained",
+        f"{_ADAPTERS}test_merging_changes_no_number",
+    ),
+    (
+        "hf_takes_any_variant_for_a_product",
+        "hf/adapters.py",
+        "if x is not None]",
+        "if False]",
+        f"{_ADAPTERS}test_an_adapter_that_is_no_product_is_refused",
     ),
     (
         "hf_packs_any_model",
@@ -186,8 +202,8 @@ HEAD = (
     (
         "head_masked_gradient_leaks",
         "head/logits.py",
-        "dlogp = torch.where(valid, dlogp, 0)",
-        "dlogp = dlogp",
+        "dlogp, dentropy = _at_valid(dlogp, valid), _at_valid(dentropy, valid)",
+        "dentropy = _at_valid(dentropy, valid)",
         _LOGITS + "test_garbage_at_masked_rows",
     ),
     (

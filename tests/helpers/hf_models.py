@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCABULARY = 60
 TOO_LARGE = 30_000_000  # parameters; a configuration that the sizes below do not shrink
@@ -127,3 +129,23 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return named
+
+
+def most_rows(vocabulary: int, work: Callable[[], Any]) -> int:
+    """The most rows of a tensor that is as wide as the vocabulary, among all that are made."""
+    most = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal most
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[-1] == vocabulary:
+                    most = max(most, x.numel() // vocabulary)
+            return out
+
+    with Watch():
+        work()
+    return most

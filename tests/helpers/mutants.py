@@ -236,6 +236,20 @@ MUTANTS = (
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
     ),
     Mutant(
+        "distillation_registered_once_only",
+        "compat/verl/distillation.py",
+        "losses.DISTILLATION_LOSS_REGISTRY.pop(full_name, None)",
+        "pass",
+        "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
+    ),
+    Mutant(
+        "distillation_by_a_gradient_without_teacher",
+        "compat/verl/distillation.py",
+        'if name == "k1" and not by_gradient:',
+        "if False:",
+        "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
+    ),
+    Mutant(
         "value_loss_without_the_half",
         "value.py",
         "return 0.5 * error**2",
@@ -257,6 +271,20 @@ MUTANTS = (
         "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
     ),
     Mutant(
+        "verl_drift_not_clamped_as_the_ratio",
+        "compat/verl/calls.py",
+        "spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None",
+        "None",
+        "test_compat_verl_losses.py::test_the_drift_is_clamped_as_the_ratio_is",
+    ),
+    Mutant(
+        "verl_drop_in_forgets_a_keyword",
+        "compat/arguments.py",
+        "if n in names} if ignores_others",
+        "if n in names and n != 'index'} if ignores_others",
+        "test_compat_verl_advantages.py::test_nothing_given_is_changed_and_nothing_carries_a_gradient",
+    ),
+    Mutant(
         "verl_guard_lost",
         "compat/counts.py",
         "return 1e-8 if",
@@ -266,8 +294,8 @@ MUTANTS = (
     Mutant(
         "openrlhf_gspo_anchor",
         "compat/openrlhf/losses.py",
-        '"old" if gate.level == "off" else "rollout"',
-        '"old" if gate.level == "off" else "old"',
+        'anchor="rollout" if corrected else "old"',
+        'anchor="old" if corrected else "old"',
         "test_compat_openrlhf.py::test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted",
     ),
     Mutant(

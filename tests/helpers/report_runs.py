@@ -78,6 +78,7 @@ def rollout(
         "step": step,
         "example": group,
         "group": group,
+        "weights": step - 1,
         "prompt": "sort: 3 1 2 =",
         "completion": "".join(tokens),
         "answer": "1 2 3",
@@ -188,5 +189,5 @@ def realistic_run(
         loss=loss,
         timing=timing,
         rollouts=rows,
-        config={"steps": steps, "seed": seed, "lr": 1e-3 * (1 + seed)},
+        config={"steps": steps, "seed": seed, "lr": 1e-3 * (1 + seed), "rollout": "vllm"},
     )

@@ -4,13 +4,29 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS, _REAL = (
+_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _VLLM = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
     "test_train_real_models.py::",
+    "test_train_support.py::",
+    "test_train_vllm.py::",
 )
 TRAIN = (
+    (
+        "an_option_may_be_any_number",
+        "train/options.py",
+        "if x is not None and x not in limit:",
+        "if False:",
+        "test_train_config.py::test_a_number_outside_of_its_limits_is_refused",
+    ),
+    (
+        "a_prompt_is_drawn_twice",
+        "train/tasks/base.py",
+        "if row[0] not in taken:",
+        "if True:",
+        "test_train_tasks.py::test_sort_has_thousands_of_prompts_with_sorted_answers",
+    ),
     (
         "rewards_count_beside_a_teacher",
         "train/config.py",
@@ -42,14 +58,14 @@ TRAIN = (
     (
         "no_fsync_of_tensors",
         "train/run/checkpoint.py",
-        "    sync(path)\n",
+        "    files.sync(path)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),
     (
         "no_fsync_of_the_folder",
         "train/run/checkpoint.py",
-        "    sync(temporary)\n",
+        "    files.sync(temporary)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),
@@ -62,21 +78,21 @@ TRAIN = (
     ),
     (
         "no_fsync_of_the_index",
-        "train/run/atomic.py",
+        "train/run/files.py",
         "os.fsync(file.fileno())",
         "pass",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),
     (
         "no_fsync_of_a_replaced_name",
-        "train/run/atomic.py",
+        "train/run/files.py",
         "        sync(path.parent)\n",
         "        pass\n",
         _DISK + "test_a_file_that_is_replaced_outlives_a_crash",
     ),
     (
         "no_fsync_of_new_folders",
-        "train/run/atomic.py",
+        "train/run/files.py",
         "sync(folder.parent)",
         "pass",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
@@ -91,7 +107,7 @@ TRAIN = (
     (
         "no_fsync_of_the_names_of_lines",
         "train/run/directory.py",
-        "            sync(self.path)",
+        "            files.sync(self.path)",
         "            pass",
         _DISK + "test_the_lines_of_a_run_are_safe_before_its_checkpoint",
     ),
@@ -118,8 +134,8 @@ TRAIN = (
     ),
     (
         "links_are_followed",
-        "train/run/plain_files.py",
-        "if kind not in (stat.S_IFREG, stat.S_IFDIR):",
+        "train/run/files.py",
+        "if kind is not None and not stat.S_ISDIR(mode):",
         "if False:",
         _DOORS + "test_nothing_is_written_through_a_link",
     ),
@@ -139,7 +155,7 @@ TRAIN = (
     ),
     (
         "ranks_share_by_group_number",
-        "train/completions.py",
+        "train/collect.py",
         "s.group % prompts % world == rank",
         "s.group % world == rank",
         "test_train_completions.py::test_the_share_of_a_rank",
@@ -161,8 +177,8 @@ TRAIN = (
     (
         "a_function_of_two_arguments_is_a_loss",
         "train/user_code.py",
-        "_needed(value) == 1",
-        "_needed(value) >= 1",
+        "elif needed == 1",
+        "elif needed",
         "test_train_own_code.py::test_what_is_no_loss",
     ),
     (
@@ -206,5 +222,103 @@ TRAIN = (
         "_put(old, new_logp)",
         "pass",
         "test_train_learner.py::test_old_log_probabilities_are_the_policy_s_or_the_sampler_s",
+    ),
+    (
+        "the_learner_forgets_what_was_kept",
+        "train/policy.py",
+        'options["support"] = micro["support"]',
+        'options["support"] = None',
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "the_fused_loss_forgets_what_was_kept",
+        "train/policy.py",
+        'options |= {"support": support}',
+        "pass",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "the_loss_of_logits_forgets_what_was_kept",
+        "train/policy.py",
+        "support=support, **logits_of",
+        "**logits_of",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "what_was_kept_stays_where_it_was",
+        "train/batches.py",
+        "[self.kept[i] for i in chosen]",
+        "[self.kept[i] for i in range(len(chosen))]",
+        _SUPPORT + "test_a_pack_lays_out_what_each_place_predicts_from",
+    ),
+    (
+        "log_probabilities_are_always_raw",
+        "train/drawing.py",
+        "if rule.processed:",
+        "if False:",
+        _SUPPORT + "test_processed_log_probabilities_by_hand",
+    ),
+    (
+        "supports_of_rows_are_mixed_up",
+        "train/supports.py",
+        "[torch.cat(self._rows).argsort(stable=True)]",
+        "",
+        _SUPPORT + "test_an_update_is_the_gradient_over_what_was_kept",
+    ),
+    (
+        "any_support_of_an_engine_is_taken",
+        "train/rollout/protocol.py",
+        "return None if wrong is None else",
+        "return None if True else",
+        _SUPPORT + "test_the_support_that_an_engine_returns_is_checked",
+    ),
+    (
+        "it_sleeps_with_its_weights",
+        "train/rollout/vllm_engine.py",
+        "self._llm.sleep(level=2)",
+        "self._llm.sleep(level=1)",
+        _VLLM + "test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights",
+    ),
+    (
+        "it_sleeps_beside_the_learner",
+        "train/rollout/vllm_engine.py",
+        "config.staleness == 0 and torch.cuda.is_available()",
+        "torch.cuda.is_available()",
+        _VLLM + "test_it_does_not_sleep_beside_the_learner_nor_on_a_cpu",
+    ),
+    (
+        "tokens_left_out_are_kept",
+        "train/rollout/kept.py",
+        "logp > LEFT_OUT",
+        "logp >= LEFT_OUT",
+        _VLLM + "test_the_kept_tokens_are_those_with_a_probability",
+    ),
+    (
+        "ties_are_not_noticed",
+        "train/rollout/kept.py",
+        "bool((sizes == self.count).any())",
+        "bool((sizes > self.count).any())",
+        _VLLM + "test_the_kept_tokens_are_those_with_a_probability",
+    ),
+    (
+        "a_server_may_report_too_little",
+        "train/rollout/server.py",
+        "0 <= most < count",
+        "0 <= most < 0",
+        "test_train_servers.py::test_a_server_must_report_all_that_it_kept",
+    ),
+    (
+        "a_teacher_that_is_nowhere_is_missed",
+        "train/missing.py",
+        "not config.teacher.is_dir()",
+        "False",
+        _DOORS + "test_a_path_that_leads_nowhere_is_refused_before_anything_is_written",
+    ),
+    (
+        "a_mismatch_is_said_again_and_again",
+        "train/rollout/session.py",
+        "if same or self.mismatched:",
+        "if same:",
+        _SUPPORT + "test_an_engine_that_does_not_say_what_it_kept_is_named_once",
     ),
 )

@@ -1,4 +1,4 @@
-"""`pl.hf` in use: alignment, padding, packs, adapters, wrappers, models that it refuses. No logits
+"""`pl.hf` in use: alignment, padding, packs, wrappers, models that it refuses. No logits
 are made.
 """
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import batch_for, built, gradients, own_logits, small_config, token_ids
+from hf_models import batch_for, built, gradients, most_rows, own_logits, small_config, token_ids
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import policyloss as pl
 
@@ -149,78 +148,6 @@ def test_a_cap_and_a_scale_in_either_order(capped_first: bool, factor: float) ->
     torch.testing.assert_close(found, expected.gather(-1, IDS[:, 1:, None]).squeeze(-1))
 
 
-class Lora(nn.Module):
-    """A head with an adapter, with the attributes that PEFT gives it."""
-
-    def __init__(self, base: nn.Linear, dropout: float = 0.0) -> None:
-        super().__init__()
-        v, d = base.weight.shape
-        self.base_layer, self.merged, self.disable_adapters = base, False, False
-        self.active_adapters = ["default", "elsewhere"]
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(d, 2, bias=False, dtype=torch.float64)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, v, bias=False, dtype=torch.float64)})
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
-        base.requires_grad_(False)
-
-    def get_delta_weight(self, name: str) -> Tensor:
-        product: Tensor = self.lora_B[name].weight @ self.lora_A[name].weight
-        return product * 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base_layer(x)
-        if self.disable_adapters:
-            return y
-        inner = self.lora_dropout["default"](x)
-        return y + self.lora_B["default"](self.lora_A["default"](inner)) * 0.5
-
-
-def test_an_adapter_on_the_head_is_trained() -> None:
-    model = llama()
-    model.lm_head = Lora(model.lm_head)
-    logp = expected_logp(model, IDS)
-    pl.policy_loss(SPEC, logp, **BATCH).loss.backward()
-    theirs = gradients(model)
-    pl.hf.policy_loss(model, SPEC, IDS, **BATCH).loss.backward()
-    ours = gradients(model)
-    assert "lm_head.lora_A.default.weight" in ours
-    assert "lm_head.base_layer.weight" not in ours
-    torch.testing.assert_close(ours, theirs)
-    model.lm_head.disable_adapters = True
-    torch.testing.assert_close(pl.hf.logprobs(model, IDS), expected_logp(model, IDS))
-    assert not torch.allclose(logp, expected_logp(model, IDS))
-
-
-def test_dropout_on_an_adapted_head_is_refused() -> None:
-    model = Plain()
-    model.lm_head = Lora(model.lm_head, dropout=0.1)
-    with pytest.raises(pl.InputError, match=r"dropout 0\.1.*lora_dropout=0"):
-        pl.hf.logprobs(model, IDS)
-    model.eval()
-    assert pl.hf.logprobs(model, IDS).isfinite().all()
-
-
-def test_a_copy_that_is_trained_instead_of_the_head() -> None:
-    class Saved(nn.Module):
-        def __init__(self, original: nn.Linear) -> None:
-            super().__init__()
-            self.original_module, self.disable_adapters = original, False
-            copy = nn.Linear(16, 60, dtype=torch.float64)
-            self.modules_to_save, self.active_adapters = nn.ModuleDict({"a": copy}), ["a"]
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = (
-                self.original_module(x) if self.disable_adapters else self.modules_to_save["a"](x)
-            )
-            return y
-
-    model = Plain()
-    model.lm_head = Saved(model.lm_head)
-    for model.lm_head.disable_adapters in (False, True):
-        logits = model(IDS).logits[:, :-1]
-        expected = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
-        torch.testing.assert_close(pl.hf.logprobs(model, IDS), expected)
-
-
 def test_a_frozen_and_a_tied_head() -> None:
     model = llama(tie_word_embeddings=True)
     model.tie_weights()
@@ -234,37 +161,16 @@ def test_a_frozen_and_a_tied_head() -> None:
     assert "model.embed_tokens.weight" not in gradients(model)
 
 
-def biggest(model: Any, work: Callable[[], Any]) -> int:
-    """The most rows of a tensor that is as wide as the vocabulary, among all that are made."""
-    widths = {model.get_output_embeddings().weight.shape[0]}
-    most = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal most
-            out = function(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] in widths:
-                    most = max(most, x.numel() // x.shape[-1])
-            return out
-
-    with Watch():
-        work()
-    return most
-
-
 def test_no_logits_are_made() -> None:
     """Windows of 16 rows; the model's own forward makes all 120."""
     model, ids = llama(), token_ids(5, 25)
     batch = batch_for(ids, torch.float64)
     plan = pl.Plan("one_pass", rows=16, columns=0)
-    ours = biggest(
-        model, lambda: pl.hf.policy_loss(model, SPEC, ids, plan=plan, **batch).loss.backward()
+    ours = most_rows(
+        60, lambda: pl.hf.policy_loss(model, SPEC, ids, plan=plan, **batch).loss.backward()
     )
     assert ours <= 32  # the gradient of the weight has as many rows as it has columns
-    assert biggest(model, lambda: own_logits(model, ids)) == 125
+    assert most_rows(60, lambda: own_logits(model, ids)) == 125
 
 
 def test_an_odd_model_is_refused_and_can_be_used_with_its_logits() -> None:

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "metrics": {"arguments", "errors", "functional", "notebook"},
     "parts": {"arguments", "errors", "functional", "tokens", "totals", "parts"},
     "spec": {"arguments", "errors", "tokens", "parts"},
-    "presets": {"arguments", "errors", "parts", "spec"},
+    "presets": {"arguments", "errors", "parts", "spec", "presets"},
     "policy_metrics": {
         "arguments",
         "errors",
@@ -122,6 +122,7 @@ EXTRAS = {
         "rich",
         "safetensors",
         "tokenizers",
+        "torchao",
         "transformers",
         "tyro",
     }

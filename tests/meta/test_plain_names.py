@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "policyloss"
-FOLDERS = ("functional", "parts", "advantage", "explain")
-FILES = ("metrics.py", "presets.py", "spec.py", "arguments.py", "errors.py")
+FOLDERS = ("functional", "parts", "advantage", "presets", "explain")
+FILES = ("metrics.py", "spec.py", "arguments.py", "errors.py")
 HEAD = (
     "backward",
     "head",

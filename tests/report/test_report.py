@@ -71,6 +71,7 @@ def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
     assert found["summary"] == {
         "model": "tiny",
         "task": "sort",
+        "engine": None,
         "steps": 3,
         "planned_steps": 3,
         "state": "finished",
@@ -294,6 +295,7 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
             "step": 3,
             "example": None,
             "group": None,
+            "weights": None,
             "prompt": "",
             "completion": "",
             "answer": "",

@@ -272,9 +272,8 @@ def test_the_report_needs_no_trainer() -> None:
     assert sorted(name for name in seen if name.startswith("policyloss.train")) == [
         "policyloss.train.__init__",
         "policyloss.train.run.__init__",
-        "policyloss.train.run.atomic",
+        "policyloss.train.run.files",
         "policyloss.train.run.lock",
-        "policyloss.train.run.plain_files",
     ]
     foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
     assert not foreign & {"transformers", "numpy", "rich", "safetensors", "tyro"}

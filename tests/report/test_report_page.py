@@ -270,6 +270,7 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
         ),
     }
     assert f"reward {row['reward']:.0f}" in element(dom, "facts")
+    assert element(dom, "facts").endswith(" · sampled by vllm with the weights of step 19")
     strength = 100 * abs(row["token_advantage"][2]) / view(data)["scales"]["advantage"]
     sign = "plus" if row["token_advantage"][2] > 0 else "minus"
     assert f"var(--{sign}) {min(100, strength):.0f}%" in dom

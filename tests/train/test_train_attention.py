@@ -53,6 +53,9 @@ def make(kind: str, dtype: torch.dtype = torch.float64) -> Any:
         "gemma2": lambda: t.Gemma2Config(**SIZES, **heads, **layers, **gemma2),
         "gemma3": lambda: t.Gemma3TextConfig(**SIZES, **heads, **layers),
         "mixtral": lambda: t.MixtralConfig(**SIZES, **experts),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(
+            **SIZES, **heads, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         "granite": lambda: t.GraniteConfig(**SIZES, logits_scaling=4.0),
         "gpt2": lambda: t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, **ends),
         "opt": lambda: t.OPTConfig(**wide, ffn_dim=32, word_embed_proj_dim=16, **ends),
@@ -331,12 +334,13 @@ def test_torch_s_kernel_is_each_sequence_alone_in_bfloat16(kind: str) -> None:
     scale = expected.abs().max()
     error, rounding = ((x.double() - expected).abs().max() / scale for x in (together, single))
     assert error <= 2 * rounding + 0.01
-    exactly = gradients(exact, expected)
+    exactly, singly = gradients(exact, expected), gradients(model, single)
     actual = gradients(model, way.hidden(parts(model)[0], batch.micro_batch()))
     for name, gradient in exactly.items():
         # A bias of keys moves all scores of a query alike: its gradient is 0 up to rounding.
         size = exactly[name.replace("k_proj.bias", "q_proj.bias")].norm()
-        assert (actual[name].double() - gradient).norm() <= 0.1 * size + 1e-6, name
+        error, rounding = ((x[name].double() - gradient).norm() for x in (actual, singly))
+        assert error <= 2 * rounding + 0.02 * size, name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -79,9 +79,9 @@ def test_minibatches_are_a_partition(count: int, number: int) -> None:
 
 def advantages(name: str, **options: object) -> torch.Tensor:
     config = TrainConfig(advantage=name, **options)  # type: ignore[arg-type]
-    values = torch.full((12,), 0.5) if name == "gae" else None
-    greedy = torch.tensor([0.5, 0.5, 1.0, 1.0]) if name == "remax" else None
-    return judge(config, Pack.of(SAMPLES), values=values, greedy=greedy, group="local").advantages
+    pack = Pack.of(SAMPLES).with_tokens(old_values=torch.full((12,), 0.5))
+    pack.sequences["greedy"] = torch.tensor([0.5, 0.5, 1.0, 1.0])
+    return judge(config, pack, "local").advantages
 
 
 def test_advantages_by_hand() -> None:

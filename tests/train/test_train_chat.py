@@ -16,7 +16,7 @@ from policyloss.errors import InputError
 from policyloss.train.chat import rendered, with_template
 from policyloss.train.sampler import Sample, stopped
 from policyloss.train.tasks import make_task
-from policyloss.train.tasks.base import ListTask, numbered
+from policyloss.train.tasks.base import Task, numbered
 from policyloss.train.tiny import tiny_tokenizer
 
 TEMPLATE = (
@@ -128,7 +128,7 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     tok.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match=r"the chat template fails on .*roles must alternate"):
         rendered(tok, chat("a"))
-    plain = ListTask("t", numbered([("a", "b", {})]), (), lambda e, c: 0.0)
+    plain = Task("t", numbered([("a", "b", {})]), (), lambda e, c: 0.0)
     with pytest.raises(InputError, match=r"cannot read --chat-template .*nowhere"):
         with_template(plain, tok, None, tmp_path / "nowhere")
 

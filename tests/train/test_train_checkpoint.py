@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.train.run import checkpoint
-from policyloss.train.run.atomic import StorageError
 from policyloss.train.run.checkpoint import latest, load, save, subtree
 from policyloss.train.run.checkpoint_folder import discard_after, step_of
+from policyloss.train.run.files import StorageError
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 
@@ -138,7 +138,7 @@ def no_space(*args: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["os.replace", "os.fsync", "os.mkdir", "checkpoint.save_file", "checkpoint.write_synced"],
+    ["os.replace", "os.fsync", "os.mkdir", "checkpoint.save_file", "files.write_synced"],
 )
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
 def test_a_full_disk_leaves_the_older_ones(
@@ -149,7 +149,8 @@ def test_a_full_disk_leaves_the_older_ones(
     step = 2 if again else 3
     with monkeypatch.context() as patch:
         module, name = where.split(".")
-        patch.setattr({"os": os, "checkpoint": checkpoint}[module], name, no_space)
+        modules = {"os": os, "checkpoint": checkpoint, "files": checkpoint.files}
+        patch.setattr(modules[module], name, no_space)
         with pytest.raises(
             StorageError,
             match=(

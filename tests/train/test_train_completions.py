@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from policyloss.train.completions import Completions
+from policyloss.train.collect import Completions
 from policyloss.train.sampler import Sample
 
 PROMPTS = 3  # groups of a step; a second draw of dynamic sampling has the groups 3 to 5

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import policyloss as pl
 from policyloss.train.config import TrainConfig, check_together, read_arguments
 from policyloss.train.loss_options import read_spec
+from policyloss.train.options import Within
 
 
 def test_a_preset_with_changes() -> None:
@@ -111,3 +114,29 @@ def test_who_gets_a_critic() -> None:
     assert not TrainConfig(loss="dapo").with_critic
     assert TrainConfig(loss="dapo", advantage="gae").with_critic
     check_together(TrainConfig(loss="tis"), pl.preset("tis"))
+
+
+def limits() -> list[tuple[str, float]]:
+    """Every option with limits, and a number just outside of each."""
+    return [
+        (name, outside)
+        for name, hint in get_type_hints(TrainConfig, include_extras=True).items()
+        for limit in getattr(hint, "__metadata__", ())
+        for outside in (limit.least - 1, limit.above, limit.most + 1, limit.below)
+        if math.isfinite(outside)
+    ]
+
+
+@pytest.mark.parametrize(("name", "outside"), limits())
+def test_a_number_outside_of_its_limits_is_refused(name: str, outside: float) -> None:
+    value = (0.5, outside) if name == "betas" else outside
+    with pytest.raises(
+        pl.InputError, match=f"^--{name.replace('_', '-')} must be (at|above|below)"
+    ):
+        TrainConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_what_limits_say() -> None:
+    assert str(Within(least=0, below=2**32)) == "at least 0 and below 4294967296"
+    assert [x in Within(above=0, most=1) for x in (0, 1e-9, 1, 1.1)] == [False, True, True, False]
+    assert len(limits()) > 40

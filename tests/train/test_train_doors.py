@@ -4,8 +4,10 @@ and run directories of other people.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,15 +15,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from policyloss.train.help import groups
 from safetensors.torch import load_file, save_file
 from train_loop_ranks import SMALL, lines, make_model, resume, train
 
 from policyloss.cli import main
 from policyloss.errors import InputError
+from policyloss.train.config import TrainConfig
 from policyloss.train.models import load
-from policyloss.train.run.atomic import StorageError, replace_file
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
 from policyloss.train.run.resumed_options import named_options
@@ -294,7 +298,7 @@ def test_links_and_pipes_are_refused(
     for command in (["train", "--resume", "--out"], ["eval"], ["sample"], ["train", "--out"]):
         assert main([*command, str(run)]) == 2, command
         said = capsys.readouterr().err
-        assert f"{name} is a {'symbolic link' if kind == 'link' else 'pipe'}" in said, (
+        assert f"{name} is a {'symbolic link' if kind == 'link' else 'named pipe'}" in said, (
             command,
             said,
         )
@@ -482,3 +486,43 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         assert train(tmp_path / "run", model=model, steps=1) == code, free
     assert "3 checkpoints of 0.002 GB need 0.006 GB" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what is not there
+
+# What an option that may name a file, a folder or code is set to where there is none.
+NOWHERE = {
+    "loss": "/nowhere/loss.json",
+    "task": "/nowhere/task.jsonl",
+    "reward": "/nowhere/code.py:function",
+    "model": "/nowhere",
+    "teacher": "/nowhere",
+    "chat_template": "/nowhere/template.jinja",
+    "advantage": "/nowhere/code.py:function",
+    "rollout": "/nowhere/code.py:make",
+}
+
+
+def test_every_option_with_a_path_is_among_them() -> None:
+    """Those of type `Path`, and those whose help says that they take one."""
+    for field in dataclasses.fields(TrainConfig):
+        if "Path" in str(field.type):
+            assert field.name in {*NOWHERE, "out"}
+    help_of = {name: text for names in groups(TrainConfig).values() for name, text in names.items()}
+    with_path = {
+        name
+        for name, text in help_of.items()
+        if re.search(r"\bpath\b|folder|module:|director|\bfile\b", text)
+    }
+    aside = {"out", "resume", "trust_remote_code"}  # where to write, and two that name nothing
+    assert with_path - aside <= NOWHERE.keys(), with_path - aside - NOWHERE.keys()
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_path_that_leads_nowhere_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {"task": {"reward": "exact"}, "teacher": {"loss": "gkd"}}.get(name, {})
+    assert train(tmp_path / "run", **{"reward": None, **others, name: NOWHERE[name]}) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

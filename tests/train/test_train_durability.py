@@ -16,9 +16,9 @@ import pytest
 import torch
 from train_loop_ranks import lines, resume, train
 
-from policyloss.train.run.atomic import replace_file
 from policyloss.train.run.checkpoint import latest, load, save
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
 

@@ -26,7 +26,7 @@ from policyloss.train.distributed import Ranks
 from policyloss.train.finite import nonfinite_tokens
 from policyloss.train.run.directory import RunDir
 from policyloss.train.tasks import time_limit
-from policyloss.train.tasks.base import Example, ListTask
+from policyloss.train.tasks.base import Example, Task
 from policyloss.train.tasks.rewards import RewardError, checked, scored
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.watch import Watch
@@ -57,14 +57,12 @@ class Poison:
         judge, learn = learner_module.judge, learner_module.Learner.learn
         self.step = -1
 
-        def learned(
-            made: Any, pack: Pack, indices: Any, total: int, step: int, greedy: Any = None
-        ) -> Any:
+        def learned(made: Any, pack: Pack, indices: Any, total: int, step: int) -> Any:
             self.step = step + 1  # the step that is being made, as metrics.jsonl counts
-            return learn(made, pack, indices, total, step, greedy)
+            return learn(made, pack, indices, total, step)
 
-        def judged(config: Any, pack: Pack, **more: Any) -> Any:
-            found = judge(config, pack, **more)
+        def judged(config: Any, pack: Pack, *more: Any, **options: Any) -> Any:
+            found = judge(config, pack, *more, **options)
             if self.step in steps:
                 # The first token that is trained on.
                 found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan
@@ -264,9 +262,7 @@ HANGS = {
 
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
-    task = ListTask(
-        "mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0)
-    )
+    task = Task("mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0))
     began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
     with pytest.raises(
         RewardError,

@@ -9,7 +9,7 @@ import pytest
 from train_loop_ranks import SMALL, arguments, lines, train
 
 from policyloss.cli import main
-from policyloss.train import help as train_help
+from policyloss.train import options as train_options
 from policyloss.train.config import TrainConfig
 from policyloss.train.hints import LONG_PATIENCE, PATIENCE, Hints
 from policyloss.train.run.directory import free_directory
@@ -128,7 +128,7 @@ def test_warm_up_on_a_user_s_data_never_happens_unasked(tmp_path: Path) -> None:
 
 
 def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
-    groups = train_help.groups(TrainConfig)
+    groups = train_options.groups(TrainConfig)
     assert list(groups) == [
         "What is trained, and where it is written",
         "Sampling",
@@ -142,7 +142,7 @@ def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
     assert listed == list(TrainConfig.__dataclass_fields__)
     assert groups["Learning"]["lora_rank"].startswith("Train adapters of this rank")
     assert all(text.endswith(".") for names in groups.values() for text in names.values())
-    text = train_help.help_text(TrainConfig, "policyloss train")
+    text = train_options.help_text(TrainConfig, "policyloss train")
     assert "\nLearning\n  --epochs NUMBER (1)\n    How often" in text
     assert "  --betas NUMBER NUMBER (0.9 0.99)\n" in text
     assert "  --lora-target TEXT …\n" in text

@@ -20,8 +20,10 @@ from policyloss.train.attention import Rows
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.learner import Learned, Learner, Policy, rate
+from policyloss.train.learner import Learned, Learner
 from policyloss.train.models import Critic
+from policyloss.train.optimizers import rate
+from policyloss.train.policy import Policy
 from policyloss.train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8

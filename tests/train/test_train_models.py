@@ -18,9 +18,8 @@ from policyloss.errors import InputError
 from policyloss.train.attention import Rows
 from policyloss.train.models import Critic, LogitForm, load, logit_form, parts
 from policyloss.train.tasks import make_task
-from policyloss.train.tasks.base import Example, ListTask, numbered
+from policyloss.train.tasks.base import Example, Task, numbered
 from policyloss.train.tasks.rewards import make_reward
-from policyloss.train.tasks.sort import SortTask
 from policyloss.train.tiny import tiny_model, tiny_tokenizer
 from policyloss.train.warmup import warm_up
 
@@ -36,10 +35,8 @@ LENGTHS = (5, 1, 4)
 
 
 @cache
-def sorting() -> SortTask:
-    task = make_task("sort", reward=None, seed=0)
-    assert isinstance(task, SortTask)
-    return task
+def sorting() -> Task:
+    return make_task("sort", reward=None, seed=0)
 
 
 def small(kind: str) -> Any:
@@ -207,7 +204,7 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
 
 
 def test_the_tiny_tokenizer_gives_every_character_back() -> None:
-    extra = ListTask("t", numbered([("é→ ∑", "Ω", {})]), (), make_reward("exact"))
+    extra = Task("t", numbered([("é→ ∑", "Ω", {})]), (), make_reward("exact"))
     tokenizer = tiny_tokenizer(extra)
     text = "  sort 52731=\n\tx  y é→∑Ω ' , . !"
     ids = tokenizer(text)["input_ids"]
@@ -255,7 +252,7 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     """One example, so the first loss is −mean log p over its answer and end,
     by the model's own logits in float64.
     """
-    task = ListTask("t", numbered([("a b=", "xyz", {})]), (), make_reward("exact"))
+    task = Task("t", numbered([("a b=", "xyz", {})]), (), make_reward("exact"))
     model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
@@ -275,7 +272,7 @@ def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
     rows = [("a=", "x", {}), ("bcdefgh=", "vwxyz", {})]
     losses: dict[str, float] = {}
     for name, chosen in {"both": rows, "short": rows[:1], "long": rows[1:]}.items():
-        task = ListTask("t", numbered(chosen), (), make_reward("exact"))
+        task = Task("t", numbered(chosen), (), make_reward("exact"))
         model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
         warm_up(
             model,
@@ -291,12 +288,11 @@ def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
 def test_warm_up_repeats_and_sees_training_prompts_only() -> None:
     seen: set[str] = set()
 
-    class Watched(SortTask):
-        def demonstration(self, example: Example, rng: Any) -> str | None:
-            seen.add(example.prompt)
-            return super().demonstration(example, rng)
+    def watched(example: Example, rng: Any) -> str | None:
+        seen.add(example.prompt)
+        return sorting().demonstration(example, rng)
 
-    task = Watched(sorting().train, sorting().held_out, sorting().reward)
+    task = replace(sorting(), demonstration=watched)
     weights = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(weights))  # the global generator plays no part
@@ -312,7 +308,7 @@ def test_warm_up_repeats_and_sees_training_prompts_only() -> None:
 def test_warm_up_skips_what_has_no_answer_and_needs_one() -> None:
     rows = (Example("a=", "", 0), Example("b=", "x", 1))
     tokenizer = tiny_tokenizer(sorting())
-    task = ListTask("t", rows, (), make_reward("exact"))
+    task = Task("t", rows, (), make_reward("exact"))
     losses: list[float] = []
     for chosen in (rows, rows[1:]):
         model = tiny_model(tokenizer, 0)

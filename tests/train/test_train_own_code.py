@@ -123,7 +123,7 @@ def pack() -> Pack:
 
 def judged(reference: str) -> list[float]:
     config = TrainConfig(advantage=reference)
-    return judge(config, pack(), values=None, greedy=None, group="local").advantages.tolist()
+    return judge(config, pack(), "local").advantages.tolist()
 
 
 def test_an_advantage_of_ones_own(code: Path) -> None:

@@ -26,7 +26,7 @@ COMMON = {
     "rollouts_every": 0,
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "ppo": {**COMMON, "loss": "ppo", "staleness": 1, "steps": 3},
+    "ppo": {**COMMON, "loss": "ppo", "staleness": 1, "steps": 3, "top_p": 0.9},
     "gspo": {**COMMON, "loss": "gspo"},
     "reference": {**COMMON, "loss": "grpo", "prompts": 1},
 }

@@ -28,11 +28,14 @@ from policyloss.train.adapter import add_adapter, base_trained, merged_weights, 
 from policyloss.train.attention import Rows
 from policyloss.train.compile import _compiled, compile_blocks
 from policyloss.train.config import TrainConfig
-from policyloss.train.learner import Learner, Policy
+from policyloss.train.learner import Learner
 from policyloss.train.models import Critic, checkpoint_gradients, logit_form, parts
 from policyloss.train.optimizers import MasterAdamW, adamw
+from policyloss.train.policy import Policy
 from policyloss.train.routing import Routing
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss.train.tasks import make_task
+from policyloss.train.tiny import tiny_tokenizer
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0}
 
@@ -300,7 +303,7 @@ def test_compiled_blocks_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     _compiled.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "mixtral"])
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("head", ["fused", "logits"])
 def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, head: str) -> None:
     """The log-probabilities of the learner are those of the model's own logits, and so is the loss:
@@ -317,12 +320,59 @@ def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, h
     found = learned.logp[learned.pack.tokens["mask"]].double()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert learned.metrics["ratio_max"] == pytest.approx(1)
-    assert (logit_form(made) != (1.0, None)) == (kind != "mixtral")
+    assert (logit_form(made) != (1.0, None)) == (kind in ("gemma2", "granite"))
 
 
-def test_the_load_of_the_busiest_expert_by_hand() -> None:
+# What a config says of dropout, which must not count in learning.
+DROPOUT = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "mixtral": ("attention_dropout",)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", {}),
+        ("gpt2", {"gradient_checkpointing": True}),
+        pytest.param("qwen3_moe", {"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"head": "logits", "top_k": 9}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"loss": "ppo"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_a_model_of_another_kind(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Experts, a soft cap, a tied head, dropout: the ratio of the unchanged policy is 1, the
+    weights learn, and the routers of one with experts are measured.
+    """
+    from transformers import AutoModelForCausalLM
+
+    task = make_task("sort", reward=None, seed=0)
+    config = make(kind).config
+    config.vocab_size = len(tiny_tokenizer(task))
+    for name in DROPOUT.get(kind, ()):
+        assert hasattr(config, name)
+        setattr(config, name, 0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(task).save_pretrained(tmp_path / "model")
+    assert train(tmp_path / "run", model=tmp_path / "model", steps=1, **options) == 0
+    rows = lines(tmp_path / "run", "rollouts")
+    gaps = [
+        abs(a - b)
+        for row in rows
+        for a, b in zip(row["old_logp"], row["rollout_logp"], strict=True)
+    ]
+    assert 0 < max(gaps) < 1e-5
+    row = lines(tmp_path / "run")[-1]
+    assert row["grad_norm"] > 1e-3
+    assert row["skipped"] == 0
+    experts = kind in ("mixtral", "qwen3_moe")
+    assert ("policy/router_busiest" in row) == experts
+    assert 1 <= row.get("policy/router_busiest", 1) <= 2  # two of four experts
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_load_of_the_busiest_expert_by_hand(kind: str) -> None:
     """From the router logits that the model itself returns: two of four experts for each token."""
-    made = make("mixtral")
+    made = make(kind)
     routing = Routing(made)
     ids = torch.arange(2, 14)[None]
     with torch.no_grad():
@@ -353,8 +403,9 @@ def test_an_exported_folder_is_the_policy_with_its_tokenizer_and_template(
     run, plain, folder = tmp_path / "run", tmp_path / "plain", tmp_path / "exported"
     options = {"model": model, "chat_template": tmp_path / "chat.jinja", "steps": 2}
     assert train(run, **options, **LORA, lr=0.05) == 0
+    capsys.readouterr()
     assert main(["export", str(run), str(folder)]) == 0
-    assert f"{folder}: the policy of {run} after step 2" in capsys.readouterr().out
+    assert capsys.readouterr() == (f"{folder}: the policy of {run} after step 2\n", "")
     exported = AutoModelForCausalLM.from_pretrained(folder)
     assert not [name for name in exported.state_dict() if "lora" in name]
     ids = torch.arange(3, 12)[None]

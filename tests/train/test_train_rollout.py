@@ -358,7 +358,7 @@ def test_an_engine_is_code_that_a_run_directory_cannot_ask_for(
         ({"rollout": "vlm"}, "--rollout must be one of built-in, vllm, addresses of servers"),
         ({"rollout": "http://h:1", "dtype": "float64"}, "not --dtype float64"),
         ({"rollout_timeout": 0.0}, "--rollout-timeout must be above 0, got 0.0"),
-        ({"rollout_memory": 1.5}, "--rollout-memory must be between 0 and 1, got 1.5"),
+        ({"rollout_memory": 1.5}, "--rollout-memory must be above 0 and below 1, got 1.5"),
     ],
 )
 def test_options_of_engines_that_make_no_sense(options: dict[str, Any], says: str) -> None:

@@ -22,13 +22,13 @@ import pytest
 from rich.console import Console
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.train.run.atomic import StorageError, from_json, replace_file, to_json
 from policyloss.train.run.checkpoint import latest, save
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, from_json, replace_file, to_json
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines, line_of
 from policyloss.train.view.display import Display
-from policyloss.train.view.track import service, service_module
+from policyloss.train.view.track import Service, service_module
 
 CONFIG, SPEC = {"lr": 1e-5, "clip": math.inf}, {"trust": {"type": "clip"}}
 
@@ -383,7 +383,7 @@ def test_a_service_that_fails_does_not_end_the_run(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", stand_in(calls, fails=True))
-    tracker = service("wandb", tmp_path, CONFIG)
+    tracker = Service("wandb", tmp_path, CONFIG)
     with pytest.warns(UserWarning, match=r"wandb failed \(no network\); the run goes on"):
         tracker.log(0, {"x": 1.0})
     tracker.log(1, {"x": 1.0})

@@ -13,18 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
-from policyloss.train.evaluate import Evaluation, Result, evaluate
-from policyloss.train.sampler import (
-    Rule,
-    Sample,
-    draw,
-    encode,
-    end_ids,
-    evaluating,
-    sample,
-    support,
-    uniforms,
-)
+from policyloss.train.collect import Evaluation, Result
+from policyloss.train.commands import evaluate
+from policyloss.train.decoding import evaluating
+from policyloss.train.drawing import Rule, draw, support
+from policyloss.train.sampler import Sample, encode, end_ids, sample, uniforms
 
 VOCAB = 24
 EOS = 2
@@ -176,7 +169,7 @@ def test_a_tiny_temperature_is_greedy(make: Any) -> None:
 
 def test_a_tiny_temperature_does_not_overflow() -> None:
     # 1e9 / 1e-30 alone would be infinite in float32
-    token, logp = draw(torch.tensor([[0.0, 1e9, 3.0]]), torch.tensor([0.9]), Rule(1e-30))
+    token, logp, _ = draw(torch.tensor([[0.0, 1e9, 3.0]]), torch.tensor([0.9]), Rule(1e-30))
     assert (token.item(), logp.item()) == (1, 0.0)
 
 
@@ -272,7 +265,7 @@ def test_equal_steps_of_uniforms_give_each_token_its_share(
 ) -> None:
     n = 1000
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log().expand(n, 4)
-    token, logp = draw(logits, (torch.arange(n, dtype=torch.float64) + 0.5) / n, rule)
+    token, logp, _ = draw(logits, (torch.arange(n, dtype=torch.float64) + 0.5) / n, rule)
     share = torch.bincount(token, minlength=4) / n
     torch.testing.assert_close(
         share.double(), torch.tensor(expected, dtype=torch.float64), atol=1 / n, rtol=0
@@ -285,7 +278,7 @@ def test_equal_steps_of_uniforms_give_each_token_its_share(
 def test_the_ends_of_the_unit_interval() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     last = 1 - 2.0**-53  # the largest number below 1
-    token, _ = draw(logits, torch.tensor([0.0, 0.5, last], dtype=torch.float64), Rule(1.0))
+    token, _, _ = draw(logits, torch.tensor([0.0, 0.5, last], dtype=torch.float64), Rule(1.0))
     assert token.tolist() == [1, 3, 3]  # never a token of probability 0
 
 
@@ -296,7 +289,7 @@ def test_rare_tokens_after_a_sure_one_can_be_drawn() -> None:
     steps = torch.tensor([0.5, 1 + 0.5 * rare, 1 + 1.5 * rare], dtype=torch.float64) / (
         1 + 2 * rare
     )
-    token, _ = draw(torch.tensor([[0.0, -18.0, -18.0]]).repeat(3, 1), steps, Rule(1.0))
+    token, _, _ = draw(torch.tensor([[0.0, -18.0, -18.0]]).repeat(3, 1), steps, Rule(1.0))
     assert token.tolist() == [0, 1, 2]
 
 
@@ -626,13 +619,11 @@ def test_evaluation_by_hand() -> None:
 
 def test_means_of_an_evaluation() -> None:
     rows = [
-        Result(0, "p", "a", "c", 1.0, 2, True),
-        Result(1, "p", "a", "c", 0.25, 4, False),
-        Result(2, "p", "a", "c", 1.0, 9, True),
+        Result(0, "c", 1.0, 2),
+        Result(1, "c", 0.25, 4),
+        Result(2, "c", 1.0, 9),
     ]
-    got = Evaluation.of(rows)
-    # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3; 2 of 3
-    assert (got.accuracy, got.score, got.mean_length, got.finished) == (2 / 3, 0.75, 5.0, 2 / 3)
-    assert got.results == tuple(rows)
+    # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3
+    assert Evaluation.of(rows) == (2 / 3, 0.75, 5.0, rows)
     with pytest.raises(InputError, match="0 examples"):
         Evaluation.of([])

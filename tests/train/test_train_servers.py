@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.rollout import servers as servers_module
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Prompt, RolloutError, Sampling
 from policyloss.train.rollout.servers import Servers
 from policyloss.train.rollout.weights import PolicyWeights
@@ -26,6 +28,7 @@ GENERATE = "/inference/v1/generate"
 SAMPLING = Sampling(6, 1.0, 1.0, 0, (1,), seed=3, draw=5)
 PROMPTS = [Prompt([20 + i, 30, 31], number=2, place=2 * i) for i in range(6)]
 ONE = Ranks(0, 1, torch.device("cpu"))
+NO_REPORT = Report(0, 99)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +64,12 @@ class Engine:
         weights: PolicyWeights,
         folder: Path,
         timeout: float = 0.6,
+        report: Report = NO_REPORT,
     ) -> None:
         self.said: list[str] = []
         addresses = ",".join(server.address for server in servers)
         config = TrainConfig(rollout=addresses, rollout_timeout=timeout, out=folder / "run")
-        self.servers = Servers(config, ONE, self.said.append)
+        self.servers = Servers(config, ONE, report, self.said.append)
         self.servers.update_weights(weights, 4)
 
     def sampled(self) -> list[Any]:
@@ -235,7 +239,38 @@ def test_a_server_must_report_what_it_samples_by(model: str, tmp_path: Path) -> 
     with FakeServer(model, logprobs_mode="raw_logprobs") as server:
         config = TrainConfig(rollout=server.address, out=tmp_path / "run")
         with pytest.raises(InputError, match="start it with --logprobs-mode processed_logprobs"):
-            Servers(config, ONE, print)
+            Servers(config, ONE, NO_REPORT, print)
+
+
+def test_a_server_must_report_all_that_it_kept(model: str, tmp_path: Path) -> None:
+    with FakeServer(model) as server:
+        config = TrainConfig(rollout=server.address, out=tmp_path / "run", top_k=5)
+        with pytest.raises(InputError, match=r"reports 20 log-.* start it with --max-logprobs 69"):
+            Servers(config, ONE, Report.of(config, 99), print)
+        server.most = -1  # as many as one likes
+        Servers(config, ONE, Report.of(config, 99), print).close()
+
+
+def test_a_server_that_reports_too_little_of_a_token_is_asked_again(
+    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+) -> None:
+    engine = Engine(pair, weights, tmp_path, report=Report(15, 99))
+    cut = dataclasses.replace(SAMPLING, top_k=5, support=True)
+    expected = engine.servers.generate(PROMPTS, cut)
+    kept = [one.support[1].diff() for group in expected for one in group if one.support]
+    assert torch.cat(kept).tolist() == [5] * sum(len(one.ids) for g in expected for one in g)
+    content = pair[0].content
+
+    def short(*arguments: Any) -> Any:
+        pair[0].content = content  # type: ignore[method-assign]
+        rows = content(*arguments)
+        rows[0]["top_logprobs"].pop()
+        return rows
+
+    pair[0].content = short  # type: ignore[method-assign]
+    again = engine.servers.generate(PROMPTS, cut)
+    assert [one.ids for g in again for one in g] == [one.ids for g in expected for one in g]
+    assert "gave half an answer" in engine.said[0]
 
 
 # ---------------------------------------------------------------- whole runs
@@ -243,10 +278,12 @@ def test_a_server_must_report_what_it_samples_by(model: str, tmp_path: Path) -> 
 
 def test_a_run_with_servers(model: str, tmp_path: Path) -> None:
     """Two servers, one of which dies and comes back without the weights: the run goes on, with the
-    completions that it would have had.
+    completions that it would have had. They say what they were drawn from, so that the ratio of an
+    unchanged policy is 1.
     """
-    options = {"model": model, "steps": 3, "rollout_timeout": 20, "staleness": 1}
+    options = {"model": model, "steps": 3, "rollout_timeout": 20, "staleness": 1, "top_p": 0.9}
     with FakeServer(model) as first, FakeServer(model) as second:
+        first.most = second.most = 200
         addresses = f"{first.address},{second.address}"
         assert train(tmp_path / "calm", **options, rollout=addresses) == 0
         updates = [0]

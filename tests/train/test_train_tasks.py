@@ -272,7 +272,9 @@ def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sys.path == before
     with pytest.raises(InputError, match=r"the module 'own_rewards' has no function 'width'"):
         make_reward("own_rewards:width")
-    with pytest.raises(InputError, match=r"the module 'own_rewards' has no function 'number'"):
+    with pytest.raises(
+        InputError, match=r"the reward 'own_rewards:number' is .*, which is no function"
+    ):
         make_reward("own_rewards:number")
     with pytest.raises(InputError, match=r"there is no module 'rewards_nowhere'"):
         make_reward("rewards_nowhere:length")
@@ -303,7 +305,6 @@ def test_a_reward_that_fails_says_on_what() -> None:
         match=r"the reward 'mine' raised KeyError: 'score'; prompt 'the p', completion 'the c'\.",
     ) as caught:
         checked("mine", fails)(Example("the p", "a", 0), "the c")
-    assert (caught.value.example.prompt, caught.value.completion) == ("the p", "the c")
     assert isinstance(caught.value.__cause__, KeyError)
 
 

@@ -13,7 +13,8 @@ import policyloss as pl
 from policyloss.train.advantages import judge
 from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig, check_together
-from policyloss.train.sampler import Rule, Sample, draw, support
+from policyloss.train.drawing import Rule, draw
+from policyloss.train.sampler import Sample
 
 SMALL: dict[str, Any] = {
     "steps": 1,
@@ -55,7 +56,7 @@ def a_pack() -> Pack:
 )
 def test_advantages_by_hand(options: dict[str, Any], expected: list[float]) -> None:
     config = TrainConfig(teacher=Path("t"), **options)
-    judged = judge(config, a_pack(), values=None, greedy=None, group="local", by_teacher=True)
+    judged = judge(config, a_pack(), "local", by_teacher=True)
     torch.testing.assert_close(judged.advantages, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
@@ -64,7 +65,7 @@ def test_rewards_count_if_they_are_asked_for() -> None:
     assert TrainConfig(teacher=Path("t")).reward_share == 0
     assert TrainConfig(teacher=Path("t"), reward_coef=0.5).reward_share == 0.5
     config = TrainConfig(teacher=Path("t"), loss="gkd")
-    judged = judge(config, a_pack(), values=None, greedy=None, group="local")
+    judged = judge(config, a_pack(), "local")
     assert not judged.advantages.any()
 
 
@@ -121,9 +122,9 @@ def test_the_support_of_a_sampler_is_replayed() -> None:
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50, 30, generator=g)
     rule = Rule(0.8, top_p=0.9)
-    ids, over_all = draw(logits, torch.rand(50, generator=g, dtype=torch.float64), rule)
+    ids, over_all, kept = draw(logits, torch.rand(50, generator=g, dtype=torch.float64), rule)
     p = (logits / 0.8).softmax(-1)
-    kept = support(p, rule.top_p, rule.top_k)
+    assert kept is not None
     assert kept.sum() < kept.numel() / 2
     pair = kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
     logp = pl.logprobs(logits, ids, 0.8, support=pair)

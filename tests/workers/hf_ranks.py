@@ -15,11 +15,17 @@ from hf_models import batch_for, built, small_config, token_ids
 from torch import Tensor, nn
 
 import policyloss as pl
+from policyloss.hf.output_head import language_model, output_head
 
 IDS = token_ids(4, 9)
 BATCH = batch_for(IDS, torch.float32)
 SPECS = {"dapo": pl.preset("dapo"), "gspo": pl.preset("gspo")}
 KINDS = ("ddp", "fsdp2", "fsdp2 with the head apart", "frozen", "recompute")
+# Adapters of the head, each of whose modules is sharded by itself, as PEFT's policy for FSDP does.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapted": {"target_modules": ["q_proj", "lm_head"]},
+    "copied": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
 
 
 def model_of(kind: str) -> Any:
@@ -29,6 +35,14 @@ def model_of(kind: str) -> Any:
     model: Any = built(LlamaForCausalLM, small_config(LlamaConfig), torch.float32)
     if kind == "frozen":
         model.lm_head.requires_grad_(False)
+    if kind in ADAPTERS:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **ADAPTERS[kind]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(7))
     return model
 
 
@@ -57,10 +71,14 @@ def sharded(kind: str, spec: pl.LossSpec, rank: int) -> dict[str, Tensor]:
     if kind == "ddp":
         model = DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        for layer in model.model.layers:
+        for layer in language_model(model).model.layers:
             fully_shard(layer)
         if "apart" in kind:
             fully_shard(model.lm_head)
+        if kind in ADAPTERS:
+            head = output_head(model)
+            for module in (part for part in head.modules() if isinstance(part, nn.Linear)):
+                fully_shard(module)
         fully_shard(model)
     rows = slice(2 * rank, 2 * rank + 2)
     totals = pl.Totals.count(BATCH["mask"][rows], group=dist.group.WORLD)
@@ -114,7 +132,7 @@ def work(rank: int, folder: str) -> None:
     )
     results: dict[str, Any] = {}
     for name, spec in SPECS.items():
-        for kind in KINDS:
+        for kind in (*KINDS, *ADAPTERS):
             results[f"{kind}, {name}"] = sharded(kind, spec, rank)
         results[f"vocabulary, {name}"] = cut_vocabulary(spec, rank)
     results["verl"] = verl_cross_entropy(rank)

@@ -29,8 +29,6 @@ from policyloss.advantage.estimators import (
     grpo_loo,
     maxrl,
     opo,
-    passk_combinatorial,
-    passk_max_gap,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -38,6 +36,7 @@ from policyloss.advantage.estimators import (
 )
 from policyloss.advantage.groups import group_advantages, whiten
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
+from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
 from policyloss.advantage.returns import GAE, discounted_returns, gae
 from policyloss.errors import InputError, match_name, unknown_name
 

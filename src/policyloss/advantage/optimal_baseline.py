@@ -67,34 +67,49 @@ def optimal_token_baseline(
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
-        if not bridge:
-            raise InputError(
-                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
-                "pass bridge=True."
-            )
         others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
-        sequences, reward = whole_sequences(
-            rewards, valid, Sequences.of(valid, None, cp_group), positions, dtype, *others
-        )
-        by_token = len(sequences.columns) > len(others)
-        reward = sequences.padded(sequences.columns[-1]) if by_token else reward.squeeze(1)
-        logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
-        weights = weight[0] if weight else None
-        same = {"weights": weights, "zero_tail": zero_tail, "eps": eps, "group": group}
-        inside = sequences.inside
-        advantages = optimal_token_baseline(reward, group_ids, inside, logp, squared, **same)
-        return sequences.on_this_rank(advantages[inside])
-    returns = reward_to_go(
-        token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype), valid
-    )
+        layout = Sequences.of(valid, None, cp_group)
+        same = {"zero_tail": zero_tail, "bridge": bridge, "eps": eps, "group": group}
+        return _of_shards(rewards, group_ids, valid, others, layout, positions, dtype, same)
+    reward = token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype)
+    returns = reward_to_go(reward, valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
     if weights is not None:
         energy = energy * fill(weights, valid, dtype) ** 2
     path = fill(energy, valid).cumsum(-1)
     rows, this_rank = gather_rows([returns, path, valid, group_ids], statistics_group(group))
-    return _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)[
-        this_rank, : valid.shape[1]
-    ]
+    advantages = _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)
+    return advantages[this_rank, : valid.shape[1]]
+
+
+def _of_shards(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    others: tuple[Tensor, ...],
+    layout: Sequences,
+    positions: Tensor | None,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Tensor:
+    """`optimal_token_baseline` of whole sequences, then the tokens of this context-parallel rank.
+
+    others: old_logp, sum_pi_squared and, if given, weights.
+    """
+    if not options["bridge"]:
+        raise InputError(
+            "bridge=False compares columns as they stand, which with cp_group are a shard's; pass "
+            "bridge=True."
+        )
+    sequences, reward = whole_sequences(rewards, valid, layout, positions, dtype, *others)
+    by_token = len(sequences.columns) > len(others)
+    reward = sequences.padded(sequences.columns[-1]) if by_token else reward.squeeze(1)
+    logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
+    inside, weights = sequences.inside, weight[0] if weight else None
+    tensors = (reward, group_ids, inside, logp, squared)
+    return sequences.on_this_rank(
+        optimal_token_baseline(*tensors, weights=weights, **options)[inside]
+    )
 
 
 def _less_baseline(

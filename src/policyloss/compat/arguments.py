@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import update_wrapper
+from typing import Any, ParamSpec, TypeVar
 
 from policyloss.arguments import by_annotation, check_number, is_number
 from policyloss.errors import SpecError
 from policyloss.tokens import as_mask
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+Call = TypeVar("Call")
+Result = TypeVar("Result")
 MASKS = frozenset({"response_mask", "action_mask", "loss_mask"})
 # What carries a gradient, or is computed with as it is.
 FLOATING = frozenset(
@@ -65,3 +70,32 @@ def drop_in_with(*, per_sequence: Sequence[str] = ()) -> Callable[[F], F]:
 def drop_in(function: F) -> F:
     """Check the arguments of a framework's function under the names that its callers know."""
     return drop_in_with()(function)
+
+
+def drop_in_of(
+    call: Callable[P, Call], *, ignores_others: bool = False
+) -> Callable[[Callable[[Call], Result]], Callable[P, Result]]:
+    """A function of one `call` as a drop-in that takes what makes the call: `call` is a dataclass
+    whose fields are the arguments of the framework's function, in its order.
+
+    ignores_others: accept any other keyword as well (the framework's `**kwargs`), and drop it.
+    """
+    signature = inspect.signature(call)
+    names, shown = signature.parameters.keys(), list(signature.parameters.values())
+    checked_call: Callable[..., Call] = drop_in(call)
+    if ignores_others:
+        shown.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+
+    def decorate(body: Callable[[Call], Result]) -> Callable[P, Result]:
+        def function(*args: P.args, **kwargs: P.kwargs) -> Result:
+            known = {n: x for n, x in kwargs.items() if n in names} if ignores_others else kwargs
+            return body(checked_call(*args, **known))
+
+        update_wrapper(function, body, ("__module__", "__name__", "__qualname__", "__doc__"))
+        # Otherwise inspect would follow __wrapped__ to the parameters of `body`.
+        function.__signature__ = inspect.signature(body).replace(  # type: ignore[attr-defined]
+            parameters=shown
+        )
+        return function
+
+    return decorate

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import cache
+from typing import Any
 
 from policyloss.presets import PRESETS, defined_with, presets_equal_to
 from policyloss.spec import LossSpec
@@ -13,6 +15,12 @@ from policyloss.spec import LossSpec
 def warn_once(text: str) -> None:
     """Issue a `UserWarning`, unless the same one was issued before."""
     warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def default_of(config: Any, option: str, otherwise: Any) -> Any:
+    """The default of an option of a framework: the config's, if that is a dataclass with it."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return next((field.default for field in fields if field.name == option), otherwise)
 
 
 def check_advantages(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from policyloss.parts import validate
 from policyloss.parts.aggregate import SeqMeanTokenMean
+from policyloss.parts.data import framework_part
 from policyloss.parts.wording import number
-from policyloss.spec import framework_part
 from policyloss.tokens import Layout
 
 

@@ -23,8 +23,8 @@ from policyloss.explain.expression import TRUE, Expression, name, parse, unstopp
 from policyloss.explain.symbols import Symbol, SymbolicSequences, Written, expression_of
 from policyloss.inputs import DIFFERENTIATED
 from policyloss.parts.correction import Corrected
+from policyloss.parts.data import has_fields
 from policyloss.parts.trust import Surrogate
-from policyloss.spec import has_fields
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 Lines = list[tuple[str, Expression]]

@@ -13,9 +13,10 @@ from policyloss import notebook
 from policyloss.explain.formula import formula
 from policyloss.explain.sources import part_name
 from policyloss.explain.traits import describe_slot
+from policyloss.parts.data import has_fields
 from policyloss.parts.wording import number
 from policyloss.presets import PresetName, as_spec, presets_equal_to
-from policyloss.spec import SLOTS, LossSpec, has_fields
+from policyloss.spec import SLOTS, LossSpec
 
 
 class FieldChange(NamedTuple):

@@ -109,7 +109,7 @@ class Explanation:
             ("Elsewhere", _elsewhere(self)),
             ("Traps", [f"- {t.text}" for t in self.traps]),
         ]
-        return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
+        return "\n\n".join(section(title, lines) for title, lines in sections if lines)
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
@@ -245,7 +245,8 @@ def _elsewhere(e: Explanation) -> list[str]:
     return lines
 
 
-def _section(title: str, lines: list[str]) -> str:
+def section(title: str, lines: list[str]) -> str:
+    """A titled list of lines, wrapped; the text of one that begins with "- " hangs below itself."""
     indent = "  " if title else ""
     body = []
     for line in lines:

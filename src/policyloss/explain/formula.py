@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from policyloss.explain.derive import Derived, Lines, derived, symbolic_tokens, with_names
 from policyloss.explain.expression import Expression, bounded, constant, name, parse
+from policyloss.parts.data import is_part
 from policyloss.parts.wording import COMMON_NAMES, number
-from policyloss.spec import LossSpec, is_part
+from policyloss.spec import LossSpec
 
 VOCABULARY = {
     "sg": "sg(x): x with its gradient stopped",

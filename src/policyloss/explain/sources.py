@@ -7,8 +7,9 @@ import math
 from typing import Any, NamedTuple
 
 from policyloss.explain.formula import callable_name
+from policyloss.parts.data import has_fields, kind
 from policyloss.presets import PRESETS, Preset
-from policyloss.spec import LossSpec, has_fields, kind
+from policyloss.spec import LossSpec
 
 DEFAULT = "library default"
 # Numbers that guard `exp`, not part of any paper's loss.

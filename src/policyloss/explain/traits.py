@@ -9,8 +9,9 @@ from typing import Any
 
 from policyloss.explain.formula import callable_name, rejects
 from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
+from policyloss.parts.data import is_part
 from policyloss.parts.wording import spoken
-from policyloss.spec import SLOTS, LossSpec, is_part
+from policyloss.spec import SLOTS, LossSpec
 
 _REJECTED = {
     "keep": "a rejected token keeps its place in the denominator",

@@ -6,15 +6,15 @@ The reference is `advantage/returns.py`. Legend: token-shaped is `[B, T]`, or pa
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from struct import pack, unpack
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from policyloss.functional.triton_modules import on_device_of
 
 # Tokens of a sequence that a program takes at once: all of a short one; a longer one is walked from
 # its end.
@@ -45,24 +45,24 @@ def _tokens(
 
 
 @triton.jit
-def _gae_kernel(
-    rewards_ptr,
-    values_ptr,
-    mask_ptr,
-    offsets_ptr,
-    last_ptr,
-    advantages_ptr,
-    returns_ptr,
-    length,
-    gamma_high,
-    gamma_low,
-    lam_high,
-    lam_low,
-    PACKED: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _store_poison(
+    mask_ptr, advantages_ptr, returns_ptr, begin, end, blocks, poison, BLOCK: tl.constexpr
 ):
+    """One NaN or inf makes the whole sequence NaN, so that no part of it looks sound."""
+    tl.debug_barrier()
+    for i in range(blocks):
+        at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        valid = tl.load(mask_ptr + at, mask=at < end, other=0) != 0
+        tl.store(returns_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+        tl.store(advantages_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+
+
+@triton.jit
+def _gae_kernel(
+    rewards_ptr, values_ptr, mask_ptr, offsets_ptr, last_ptr, advantages_ptr, returns_ptr, length,
+    gamma_high, gamma_low, lam_high, lam_low,
+    PACKED: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Advantages and returns of one sequence.
 
     `for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`,
@@ -82,12 +82,8 @@ def _gae_kernel(
     # The host passes numbers as float32, so a float64 comes as the sum of two.
     gamma = tl.full([], gamma_high, dtype) + tl.full([], gamma_low, dtype)
     lam = tl.full([], lam_high, dtype) + tl.full([], lam_low, dtype)
-    after = tl.zeros([], dtype)
-    if HAS_LAST:
-        after = tl.load(last_ptr + sequence).to(dtype)
-    once = tl.zeros([], dtype)
-    if not PER_TOKEN:
-        once = tl.load(rewards_ptr + sequence).to(dtype)
+    after = tl.load(last_ptr + sequence).to(dtype) if HAS_LAST else tl.zeros([], dtype)
+    once = tl.zeros([], dtype) if PER_TOKEN else tl.load(rewards_ptr + sequence).to(dtype)
     within = tl.arange(0, BLOCK)
     blocks = ((end - begin + BLOCK - 1) // BLOCK).to(tl.int32)
     carried = after
@@ -117,13 +113,7 @@ def _gae_kernel(
         carried = tl.sum(tl.where(within == 0, following, 0.0), axis=0)
         poison += tl.sum(reward * 0 + value * 0, axis=0)
     if poison != poison:
-        # One NaN or inf makes the whole sequence NaN, so that no part of it looks sound.
-        tl.debug_barrier()
-        for i in range(blocks):
-            at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + within
-            valid = tl.load(mask_ptr + at, mask=at < end, other=0) != 0
-            tl.store(returns_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
-            tl.store(advantages_ptr + at, tl.where(valid, poison, 0.0), mask=at < end)
+        _store_poison(mask_ptr, advantages_ptr, returns_ptr, begin, end, blocks, poison, BLOCK)
 
 
 def gae(
@@ -156,36 +146,21 @@ def gae(
     # the mean.
     typical = length if cu_seqlens is None else 2 * length // max(sequences, 1)
     block = _block or min(max(_power_of_2(typical), SHORTEST_BLOCK), LONGEST_BLOCK)
-    with _on_device_of(values):
+    with on_device_of(values):
         _gae_kernel[(sequences,)](
-            rewards,
-            values,
-            mask,
-            cu_seqlens,
+            rewards, values, mask, cu_seqlens,
             None if last_values is None else last_values.contiguous(),
-            advantages,
-            returns,
-            length,
-            *_in_two(float(gamma)),
-            *_in_two(float(lam)),
-            PACKED=cu_seqlens is not None,
-            PER_TOKEN=rewards.shape == values.shape,
-            HAS_LAST=last_values is not None,
-            BLOCK=block,
+            advantages, returns, length, *_in_two(float(gamma)), *_in_two(float(lam)),
+            PACKED=cu_seqlens is not None, PER_TOKEN=rewards.shape == values.shape,
+            HAS_LAST=last_values is not None, BLOCK=block,
             num_warps=max(1, min(32, block // (32 * TOKENS_PER_THREAD))),
-        )
+        )  # fmt: skip
     return advantages, returns
 
 
 def _power_of_2(n: int) -> int:
     """The least power of two that is not below n. (Triton's takes longer than all else here.)"""
     return 1 << (n - 1).bit_length() if n > 1 else 1
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the current device, where kernels are launched, is that of x."""
-    elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 @lru_cache(maxsize=64)

@@ -6,12 +6,11 @@ takes three times as long.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from policyloss.functional.triton_modules import on_device_of
 
 BLOCK, WARPS = 4096, 8
 
@@ -33,8 +32,7 @@ def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
     n = x.numel()
     if n:
         in_place = x.data_ptr() == out.data_ptr()
-        # Triton launches on the current device; without one, its interpreter runs.
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        with on_device_of(x):
             _scaled_kernel[(triton.cdiv(n, BLOCK),)](
                 x, factor, out, n, IN_PLACE=in_place, BLOCK=BLOCK, num_warps=WARPS
             )

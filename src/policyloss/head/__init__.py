@@ -18,6 +18,7 @@ linear, logits  `linear_logprobs` from hidden states, `logprobs` from logits tha
 divergence      `linear_divergence` and `divergence`
 windows         a batch cut into windows: what is known before the first matmul, and each
                 window's gradient
+walk            the windows of one pass, one after another
 loss            `linear_policy_loss`
 
 `linear_policy_loss` runs the pipeline of `policy_loss` twice: once per window, for the gradient,

@@ -17,7 +17,7 @@ from torch import Tensor
 from policyloss.head.comparison import Compared
 from policyloss.head.head import Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
-from policyloss.head.softmax_rows import Scaling, Statistics, row_gradient, target_gradient
+from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
 
 
 class Wanted(NamedTuple):
@@ -277,52 +277,24 @@ def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
 def _probabilities_to_gradients(
     stash: Tensor, rows: Rows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> None:
-    """Turn the kept probabilities of all rows into the gradient of their logits, in place."""
-    dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
-    for b in windows(stash.shape[0], 256):
-        h, dh = (
-            (None, None) if dentropy is None or s.entropy is None else (s.entropy[b], dentropy[b])
-        )
-        _probabilities_to_gradient(
-            stash[b],
-            rows.ids[b],
-            s.logp[b],
-            h,
-            dlogp[b],
-            dh,
-            _inverse_temperature(rows.scaling, b, s),
-        )
+    """Turn the kept probabilities of all rows, q = p/temperature, into dz, in place.
 
-
-def _inverse_temperature(scaling: Scaling, rows: slice, s: Statistics) -> Tensor:
-    t = scaling.inverse_temperature
-    return t[rows] if isinstance(t, Tensor) else torch.full_like(s.lse[rows], t)
-
-
-def _probabilities_to_gradient(
-    q: Tensor,
-    ids: Tensor,
-    logp: Tensor,
-    entropy: Tensor | None,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    inverse_temperature: Tensor,
-) -> None:
-    """Turn q = p/temperature into dz, in place.
-
-    The entry of the target comes from its exact log-probability.
+    The entry of each row's id comes from its exact log-probability.
     """
-    here = (ids >= 0) & (ids < q.shape[1])
-    target = target_gradient(logp, entropy, dlogp, dentropy)
-    if entropy is None or dentropy is None:
-        q.mul_(-dlogp.unsqueeze(-1))
-    else:
-        log_p = (q.to(logp.dtype) / inverse_temperature.unsqueeze(-1)).log_().clamp_(min=-1e4)
-        q.mul_(
-            log_p.add_(entropy.unsqueeze(-1))
-            .mul_(-dentropy.unsqueeze(-1))
-            .sub_(dlogp.unsqueeze(-1))
-        )
-    column = torch.where(here, ids, 0).unsqueeze(-1)
-    exact = (target * inverse_temperature).to(q.dtype).unsqueeze(-1)
-    q.scatter_(1, column, torch.where(here.unsqueeze(-1), exact, q.gather(1, column)))
+    dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
+    t = rows.scaling.inverse_temperature
+    rate = t if isinstance(t, Tensor) else torch.full_like(s.lse, t)
+    entropy, dentropy = (None, None) if dentropy is None else (s.entropy, dentropy)
+    target = target_gradient(s.logp, entropy, dlogp, dentropy) * rate
+    here = (rows.ids >= 0) & (rows.ids < stash.shape[1])
+    columns = torch.where(here, rows.ids, 0)
+    for b in windows(stash.shape[0], 256):
+        q, slope = stash[b], dlogp[b].unsqueeze(-1)
+        if entropy is None or dentropy is None:
+            q.mul_(-slope)
+        else:
+            log_p = (q.to(s.lse.dtype) / rate[b].unsqueeze(-1)).log_().clamp_(min=-1e4)
+            of_entropy = -dentropy[b].unsqueeze(-1)
+            q.mul_(log_p.add_(entropy[b].unsqueeze(-1)).mul_(of_entropy).sub_(slope))
+        column, exact = columns[b].unsqueeze(-1), target[b].to(q.dtype).unsqueeze(-1)
+        q.scatter_(1, column, torch.where(here[b].unsqueeze(-1), exact, q.gather(1, column)))

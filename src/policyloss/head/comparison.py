@@ -5,6 +5,7 @@ Legend: N tokens, V vocabulary entries of this rank, K entries of a support.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from policyloss.head.validate import (
     check_matrices,
     check_softcap,
     inverse_temperature,
+    later,
+    refuse_strays,
+    strays,
     unusable_temperatures,
 )
 from policyloss.teacher import Teacher, TopK, refuse_counts
@@ -174,6 +178,43 @@ class Comparison:
             place = torch.searchsorted(top, ids.contiguous()).clamp(max=top.shape[-1] - 1)
             keep &= top.gather(-1, place) == ids
         return ids, keep, logp
+
+
+def examined(
+    head: Head,
+    comparison: Comparison | None,
+    at: Index,
+    room: Room,
+    beside: Room | None,
+    entropy: bool,
+) -> tuple[Rows, Tensor, Statistics]:
+    """The rows at `at` with what is known of their teacher, their logits in `room`, and statistics.
+
+    beside: memory for the teacher's logits.
+    """
+    rows = head.rows(at)
+    if comparison is None:
+        return rows, *head.forward(rows, room, entropy)
+    z = head.logits(rows, room)
+    s, compared = comparison.compared(head, rows, at, z, beside, entropy)
+    return rows._replace(compared=compared), z, s
+
+
+def asked(head: Head, comparison: Comparison | None, valid: Tensor | None) -> Callable[[], None]:
+    """Ask the device which values cannot be used; the result waits for its answer, and raises.
+
+    Ask when the device has work, so that it need not wait for the question.
+    """
+    stray = later(strays(head, valid))
+    counts = None if comparison is None else comparison.counts(valid)
+    wrong = None if counts is None else later(counts)
+
+    def answer() -> None:
+        refuse_strays(stray(), head, valid)
+        if comparison is not None and wrong is not None:
+            comparison.refuse(wrong())
+
+    return answer
 
 
 def comparison_of(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description
+from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.comparison import Comparison, comparison_of
@@ -18,12 +18,7 @@ from policyloss.head.head import Head, Rows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
 from policyloss.head.plans import Plan
 from policyloss.head.softmax_rows import Statistics
-from policyloss.head.validate import (
-    check_mask,
-    check_softcap,
-    check_vocabulary,
-    inverse_temperature,
-)
+from policyloss.head.validate import check_logits, check_mask, check_softcap, inverse_temperature
 from policyloss.head.vocab_parallel import Vocabulary
 from policyloss.parts.divergence import Divergence
 from policyloss.teacher import Teacher, TopK
@@ -96,17 +91,12 @@ def divergence(
     teacher: logits of the same shape, or a `TopK`. The other arguments are those of
     `linear_divergence`. → `[...]` float32 (float64 for float64), 0 where mask is False.
     """
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        raise InputError(
-            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
-        )
+    check_logits(logits)
     if isinstance(teacher, Teacher):
         raise InputError(
             "divergence compares logits that exist; with a Teacher use linear_divergence, which "
             "makes the logits of both models a window at a time."
         )
-    check_tensor("logits", logits, "float")
-    check_vocabulary("logits", logits, logits.shape[-1])
     check_softcap(softcap)
     tokens = tuple(logits.shape[:-1])
     z = logits.reshape(-1, logits.shape[-1])

@@ -6,7 +6,7 @@ The logits of all tokens never exist at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,7 +21,7 @@ from policyloss.head.backward import (
     gradients_from_stash,
     keep_probabilities,
 )
-from policyloss.head.comparison import Compared, Comparison
+from policyloss.head.comparison import Compared, Comparison, asked, examined
 from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
@@ -35,9 +35,6 @@ from policyloss.head.validate import (
     check_softcap,
     check_vocabulary,
     inverse_temperature,
-    later,
-    refuse_strays,
-    strays,
 )
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -149,22 +146,9 @@ def rows_with_gradient(
     """
     valid = check_mask(mask, head.ids.view(hidden.shape[:-1]))
     index = live_rows(valid)
-    comparison = outputs.comparison
     work = work_of(hidden, weight, bias, head, index, outputs)
     chosen = logprob_plan(head, work, plan)
-
-    def ask() -> Callable[[], None]:
-        stray = later(strays(head, valid))
-        counts = None if comparison is None else comparison.counts(valid)
-        wrong = None if counts is None else later(counts)
-
-        def answer() -> None:
-            refuse_strays(stray(), head, valid)
-            if comparison is not None and wrong is not None:
-                comparison.refuse(wrong())
-
-        return answer
-
+    ask = partial(asked, head, outputs.comparison, valid)
     return _LinearLogprobs.apply(hidden, weight, bias, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
 
 
@@ -251,14 +235,9 @@ class _LinearLogprobs(torch.autograd.Function):
         check = None
         for w in windows(live, plan.rows):
             at = w if index is None else index[w]
-            rows = head.rows(at)
-            if comparison is None:
-                z, s = head.forward(rows, room, outputs.entropy)
-            else:
-                z = head.logits(rows, room)
-                s, compared = comparison.compared(head, rows, at, z, beside, outputs.entropy)
-                rows = rows._replace(compared=compared)
-                known = placed(compared.numbers, at, known, n)
+            rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
+            if rows.compared is not None:
+                known = placed(rows.compared.numbers, at, known, n)
                 if slopes is not None:
                     rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
             logp[at], lse[at] = s.logp, s.lse
@@ -267,7 +246,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if stash is not None:
                 keep_probabilities(z, stash[w], rows, s)
             if check is None:
-                check = ask()  # copies ids to check; the device has work by now
+                check = ask()
         if check is not None:
             check()
         ctx.set_materialize_grads(False)

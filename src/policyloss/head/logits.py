@@ -12,7 +12,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, LogProbs, windows
@@ -20,9 +19,9 @@ from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_grad
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.validate import (
     check_ids,
+    check_logits,
     check_mask,
     check_softcap,
-    check_vocabulary,
     inverse_temperature,
     refuse_strays,
     strays,
@@ -93,20 +92,14 @@ def logprobs(
     `linear_logprobs`.
     → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
     """
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
-        raise InputError(
-            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
-        )
-    check_tensor("logits", logits, "float")
-    check_vocabulary("logits", logits, logits.shape[-1])
+    check_logits(logits)
     if hasattr(logits, "full_tensor"):
         raise InputError(
             "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with "
             "vocab_group=."
         )
-    if overwrite_logits and any(
-        step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
-    ):
+    steps = zip(logits.stride(), logits.shape, strict=True)
+    if overwrite_logits and any(step == 0 and size > 1 for step, size in steps):
         raise InputError(
             "overwrite_logits needs a place for each gradient, but logits is expanded; pass "
             "logits.contiguous()."
@@ -118,26 +111,12 @@ def logprobs(
     check_softcap(softcap)
     valid = check_mask(mask, ids)
     rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
+    vocabulary = Vocabulary(logits.shape[-1], logits.shape[-1])
+    flat, kept = ids.reshape(-1).to(torch.int64), Support.of(support, ids)
     # The check of values reads ids and temperatures from a head.
-    head = Head(
-        logits,
-        logits,
-        ids.reshape(-1).to(torch.int64),
-        None,
-        rate,
-        softcap,
-        Vocabulary(logits.shape[-1], logits.shape[-1]),
-        Support.of(support, ids),
-    )
-    outputs = _Logprobs.apply(
-        logits,
-        head.ids,
-        valid,
-        head.scaling(slice(None)),
-        head.support,
-        entropy,
-        overwrite_logits,
-    )  # type: ignore[no-untyped-call]
+    head = Head(logits, logits, flat, None, rate, softcap, vocabulary, kept)
+    scaling = head.scaling(slice(None))
+    outputs = _Logprobs.apply(logits, flat, valid, scaling, kept, entropy, overwrite_logits)  # type: ignore[no-untyped-call]
     # After the launch, so that the device has work.
     refuse_strays(strays(head, valid).tolist(), head, valid)
     logp: Tensor = outputs[0].view(tokens)
@@ -161,14 +140,9 @@ class _Logprobs(torch.autograd.Function):
             for z, at, _ in _restricted(logits, support)
         ]
         logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
-        spread = (
-            _concatenated([p.entropy for p in parts if p.entropy is not None]) if entropy else None
-        )
-        if valid is not None:
-            logp, spread = (
-                torch.where(valid, logp, 0),
-                None if spread is None else torch.where(valid, spread, 0),
-            )
+        spreads = [p.entropy for p in parts if p.entropy is not None]
+        spread = _concatenated(spreads) if entropy else None
+        logp, spread = _at_valid(logp, valid), _at_valid(spread, valid)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
         ctx.scaling, ctx.support, ctx.overwrite = scaling, support, overwrite
@@ -180,31 +154,25 @@ class _Logprobs(torch.autograd.Function):
         logits, ids, valid, logp, lse, spread = ctx.saved_tensors
         dlogp, dentropy = grads
         dlogp = torch.zeros_like(lse) if dlogp is None else dlogp
-        if valid is not None:
-            dlogp = torch.where(valid, dlogp, 0)
-            dentropy = None if dentropy is None else torch.where(valid, dentropy, 0)
-        out = (
-            logits
-            if ctx.overwrite
-            else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        )
+        dlogp, dentropy = _at_valid(dlogp, valid), _at_valid(dentropy, valid)
+        out = logits
+        if not ctx.overwrite:
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for z, at, home in _restricted(logits, ctx.support):
             dz = home if ctx.overwrite else out.view(-1, out.shape[-1])[at]
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
-            row_gradient(
-                z,
-                dz,
-                ids[at],
-                s,
-                dlogp[at],
-                None if dentropy is None else dentropy[at],
-                ctx.scaling.of_rows(at),
-            )
+            of_entropy = None if dentropy is None else dentropy[at]
+            row_gradient(z, dz, ids[at], s, dlogp[at], of_entropy, ctx.scaling.of_rows(at))
         if ctx.overwrite:
             # Autograd does not notice what a kernel writes. With a new version, another backward
             # that saved these logits fails instead of reading them.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None, None
+
+
+def _at_valid(x: Any, valid: Tensor | None) -> Any:
+    """`x` with 0 where there is no token; None stays None."""
+    return x if x is None or valid is None else torch.where(valid, x, 0)
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:

@@ -5,7 +5,6 @@ Where a token's gradient is known early, it is used early: one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,10 +19,10 @@ from policyloss.head.head import Head
 from policyloss.head.linear import Outputs, head_of, live_rows, rows_with_gradient, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.support import SupportArgument
-from policyloss.head.validate import check_mask, later, refuse_strays, strays
+from policyloss.head.validate import check_mask
+from policyloss.head.walk import run_windows
 from policyloss.head.windows import (
     Batch,
-    Window,
     batch_of,
     entropy_has_slope,
     sequence_windows,
@@ -94,7 +93,7 @@ def linear_policy_loss(
     states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
-    call = _Call.of(
+    return _Call.of(
         spec,
         hidden,
         weight,
@@ -112,11 +111,7 @@ def linear_policy_loss(
         support=support,
         teacher=teacher,
         **tensors,
-    )
-    decided = call.decide()
-    if decided.batch is None or decided.plan.name in ("recompute", "stash"):
-        return call.composed(decided.plan)
-    return call.windowed(decided, decided.batch)
+    ).run()
 
 
 def explain_plan(
@@ -249,6 +244,13 @@ class _Call:
         on_policy = isinstance(old_logp, str)
         return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison, on_policy)
 
+    def run(self) -> HeadOutput:
+        """The loss, by the plan that fits."""
+        decided = self.decide()
+        if decided.batch is None or decided.plan.name in ("recompute", "stash"):
+            return self.composed(decided.plan)
+        return self.windowed(decided, decided.batch)
+
     def decide(self) -> _Decided:
         """Find the rows that matter, and choose the plan."""
         head, step, t = self.head, self.step, self.inputs.tokens()
@@ -375,68 +377,6 @@ class _Call:
             correction=correction, rejected="keep", aggregate=lambda t: batch.average
         )
         return loss_of(spec, inputs.replace(mask=batch.live.view(self.ids.shape)), self.step)
-
-
-def run_windows(
-    head: Head,
-    batch: Batch,
-    all_windows: list[Window],
-    sums: Sums,
-    *,
-    check: bool,
-    comparison: Comparison | None = None,
-) -> tuple[dict[str, Tensor], Gradients]:
-    """logp, entropy and, with a teacher, divergence of every row (0 of the others), flat, and the
-    gradients that are wanted. check: the ids too.
-    """
-    # The logits are gone when the gathered gradients are multiplied.
-    known = _walk(head, batch, all_windows, sums, check, comparison)
-    return known, sums.finished()
-
-
-def _walk(
-    head: Head,
-    batch: Batch,
-    all_windows: list[Window],
-    sums: Sums,
-    check: bool,
-    comparison: Comparison | None,
-) -> dict[str, Tensor]:
-    stray: Callable[[], list[int]] | None = None
-    wrong: Callable[[], list[int]] | None = None
-    names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
-    known = {
-        name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
-        for name in names
-    }
-    most = max((w.size for w in all_windows), default=0)
-    room, beside = head.room(most), None if comparison is None else comparison.room(most)
-    for window in all_windows:
-        rows = head.rows(window.rows)
-        if comparison is None:
-            z, s = head.forward(rows, room)
-        else:
-            z = head.logits(rows, room)
-            s, compared = comparison.compared(head, rows, window.rows, z, beside, entropy=True)
-            rows = rows._replace(compared=compared)
-        assert s.entropy is not None
-        here = {"logp": s.logp, "entropy": s.entropy}
-        if rows.compared is not None:
-            here["divergence"] = rows.compared.numbers.divergence
-        for name, x in here.items():
-            known[name][window.rows] = x
-        if window.backward and sums.wanted.any:
-            sums.add(window.rows, rows, z, room, s, batch.gradients(window, here))
-        if check and stray is None:
-            # Asked when the device has work, so that it need not wait for the question.
-            stray = later(strays(head, batch.rows))
-            counts = None if comparison is None else comparison.counts(batch.rows)
-            wrong = None if counts is None else later(counts)
-    if stray is not None:
-        refuse_strays(stray(), head, batch.rows)
-    if comparison is not None and wrong is not None:
-        comparison.refuse(wrong())
-    return known
 
 
 def _comparison(

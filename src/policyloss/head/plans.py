@@ -121,12 +121,11 @@ def free_bytes(like: Tensor) -> int:
         device = like.device
         # The flat form takes half a millisecond.
         memory = torch.cuda.memory.memory_stats_as_nested_dict(device)
-        unused = (
-            memory["reserved_bytes"]["all"]["current"] - memory["allocated_bytes"]["all"]["current"]
-            if memory
-            else 0
-        )
-        return torch.cuda.mem_get_info(device)[0] + int(unused)
+        free = torch.cuda.mem_get_info(device)[0]
+        if not memory:
+            return free
+        reserved, allocated = (memory[f"{kind}_bytes"] for kind in ("reserved", "allocated"))
+        return free + int(reserved["all"]["current"] - allocated["all"]["current"])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # not every system tells
@@ -135,15 +134,10 @@ def free_bytes(like: Tensor) -> int:
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    why = (
-        " linear_logprobs cannot use the gradient early: the loss is yours."
-        if plan == "one_pass"
-        else ""
-    )
-    _checked_name(plan, LOGPROB_PLANS, why)
-    return _settled(head, work, plan) or _stash_or_recompute(
-        head, work, "the loss on logp is not known here"
-    )
+    early = " linear_logprobs cannot use the gradient early: the loss is yours."
+    _checked_name(plan, LOGPROB_PLANS, early if plan == "one_pass" else "")
+    why = "the loss on logp is not known here"
+    return _settled(head, work, plan) or _stash_or_recompute(head, work, why)
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
@@ -153,12 +147,8 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
         raise InputError(
             f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'."
         )
-    if (
-        isinstance(plan, Plan)
-        and name == "one_pass"
-        and plan.rows < work.longest
-        and reach == "sequence"
-    ):
+    sequences = name == "one_pass" and reach == "sequence"
+    if isinstance(plan, Plan) and sequences and plan.rows < work.longest:
         raise InputError(
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
             f"and one has {work.longest} tokens."
@@ -211,30 +201,16 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows, gathered)
     if need > budget and not forced:
-        what = (
-            f"a window of {rows} rows"
-            if reach == "token"
-            else f"a window that holds the longest sequence, {rows} rows,"
-        )
-        return _recompute(
-            head, work, f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free"
-        )
-    known = (
-        "each token's gradient depends on its own numbers"
-        if reach == "token"
-        else "windows hold whole sequences"
-    )
-    return _with_figures(
-        head,
-        work,
-        Plan(
-            "one_pass",
-            rows,
-            0,
-            gathered,
-            reason=f"{known}, so it is known as soon as its logits are",
-        ),
-    )
+        what = f"a window of {rows} rows"
+        if reach == "sequence":
+            what = f"a window that holds the longest sequence, {rows} rows,"
+        why = f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free"
+        return _recompute(head, work, why)
+    known = "each token's gradient depends on its own numbers"
+    if reach == "sequence":
+        known = "windows hold whole sequences"
+    reason = f"{known}, so it is known as soon as its logits are"
+    return _with_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
 
 
 def _gathered(head: Head, work: Work, budget: float) -> int:
@@ -258,11 +234,8 @@ def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
 
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
-    return _with_figures(
-        head,
-        work,
-        Plan("recompute", _rows(head, work, GPU_LEAST_ROWS), _columns(head, work), reason=reason),
-    )
+    rows = _rows(head, work, GPU_LEAST_ROWS)
+    return _with_figures(head, work, Plan("recompute", rows, _columns(head, work), reason=reason))
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -278,22 +251,13 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
             "plan='recompute'."
         )
     # The backward needs more room than windows of both models' logits do.
-    rows = GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS
-    return _with_figures(
-        head,
-        work,
-        Plan("stash", _rows(head, work, rows), _columns(head, work), reason=reason),
-    )
+    rows = _rows(head, work, GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS)
+    return _with_figures(head, work, Plan("stash", rows, _columns(head, work), reason=reason))
 
 
 def _forward(head: Head, work: Work) -> Plan:
-    return _with_figures(
-        head,
-        work,
-        Plan(
-            "forward", _rows(head, work, GPU_FORWARD_ROWS), 0, reason="nothing requires a gradient"
-        ),
-    )
+    rows, reason = _rows(head, work, GPU_FORWARD_ROWS), "nothing requires a gradient"
+    return _with_figures(head, work, Plan("forward", rows, 0, reason=reason))
 
 
 def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
@@ -313,9 +277,8 @@ def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.name == "stash":
         _stash(head, work, "")  # the same conditions
     columns = plan.columns or _columns(head, work)
-    return _with_figures(
-        head, work, Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
-    )
+    asked = Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
+    return _with_figures(head, work, asked)
 
 
 def _free(head: Head) -> int:
@@ -340,22 +303,17 @@ def _rows(head: Head, work: Work, most: int) -> int:
 
 def _window_bytes(head: Head, work: Work, rows: int) -> int:
     rows = min(rows, max(work.computed, 1))
-    gathered = (
-        0
-        if work.computed == work.tokens
-        else rows * head.hidden.shape[1] * head.hidden.element_size()
-    )
-    return rows * head.vocabulary.largest * _logit_bytes(head, work) + gathered
+    of_row = head.vocabulary.largest * _logit_bytes(head, work)
+    if work.computed != work.tokens:  # some hidden states, gathered
+        of_row += head.hidden.shape[1] * head.hidden.element_size()
+    return rows * of_row
 
 
 def _accumulator_bytes(head: Head, work: Work) -> int:
     """The float32 sum of the weight's gradient, where the weight itself is narrower."""
-    narrow = head.weight.element_size() < head.dtype.itemsize
-    return (
-        head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize
-        if work.weight_gradient and narrow
-        else 0
-    )
+    if not work.weight_gradient or head.weight.element_size() >= head.dtype.itemsize:
+        return 0
+    return head.vocabulary.largest * head.weight.shape[1] * head.dtype.itemsize
 
 
 def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
@@ -381,15 +339,9 @@ def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
         of_teacher += share * work.teacher_matmul
         n, d = work.with_gradient, head.hidden.shape[1]
         sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
-        wide = (
-            WIDE_BYTES
-            if work.weight_gradient and head.weight.element_size() < head.dtype.itemsize
-            else 0
-        )
-        extra = max(
-            extra,
-            n * min(plan.columns, head.weight.shape[0]) * _logit_bytes(head, work) + sums + wide,
-        )
+        wide = WIDE_BYTES if _accumulator_bytes(head, work) else 0
+        columns = min(plan.columns, head.weight.shape[0])
+        extra = max(extra, n * columns * _logit_bytes(head, work) + sums + wide)
     elif plan.name == "forward":
         backward = 0
     return replace(

@@ -218,6 +218,16 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
         )
 
 
+def check_logits(logits: Any) -> None:
+    """Raise unless `logits` are numbers `[..., V]` of a vocabulary."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
+        raise InputError(
+            f"logits must be a floating-point tensor [..., V], got {description(logits)}."
+        )
+    check_tensor("logits", logits, "float")
+    check_vocabulary("logits", logits, logits.shape[-1])
+
+
 def check_vocabulary(name: str, x: Tensor, size: int) -> None:
     """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
     if size == 0:

@@ -5,30 +5,20 @@ Everything is aligned with the predicted tokens, `input_ids[:, 1:]`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from policyloss.arguments import description, fits_kind
-from policyloss.errors import InputError, unknown_name
 from policyloss.head import loss as head_loss
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs as logprobs_of_logits
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.head.plans import Plan
-from policyloss.hf.forward import Scores, run
-from policyloss.hf.layouts import check_layout, counted_positions
-from policyloss.hf.output_head import (
-    Matrices,
-    Transformation,
-    UnknownHeadError,
-    language_model,
-)
+from policyloss.hf.one_call import Call, check_choice
+from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
 from policyloss.presets import PresetName
@@ -38,7 +28,6 @@ from policyloss.totals import Totals
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
 
-HEADS = ("fused", "auto", "logits")
 HeadName = Literal["fused", "auto", "logits"]
 
 
@@ -83,7 +72,7 @@ def policy_loss(
     where the head cannot be replaced, which is an error with "fused".
     Other arguments as in `linear_policy_loss`. An MoE model's router loss is not part of it.
     """
-    call = _Call.of(
+    call = Call.of(
         model,
         input_ids,
         attention_mask,
@@ -183,7 +172,7 @@ def logprobs(
     module and in `linear_logprobs`, which takes the place of the model's head.
     → `[B, T-1]` or `[B, n]`, float32; with entropy=True, `LogProbs(logp, entropy)`.
     """
-    call = _Call.of(
+    call = Call.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
     live = call.aligned({"mask": call.default_mask(attention_mask) if mask is None else mask})
@@ -225,7 +214,7 @@ def explain_plan(
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
-    call = _Call.of(
+    call = Call.of(
         model,
         input_ids,
         attention_mask,
@@ -244,7 +233,7 @@ def explain_plan(
         )
 
     try:
-        _check_choice(head)
+        check_choice(head)
         if head != "logits":
             plan: Plan = call.fused(scores, check=True)
             return plan
@@ -255,152 +244,6 @@ def explain_plan(
         why = str(error)
     tokens = call.ids.numel()
     return Plan("logits", tokens, 0, tokens=tokens, computed=tokens, reason=why)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call. inputs: what the model is called with. ids: the predicted tokens, `[B, n]`, or
-    `[N-1]` of a pack, whose sequences begin at `cu_seqlens`. counts_positions: whether the layout
-    is ours to check, and whether positions are passed; None if the caller lays out.
-    """
-
-    model: Any
-    inputs: dict[str, Any]
-    ids: Tensor
-    row: tuple[int, int]
-    cu_seqlens: Tensor | None
-    counts_positions: bool | None
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        logits_to_keep: int | None,
-        position_ids: Tensor | None,
-        model_inputs: Mapping[str, Any] | None,
-        cu_seqlens: Tensor | None,
-    ) -> _Call:
-        """The arguments, checked, as the model takes them."""
-        tokens, count = _checked_ids(input_ids, logits_to_keep, cu_seqlens)
-        _check_like("attention_mask", attention_mask, tokens)
-        packed = cu_seqlens is not None
-        taken = inspect.signature(language_model(model).forward).parameters
-        inputs = {"input_ids": tokens, "attention_mask": attention_mask, **(model_inputs or {})}
-        open_ended = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in taken.values())
-        if "use_cache" in taken or open_ended:
-            inputs["use_cache"] = False
-        if position_ids is not None:
-            inputs["position_ids"] = position_ids
-        elif cu_seqlens is not None:
-            inputs["position_ids"] = _positions_in(cu_seqlens, tokens)
-        elif attention_mask is not None and "position_ids" in taken and not model_inputs:
-            counted = counted_positions(attention_mask)
-            inputs |= {} if counted is None else {"position_ids": counted}
-        inputs = {name: x for name, x in inputs.items() if x is not None}
-        ids = tokens[:, tokens.shape[1] - count :]
-        row = (ids.shape[0], ids.shape[1])
-        own_layout = position_ids is not None or bool(model_inputs)
-        tried = None if own_layout else "position_ids" in taken
-        return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
-
-    def predicting(self, x: Tensor) -> Tensor:
-        """What predicts `ids`, out of one row per token of input_ids: `[B, T, X]` → `[B, n, X]`."""
-        count = self.row[1]
-        if x.shape[:2] != self.inputs["input_ids"].shape:
-            raise InputError(
-                f"{type(language_model(self.model)).__name__} has {tuple(x.shape)} before its head "
-                f"or as logits; [B, T, …] with [B, T] = {tuple(self.inputs['input_ids'].shape)}, "
-                "the shape of input_ids, was looked for."
-            )
-        kept = x[:, x.shape[1] - count - 1 : -1]
-        return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
-
-    def aligned(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors of a call, checked to belong to the predicted tokens; of a pack flat, with
-        the `cu_seqlens` that belong to them.
-        """
-        for name, x in tensors.items():
-            if name == "mask" or name.endswith("_logp"):
-                self._check_token_shaped(name, x)
-        extras = tensors.get("extras") or {}
-        for name, x in extras.items():
-            self._check_token_shaped(f"extras[{name!r}]", x)
-        if self.cu_seqlens is None:
-            return dict(tensors)
-        flat = {name: self._flat(x) for name, x in tensors.items()}
-        if extras:
-            flat["extras"] = {name: self._flat(x) for name, x in extras.items()}
-        if "cu_seqlens" in tensors:
-            flat["cu_seqlens"] = self.cu_seqlens.clamp(max=self.row[1])
-        return flat
-
-    def of_tokens(self, x: float | Tensor) -> Any:
-        """A temperature, flat if it is one per token of a pack."""
-        return self._flat(x)
-
-    def _flat(self, x: Any) -> Any:
-        token_shaped = isinstance(x, Tensor) and tuple(x.shape) == self.row
-        return x.reshape(-1) if self.cu_seqlens is not None and token_shaped else x
-
-    def _check_token_shaped(self, name: str, x: Any) -> None:
-        if isinstance(x, Tensor) and tuple(x.shape) != self.row:
-            raise InputError(
-                f"{name} has shape {tuple(x.shape)}, but {self.row} tokens are predicted: "
-                "everything is aligned with input_ids[:, 1:] (with logits_to_keep=n, with the last "
-                f"n tokens), so {name}[:, t] is about the token input_ids[:, t+1]."
-            )
-
-    def check_boundaries(self, mask: Any) -> None:
-        """Raise if the first token of a packed sequence counts: nothing in the pack predicts it."""
-        if self.cu_seqlens is None or not isinstance(mask, Tensor):
-            return
-        first = (self.cu_seqlens[1:-1] - 1).long()
-        wrong = first[mask.reshape(-1)[first].bool()]
-        if wrong.numel():
-            raise InputError(
-                f"mask is True at {int(wrong[0])}, which is the first token of a packed sequence "
-                "(cu_seqlens), and nothing predicts it; make it False there."
-            )
-
-    def default_mask(self, attention_mask: Tensor | None) -> Tensor:
-        """The predicted tokens that are tokens."""
-        live = torch.ones(self.row, dtype=torch.bool, device=self.ids.device)
-        if attention_mask is not None:
-            live = attention_mask[:, attention_mask.shape[1] - self.row[1] :].bool()
-        if self.cu_seqlens is not None:
-            live = live.clone()
-            live[:, (self.cu_seqlens[1:-1] - 1).long()] = False
-        return live
-
-    def shaped(self, x: Tensor) -> Tensor:
-        """One number per predicted token, in their shape."""
-        return x.view(self.row)
-
-    def fused(self, scores: Scores, check: bool = False) -> Any:
-        """With `scores` in the place of the model's head."""
-        if self.counts_positions is not None:
-            packed = self.cu_seqlens is not None
-            check_layout(self.model, self.inputs, packed, self.counts_positions)
-        return run(self.model, self.inputs, scores, check=check).result
-
-    def result(self, head: str, scores: Scores, from_logits: Any) -> Any:
-        """By the head that was asked for."""
-        _check_choice(head)
-        if head != "logits":
-            try:
-                return self.fused(scores)
-            except UnknownHeadError:
-                if head == "fused":
-                    raise
-        output = self.model(**self.inputs)
-        return from_logits(output.logits if hasattr(output, "logits") else output[0])
-
-
-def _check_choice(head: str) -> None:
-    if head not in HEADS:
-        raise InputError(unknown_name("head", head, HEADS))
 
 
 def _pair(out: Tensor | LogProbs) -> LogProbs:
@@ -414,46 +257,3 @@ def _shard(weight: Tensor, vocab_group: Any) -> Tensor:
         local: Tensor = weight.to_local()
         return local
     return weight
-
-
-def _checked_ids(
-    input_ids: Any, logits_to_keep: int | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, int]:
-    """The tokens `[B, T]`, and how many of each row count as predicted."""
-    if not isinstance(input_ids, Tensor) or not fits_kind(input_ids, "integer"):
-        raise InputError(
-            f"input_ids must be token ids [B, T] (integers), got {description(input_ids)}."
-        )
-    if input_ids.dim() != 2 or input_ids.shape[1] < 2:
-        raise InputError(
-            f"input_ids has shape {tuple(input_ids.shape)}; give [B, T] with at least two tokens, "
-            "of which the first predicts the second (a pack is [1, N] with cu_seqlens)."
-        )
-    most = input_ids.shape[1] - 1
-    if cu_seqlens is not None and (input_ids.shape[0] != 1 or logits_to_keep is not None):
-        raise InputError(
-            f"cu_seqlens cuts one row of tokens, and input_ids has shape {tuple(input_ids.shape)}"
-            f", logits_to_keep={logits_to_keep!r}; give [1, N] and no logits_to_keep."
-        )
-    if logits_to_keep is None:
-        return input_ids, most
-    if not isinstance(logits_to_keep, int) or not 1 <= logits_to_keep <= most:
-        raise InputError(
-            f"logits_to_keep must be a whole number from 1 to {most}, the predicted tokens of a "
-            f"row (its first is not predicted), got {description(logits_to_keep)}."
-        )
-    return input_ids, logits_to_keep
-
-
-def _check_like(name: str, x: Any, tokens: Tensor) -> None:
-    if x is not None and (not isinstance(x, Tensor) or x.shape != tokens.shape):
-        raise InputError(
-            f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {description(x)}."
-        )
-
-
-def _positions_in(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
-    """The position of each token in its own sequence, `[1, N]`."""
-    every = torch.arange(tokens.shape[1], device=tokens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long().contiguous(), every, right=True)
-    return (every - cu_seqlens.long()[sequence])[None]

@@ -4,8 +4,7 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import PolicyLossError
+from policyloss.hf.adapters import with_matrices
 from policyloss.hf.output_head import (
     Matrices,
     Transformation,
     UnknownHeadError,
     language_model,
-    matrices,
     output_head,
     probe_logits,
 )
+from policyloss.hf.replaced import as_forward_of, measuring
 
 # What the model of each head does to its logits, as its first forward showed.
 _known: WeakKeyDictionary[nn.Module, Transformation] = WeakKeyDictionary()
@@ -42,9 +42,10 @@ Scores = Callable[[Tensor, Matrices, Transformation], Any]
 def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False) -> Scored:
     """`model(**inputs)`, with `scores(hidden, matrices, transformation)` in the place of its head.
 
-    hidden: what the model gives its head, `[B, T, D]`. The head's own module is called, so that
-    whatever gathers its weight (FSDP, ZeRO-3) does. The tensors of the result that carry a
-    gradient hang on the model's output too, because wrappers (DDP, FSDP) look for it there.
+    hidden: what the model gives its head, `[B, T, D]`, with more columns if the head has an adapter
+    (`adapters`). The head's own module is called, so that whatever gathers its weight (FSDP,
+    ZeRO-3) does. The tensors of the result that carry a gradient hang on the model's output too,
+    because wrappers (DDP, FSDP) look for it there.
     check: look again what the model does to its logits; otherwise that is done for the first call.
     """
     return run_with(model, output_head(model), lambda: model(**inputs), scores, check=check)
@@ -64,11 +65,13 @@ def run_with(
     known = _known[head]
     results: list[Any] = []
 
-    def in_its_place(hidden: Tensor) -> Tensor:
-        parts = matrices(head)
+    def use(hidden: Tensor, parts: Matrices) -> Tensor:
         results.append(scores(hidden, parts, known))
         empty = hidden.new_zeros(1, 1, parts.weight.shape[0])
         return _hung_on(empty, _differentiable(results[0]))
+
+    def in_its_place(hidden: Tensor) -> Tensor:
+        return with_matrices(head, hidden, use)
 
     output = _forward(model, head, forward, in_its_place)
     return Scored(_anchored(results[0], _logits(output)), output)
@@ -85,9 +88,13 @@ def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transf
     own_head = head.forward
 
     def say(hidden: Tensor) -> Tensor:
-        parts = matrices(head)
         row = hidden.reshape(-1, hidden.shape[-1])[-1:]
-        theirs, ours = own_head(row).double(), parts.logits(row).double()
+        with measuring(head):
+            theirs = own_head(row).double()
+            return with_matrices(head, row, lambda x, parts: compare(x, parts, theirs))
+
+    def compare(row: Tensor, parts: Matrices, theirs: Tensor) -> Tensor:
+        ours = parts.logits(row).double()
         rounding = 16 * torch.finfo(parts.weight.dtype).eps * theirs.abs().max()
         if theirs.shape != ours.shape or not ((theirs - ours).abs().nan_to_num() <= rounding).all():
             raise UnknownHeadError(
@@ -95,7 +102,7 @@ def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transf
                 f"{type(head).__name__}, does not give hidden @ weight.T + bias; head='logits' "
                 "uses the logits that the model makes itself."
             )
-        probes.append(probe_logits(parts.weight.shape[0], hidden))
+        probes.append(probe_logits(parts.weight.shape[0], row))
         return probes[0]
 
     devices = [row.device for row in head.parameters() if row.is_cuda][:1]
@@ -125,7 +132,7 @@ def _forward(
             )
         return in_its_place(hidden)
 
-    with _as_forward_of(head, called):
+    with as_forward_of(head, called):
         try:
             output = forward()
         except PolicyLossError:
@@ -144,19 +151,6 @@ def _forward(
             "the logits that the model makes itself."
         )
     return output
-
-
-@contextmanager
-def _as_forward_of(head: nn.Module, function: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `function` be the forward of this one module, inside its hooks."""
-    before = vars(head).get("forward")
-    head.forward = function
-    try:
-        yield
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
 
 
 def _logits(output: Any) -> Any:

@@ -6,8 +6,7 @@ show. So it is tried once, on four tokens, in a few small forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from policyloss.errors import InputError
 from policyloss.hf.forward import run
 from policyloss.hf.output_head import language_model, output_head
+from policyloss.hf.replaced import measuring
 
 TRIED = 4  # tokens
 ADVICE = {
@@ -75,7 +75,7 @@ def _tries(
     plain: dict[str, bool],
 ) -> dict[str, bool]:
     n, flipped = tokens.shape[0], tokens.flip(0)
-    with _measuring(model):
+    with measuring(model):
         alone, other = _hidden(model, torch.stack([tokens, flipped]), **plain)
         if "pack" in kinds:
             positions = torch.arange(n, device=tokens.device).repeat(2)[None]
@@ -108,16 +108,3 @@ def _hidden(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 def _padding_id(model: Any) -> int:
     pad = getattr(getattr(language_model(model), "config", None), "pad_token_id", None)
     return pad if isinstance(pad, int) else 0
-
-
-@contextmanager
-def _measuring(model: Any) -> Iterator[None]:
-    """Without dropout and gradients; every module is then in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -23,8 +23,8 @@ class UnknownHeadError(InputError):
 
 
 def language_model(model: Any) -> Any:
-    """The model inside its wrappers (DDP, FSDP, DeepSpeed, torch.compile): the outermost module
-    that has `get_output_embeddings`.
+    """The model inside its wrappers: the outermost module that has `get_output_embeddings` inside
+    DDP, FSDP, DeepSpeed and torch.compile, and inside PEFT.
     """
     inside = model
     while not hasattr(inside, "get_output_embeddings"):
@@ -35,7 +35,7 @@ def language_model(model: Any) -> Any:
                 "what it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
             )
         inside = wrapped
-    return inside
+    return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
 
 
 def output_head(model: Any) -> nn.Module:
@@ -62,19 +62,8 @@ class Matrices(NamedTuple):
         return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
-def matrices(head: Any) -> Matrices:
-    """What a head multiplies with, adapters included; the gradient reaches all of its parameters.
-
-    The attributes are those of PEFT: a copy that is trained instead of the head
-    (`modules_to_save`), or a product that is added to its weight (`get_delta_weight`).
-    """
-    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
-        active = [name for name in head.active_adapters if name in head.modules_to_save]
-        if head.disable_adapters or not active:
-            return matrices(head.original_module)
-        return matrices(head.modules_to_save[active[0]])
-    if hasattr(head, "base_layer") and hasattr(head, "get_delta_weight"):
-        return _with_adapters(head)
+def plain_matrices(head: Any) -> Matrices:
+    """What a head without adapters multiplies with."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         described = (
@@ -87,23 +76,6 @@ def matrices(head: Any) -> Matrices:
             f"its weight is {described}; head='logits' uses the logits that the model makes itself."
         )
     return Matrices(weight, getattr(head, "bias", None))
-
-
-def _with_adapters(head: Any) -> Matrices:
-    weight, bias = matrices(head.base_layer)
-    if head.disable_adapters or head.merged:
-        return Matrices(weight, bias)
-    for name in head.active_adapters:
-        if name not in head.lora_A:
-            continue
-        dropout = getattr(head.lora_dropout[name], "p", 0.0)
-        if dropout and head.training:
-            raise UnknownHeadError(
-                f"the adapter {name!r} of the output head has dropout {dropout}, which cannot be "
-                "part of one weight; set lora_dropout=0 for the head, or pass head='logits'."
-            )
-        weight = weight + head.get_delta_weight(name).to(weight.dtype)
-    return Matrices(weight, bias)
 
 
 class Transformation(NamedTuple):

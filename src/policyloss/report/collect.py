@@ -109,6 +109,7 @@ def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
+        "engine": _named(config.get("rollout")),
         "steps": table.trained,
         "planned_steps": planned,
         "state": _state(folder, table.trained, planned),

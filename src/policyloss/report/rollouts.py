@@ -132,6 +132,7 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
         "step": step,
         "example": _label(row.get("example")),
         "group": _label(row.get("group")),
+        "weights": integer(row.get("weights")),
     }
     out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
     out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}

@@ -33,6 +33,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
         series[key] = [places.setdefault(tuple(line["step"]), len(places)), _short(line["value"])]
     return {
         "label": run["label"],
+        "engine": run["summary"]["engine"],
         "steps": [list(steps) for steps in places],
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),

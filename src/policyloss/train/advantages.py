@@ -1,6 +1,4 @@
-"""From the rewards of a step to the advantages of its tokens, by any estimator that rewards, groups
-and values are enough for.
-"""
+"""From the rewards of a step to the advantages of its tokens."""
 
 from __future__ import annotations
 
@@ -25,20 +23,11 @@ class Judged(NamedTuple):
     returns: Tensor | None = None
 
 
-def judge(
-    config: TrainConfig,
-    pack: Pack,
-    *,
-    values: Tensor | None,
-    greedy: Tensor | None,
-    group: Any,
-    by_teacher: bool = False,
-) -> Judged:
-    """The advantages of a pack: those of its rewards, and a teacher's if `by_teacher`.
-
-    Other arguments as in `of_rewards`.
+def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = False) -> Judged:
+    """The advantages of a pack: those of its rewards, and a teacher's if `by_teacher`. group: as in
+    `of_rewards`.
     """
-    judged = of_rewards(config, pack, values=values, greedy=greedy, group=group)
+    judged = of_rewards(config, pack, group)
     share, tokens = config.reward_share, pack.tokens
     if share != 1:
         judged = judged._replace(advantages=share * judged.advantages)
@@ -56,38 +45,30 @@ def judge(
     return judged._replace(advantages=advantages)
 
 
-def of_rewards(
-    config: TrainConfig, pack: Pack, *, values: Tensor | None, greedy: Tensor | None, group: Any
-) -> Judged:
+def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     """The advantages of the rewards of a pack.
 
-    values: `[N]` of the critic, for "gae". greedy: `[S]`, the reward of the greedy answer to each
-    prompt, for "remax". group: the data-parallel ranks (or "local"), which share what is taken over
-    the batch; the samples of a prompt lie on one of them.
+    "gae" reads the tokens' `old_values`, those of the critic, and "remax" the sequences' `greedy`,
+    the reward of the greedy answer to each prompt. group: the data-parallel ranks (or "local"),
+    which share what is taken over the batch; the samples of a prompt lie on one of them.
     """
-    name = config.reward_estimator
-    rewards = pack.sequences["rewards"]
-    mask = pack.tokens["mask"]
-    cu_seqlens = pack.cu_seqlens
+    name, rewards, mask = config.reward_estimator, pack.sequences["rewards"], pack.tokens["mask"]
+    bounds = pack.cu_seqlens
     if name == "gae":
-        assert values is not None
-        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=cu_seqlens)
+        values = pack.tokens["old_values"]
+        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=bounds)
         return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
     if name == "reinforce_pp":
-        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=cu_seqlens, group=group))
-    if name == "remax":
-        assert greedy is not None
-        return Judged(_over_tokens(estimator(name)(rewards, greedy), pack))
+        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group))
     if is_reference(name):
         return Judged(_by_user(name, pack, group))
+    if name == "remax":
+        return Judged(_over_tokens(estimator(name)(rewards, pack.sequences["greedy"]), pack))
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk
-    return Judged(
-        _over_tokens(
-            estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group), pack
-        )
-    )
+    advantages = estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group)
+    return Judged(_over_tokens(advantages, pack))
 
 
 def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
@@ -124,5 +105,4 @@ def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
 
 def _over_tokens(x: Tensor, pack: Pack) -> Tensor:
     """`[S]` → `[N]`."""
-    lengths = pack.cu_seqlens.diff()
-    return x.repeat_interleave(lengths)
+    return x.repeat_interleave(pack.cu_seqlens.diff())

@@ -8,7 +8,7 @@ belongs to the completion, `mask` where it is trained on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ from policyloss.train.sampler import Sample
 @dataclass(frozen=True)
 class Pack:
     """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
-    lengths: places of each sequence.
+    lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
+    tokens were drawn from, place after place; `tokens["kept"]` says how many each place has. None
+    if every token was drawn from all.
     """
 
     tokens: dict[str, Tensor]
     sequences: dict[str, Tensor]
     lengths: list[int]
+    kept: list[Tensor] | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
@@ -50,11 +53,15 @@ class Pack:
             "position_ids": positions,
             "rollout_logp": torch.zeros(row.shape[0]).masked_scatter(completion, logp),
         }
+        supports = [sample.support for sample in samples if sample.support is not None]
+        if supports:
+            counts = torch.cat([offsets.diff() for _, offsets in supports])
+            tokens["kept"] = torch.zeros_like(row).masked_scatter(completion, counts)
         numbers = {
             "group_ids": torch.tensor([sample.group for sample in samples], dtype=torch.int64),
             "rewards": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         }
-        return cls(tokens, numbers, lengths.tolist())
+        return cls(tokens, numbers, lengths.tolist(), [ids for ids, _ in supports] or None)
 
     @classmethod
     def nothing(cls) -> Pack:
@@ -87,7 +94,7 @@ class Pack:
 
     def with_tokens(self, **tensors: Tensor) -> Pack:
         """The same with more tensors, `[N]` each."""
-        return Pack({**self.tokens, **tensors}, self.sequences, self.lengths)
+        return replace(self, tokens={**self.tokens, **tensors})
 
     def to(self, device: torch.device) -> Pack:
         """The same on a device."""
@@ -95,7 +102,10 @@ class Pack:
             {name: x.to(device) for name, x in group.items()}
             for group in (self.tokens, self.sequences)
         )
-        return Pack(tokens, sequences, self.lengths)
+        if self.kept is None:
+            return Pack(tokens, sequences, self.lengths)
+        kept = torch.split(torch.cat(self.kept).to(device), [len(x) for x in self.kept])
+        return Pack(tokens, sequences, self.lengths, list(kept))
 
     def select(self, chosen: Sequence[int]) -> Pack:
         """Some of the sequences, in this order."""
@@ -108,12 +118,18 @@ class Pack:
             {name: x.index_select(0, tokens) for name, x in self.tokens.items()},
             {name: x.index_select(0, sequences) for name, x in self.sequences.items()},
             lengths,
+            None if self.kept is None else [self.kept[i] for i in chosen],
         )
 
     def micro_batch(self) -> dict[str, Any]:
         """As `policyloss.accumulate` takes it."""
+        kept = self.kept and (
+            torch.cat(self.kept),
+            torch.nn.functional.pad(self.tokens["kept"].cumsum(0), (1, 0)),
+        )
         return {
             **self.tokens,
+            "support": kept,
             "cu_seqlens": self.cu_seqlens,
             "lengths": self.lengths,
             "group_ids": self.sequences["group_ids"],

@@ -1,6 +1,4 @@
-"""Prompts as messages: the tokenizer's chat template makes the text of a prompt, once, before
-anything is sampled.
-"""
+"""Prompts as messages: the tokenizer's chat template makes the text of each before sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import Example, Task
+from policyloss.train.tasks import Example, Task
 
 
 def with_template(
@@ -24,21 +22,26 @@ def with_template(
     tokenizer's.
     """
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read --chat-template {chat_template}: {error}.") from error
+        tokenizer.chat_template = read_template(chat_template)
     wanted = system_prompt is not None or chat_template is not None
-    splits = {
-        name: tuple(
+
+    def written(examples: Sequence[Example]) -> tuple[Example, ...]:
+        return tuple(
             replace(example, prompt=rendered(tokenizer, _messages(example, system_prompt)))
             if example.messages or wanted
             else example
-            for example in getattr(task, name)
+            for example in examples
         )
-        for name in ("train", "held_out")
-    }
-    return replace(task, **splits)  # type: ignore[type-var]
+
+    return replace(task, train=written(task.train), held_out=written(task.held_out))
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read --chat-template {path}: {error}.") from error
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

@@ -1,6 +1,4 @@
-"""`policyloss train`, `eval`, `sample`: each reads its options by tyro, does one thing, and
-returns an exit code.
-"""
+"""`policyloss train`, `eval`, `sample`: each reads its options and does one thing."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ import tyro
 import policyloss as pl
 from policyloss.errors import InputError
 from policyloss.train.chat import with_template
+from policyloss.train.collect import Evaluation, Result, answered
 from policyloss.train.config import TrainConfig, read_arguments
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import Evaluation, evaluate
 from policyloss.train.loop import train
-from policyloss.train.run.checkpoint import checked_index, latest, load
-from policyloss.train.run.resume import explained, refuse_nonfinite_weights
+from policyloss.train.options import Count, Whole, check_numbers
+from policyloss.train.run.resume import explained, stored_weights
 from policyloss.train.run.resumed_options import (
     named_options,
     read_resumed,
@@ -30,7 +28,8 @@ from policyloss.train.run.resumed_options import (
 )
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
-from policyloss.train.tasks.base import Example, ListTask, Task
+from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.base import Reward
 from policyloss.train.tasks.rewards import forgiving
 
 
@@ -43,9 +42,7 @@ def train_command(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class FromRun:
-    """What both commands take: a run, one of its checkpoints, and what the user names instead of
-    what its config.json names.
-    """
+    """A run, one of its checkpoints, and what is named instead of what its config.json names."""
 
     run: tyro.conf.Positional[Path]
     """The run directory. It is only data: code that it names is not run, and nothing is
@@ -70,7 +67,7 @@ class EvalOptions(FromRun):
     Accuracy is the share of answers whose reward reaches --success.
     """
 
-    prompts: int = 1024
+    prompts: Count = 1024
     """How many held-out prompts."""
     reward: str | None = None
     """How answers are scored: exact, math, or module:function. A function that the run names is
@@ -80,7 +77,7 @@ class EvalOptions(FromRun):
     unless it was set."""
     reward_timeout: float = 60.0
     """Seconds that one call of the reward may take; 0 is no limit."""
-    show: int = 5
+    show: Whole = 5
     """Wrong answers to show."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON, every prompt with its answer."""
@@ -89,40 +86,34 @@ class EvalOptions(FromRun):
 def eval_command(arguments: Sequence[str]) -> int:
     """`policyloss eval RUN`."""
     options = tyro.cli(EvalOptions, args=list(arguments), prog="policyloss eval")
-    _at_least(options.prompts, "--prompts", 1)
-    _at_least(options.show, "--show", 0)
+    check_numbers(options)
     config, spec = _options(options)
-    named = {name for name in ("reward", "trust_remote_code") if getattr(options, name)}
-    config = replace(
-        config,
-        reward=options.reward or config.reward,
-        trust_remote_code=config.trust_remote_code or options.trust_remote_code,
-    )
-    if options.success is not None:
-        config = replace(config, success=options.success)
-    refuse_unnamed_code(config, frozenset(named))
+    changes = {
+        name: x
+        for name in ("reward", "success", "trust_remote_code")
+        if (x := getattr(options, name)) is not None and x is not False
+    }
+    config = replace(config, **changes)
+    refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
-    budget: dict[str, Any] = {
-        "max_new_tokens": config.max_new_tokens,
-        "batch_tokens": config.sampling_tokens,
-        "stop": config.stop,
-    }
     score = forgiving(task, options.reward_timeout, _warn)
-    evaluation = Evaluation.of(evaluate(model, tokenizer, examples, score, **budget), task.success)
+    answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
+    evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
     if options.as_json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
             for e, a in results
         ]
-        numbers = {
+        report = {
             "step": step,
             "accuracy": evaluation.accuracy,
             "success": task.success,
             "mean_length": evaluation.mean_length,
+            "results": rows,
         }
-        print(json.dumps({**numbers, "results": rows}, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
@@ -134,25 +125,36 @@ def eval_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def evaluate(
+    model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
+) -> list[Result]:
+    """The likeliest completion of each prompt, token by token, and its score; errors are raised.
+    limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
+    """
+    rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
+    samples = sample(model, tokenizer, rows, **greedy, **limits)
+    return answered(examples, samples, score)
+
+
 @dataclass(frozen=True)
 class SampleOptions(FromRun):
     """Sample completions from the policy of a run."""
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
     """Prompts; the first held-out ones if none is given."""
-    number: int = 4
+    number: Count = 4
     """Completions of each."""
     temperature: float = 1.0
     """0 is greedy."""
-    seed: int = 0
+    seed: Whole = 0
     """Of the draws."""
 
 
 def sample_command(arguments: Sequence[str]) -> int:
     """`policyloss sample RUN [PROMPT …]`."""
     options = tyro.cli(SampleOptions, args=list(arguments), prog="policyloss sample")
-    _at_least(options.number, "--number", 1)
-    _at_least(options.seed, "--seed", 0)
+    check_numbers(options)
     config, spec = unscored_options(options)
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
     prompts = tuple(example.prompt for example in task.held_out[:3])
@@ -168,22 +170,24 @@ def sample_command(arguments: Sequence[str]) -> int:
         model,
         tokenizer,
         rows,
-        max_new_tokens=config.max_new_tokens,
         temperature=options.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
-        batch_tokens=config.sampling_tokens,
         stop=config.stop,
+        **_limits(config),
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
         for s in samples[i * options.number : (i + 1) * options.number]:
-            print(
-                f"  {s.text!r}  logp "
-                f"{s.rollout_logp.sum().item():.3f}{'' if s.finished else ', cut'}"
-            )
+            cut = "" if s.finished else ", cut"
+            print(f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{cut}")
     return 0
+
+
+def _limits(config: TrainConfig) -> dict[str, Any]:
+    """How long completions may be, and how many tokens go together."""
+    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
 
 
 def _as_in_training(
@@ -195,7 +199,7 @@ def _as_in_training(
         Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
         for i, text in enumerate(prompts)
     )
-    asked = ListTask("prompts", examples, (), task.score)
+    asked = Task("prompts", examples, (), task.score)
     written = with_template(asked, tokenizer, config.system_prompt, config.chat_template)
     return tuple(example.prompt for example in written.train)
 
@@ -225,30 +229,18 @@ def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
-    """The policy of a run as a checkpoint has it, every byte of which is checked, and the step of
-    that checkpoint.
-    """
-    path = options.run
-    chosen = options.checkpoint or latest(path / "checkpoints", refuse_nonfinite_weights)
-    if chosen is None:
-        raise InputError(f"{path / 'checkpoints'} holds no checkpoint that can be read.")
-    index = checked_index(chosen, sums=True)
+    """The policy of a run as a checkpoint has it, and the step of that checkpoint."""
+    checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )
-    tensors, _ = load(chosen)
-    with explained(chosen):
+    with explained(checkpoint):
         setup.learner.load_policy(tensors)
-    return setup, int(index["step"])
+    return setup, step
 
 
 def _warn(text: str) -> None:
     print(f"policyloss: warning: {text}", file=sys.stderr)
-
-
-def _at_least(value: int, name: str, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} must be at least {least}, got {value}.")

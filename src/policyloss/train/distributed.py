@@ -5,11 +5,11 @@ process is one rank of itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from policyloss.errors import InputError
+from policyloss.train.run.files import StorageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among others. group: what to all-reduce over,
-    or None if there is one process.
-    """
+    """Who this process is among others. group: what to all-reduce over, or None if it is alone."""
 
     rank: int
     world: int
@@ -34,25 +35,20 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str, timeout: float = 600.0) -> Ranks:
-        """Join the others if torchrun started them. device: cpu,
-        cuda or auto. timeout: seconds a rank waits for another.
-        """
+        """Join the others if torchrun started them. timeout: seconds a rank waits for another."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         _check_device(kind)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
-        here = (
-            torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-            if kind == "cuda"
-            else torch.device(kind)
-        )
+        here = torch.device(kind)
+        if kind == "cuda":
+            here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if here.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
-            )
+            backend = "nccl" if here.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         return cls(dist.get_rank(), world, here, dist.group.WORLD)
 
     @property
@@ -123,19 +119,14 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over ranks with the last backward of a step, and not before."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-    with (
-        module.no_sync()
-        if isinstance(module, DistributedDataParallel) and not last
-        else nullcontext()
-    ):
+    replicated = module if isinstance(module, DistributedDataParallel) else None
+    with nullcontext() if replicated is None or last else replicated.no_sync():
         yield
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """With all of a sharded module's parameters at hand,
-    so that ranks may run its forward each as often as they like.
-    """
+    """With all parameters of a sharded module at hand: ranks may run it as often as they like."""
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -146,3 +137,39 @@ def gathered(module: nn.Module) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
+
+
+def rank_in(group: Any) -> int:
+    """The place of this process in a group of processes; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
+    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every
+    rank raises.
+
+    None is no group: this process works alone, and an error is the one that `action` raised.
+    """
+    if group is None:
+        return [action()]
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # the other ranks hear of it, and it is raised below
+        error = raised
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(
+        reports, (result, error and f"{type(error).__name__}: {error}"), group=group
+    )
+    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason]
+    if failures:
+        raise StorageError(" ".join(failures)) from error
+    return [one for one, _ in reports]
+
+
+def on_first_rank(action: Callable[[], T], group: Any) -> T:
+    """`action()` on the first rank of `group` alone; every rank gets its result, or its failure."""
+    results: list[Any] = on_every_rank(lambda: action() if rank_in(group) == 0 else None, group)
+    first: T = results[0]
+    return first

@@ -14,7 +14,8 @@ import tyro
 from policyloss.errors import InputError
 from policyloss.train.adapter import has_adapter, merged_weights, written_whole
 from policyloss.train.commands import FromRun, load_run, unscored_options
-from policyloss.train.run.atomic import make_folder, sync, write_error
+from policyloss.train.models import without_bars
+from policyloss.train.run.files import make_folder, sync, write_error
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         make_folder(temporary)
-        if adapter or not has_adapter(model):
-            model.save_pretrained(temporary)
-        else:
-            with written_whole(model):
-                model.save_pretrained(temporary, state_dict=merged_weights(model))
+        with without_bars():
+            if adapter or not has_adapter(model):
+                model.save_pretrained(temporary)
+            else:
+                with written_whole(model):
+                    model.save_pretrained(temporary, state_dict=merged_weights(model))
         tokenizer.save_pretrained(temporary)
         for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):
             sync(file)

@@ -1,6 +1,4 @@
-"""Which numbers of an update are not finite, in words, and the error of a run that meets too many
-of them.
-"""
+"""Which numbers of an update are not finite, in words, and the error if they are too many."""
 
 from __future__ import annotations
 
@@ -22,22 +20,15 @@ class NotFiniteError(PolicyLossError):
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinity; of a sharded one, this rank's part
-    is looked at.
-    """
+    """The names of the tensors that hold a NaN or an infinity, in this rank's part of them."""
     local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
-    return [
-        name
-        for name, x in local.items()
-        if x.is_floating_point() and not bool(torch.isfinite(x).all())
-    ]
+    floats = {name: x for name, x in local.items() if x.is_floating_point()}
+    return [name for name, x in floats.items() if not bool(torch.isfinite(x).all())]
 
 
 def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tensor]) -> str:
     """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
-    all are finite.
-
-    logp: the log-probabilities of the policy, by sequence, where they are known.
+    all are. logp: the log-probabilities of the policy, by sequence, where they are known.
     """
     parts = {
         name: torch.split(pack.tokens[name], pack.lengths)
@@ -54,9 +45,9 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tenso
             first = int(parts["completion"][i].long().argmax()) if bad.any() else 0
             places += [(i, place - first) for place in bad.nonzero().flatten().tolist()]
         if places:
-            shown = ", ".join(f"token {token} of completion {i}" for i, token in places[:SHOWN])
-            more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-            return f"{name} is not finite at {shown}{more}"
+            return f"{name} is not finite at " + listed(
+                [f"token {token} of completion {i}" for i, token in places]
+            )
     return ""
 
 
@@ -65,5 +56,10 @@ def nonfinite_gradient(module: nn.Module) -> str:
     bad = nonfinite_names(
         {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     )
-    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return f"the gradient of {', '.join(bad[:SHOWN])}{more} is not finite" if bad else ""
+    return f"the gradient of {listed(bad)} is not finite" if bad else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,14 +1,21 @@
-"""What keeps a run from learning, said while it runs: once each, with what to do about it."""
+"""What keeps a run from learning, said while it runs: once each, with what to do about it; and
+whether the engine's log-probabilities are those of the trainer.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from policyloss.doctor import doctor
+from policyloss.errors import InputError
+from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
+from policyloss.train.contradictions import WITHOUT_GROUPS
 
 PATIENCE = 3  # steps in a row of which something holds before it is said
 LONG_PATIENCE = 10  # the same for what may be a slow start
-_WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
 
 
 class Hints:
@@ -16,22 +23,17 @@ class Hints:
 
     def __init__(self, config: TrainConfig, success: float, say: Callable[[str], None]) -> None:
         self._config, self._success, self._say = config, success, say
-        self._in_a_row: dict[str, int] = {}
+        self._in_a_row: Counter[str] = Counter()
+        self._said: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> None:
         """Say what has held for several steps now, and was not said before."""
         present = {name: (text, patience) for name, text, patience in self._holding(metrics)}
-        for name in [name for name in self._in_a_row if name not in present]:
-            if self._in_a_row[name] > 0:
-                del self._in_a_row[name]
+        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in present})
         for name, (text, patience) in present.items():
-            count = self._in_a_row.get(name, 0)
-            if count < 0:  # it was said
-                continue
-            self._in_a_row[name] = count + 1
-            if count + 1 == patience:
+            if self._in_a_row[name] >= patience and name not in self._said:
+                self._said.add(name)
                 self._say(text)
-                self._in_a_row[name] = -1
 
     def _holding(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
         """What holds in this step: its name, what to say, and after how many steps."""
@@ -55,7 +57,7 @@ class Hints:
             )
         elif (
             metrics["groups/zero_variance"] * config.group_size >= metrics["sequences"]
-            and config.estimator not in _WITHOUT_GROUPS
+            and config.estimator not in WITHOUT_GROUPS
         ):
             yield (
                 "equal",
@@ -73,3 +75,21 @@ class Hints:
                 "--success.",
                 LONG_PATIENCE,
             )
+
+
+def mismatch_of(pack: Pack) -> str | None:
+    """What is wrong with the ratio of a policy that was not updated yet; None if nothing shows."""
+    tokens: dict[str, Any] = {
+        name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
+    }
+    try:
+        verdict = doctor(**tokens, cu_seqlens=pack.cu_seqlens)
+    except InputError:
+        return None
+    if verdict.cause in ("healthy", "copy"):  # one program may compute both alike to the bit
+        return None
+    return (
+        "the ratio of the unchanged policy is not 1: the sampler's log-probabilities are not the "
+        f"trainer's. {verdict.title} (confidence {verdict.confidence:.0%}): "
+        f"{verdict.evidence[-1]}. {verdict.remedy} `policyloss doctor` on rollouts.jsonl says more."
+    )

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,48 +23,33 @@ from torch import Tensor, nn
 import policyloss as pl
 from policyloss.metrics import Metrics
 from policyloss.train.adapter import without_adapter
-from policyloss.train.advantages import Judged, judge
+from policyloss.train.advantages import judge
 from policyloss.train.attention import Attention
 from policyloss.train.batches import Pack, minibatches
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
-from policyloss.train.models import Critic, load_weights, logit_form, parts, weights
+from policyloss.train.models import Critic, load_weights, weights
+from policyloss.train.policy import logprobs, loss_and_logp
 from policyloss.train.routing import Routing
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
 
-Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
-
-class Policy(nn.Module):
-    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
-
-    attention: how sequences go through it.
+class Update(NamedTuple):
+    """One optimizer step. norm: that of the gradient, before it was clipped. made: False if it was
+    skipped because a number was not finite.
     """
 
-    def __init__(self, model: Any, attention: Attention) -> None:
-        super().__init__()
-        self.model, self.attention = model, attention
-
-    def forward(self, micro: Any, head: Head) -> Any:
-        """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
-
-        The head is called in here because a sharded weight is whole inside a forward only.
-        """
-        body, weight, bias = parts(self.model)
-        scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(body, micro)
-        return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
+    metrics: Metrics
+    norm: float
+    made: bool
 
 
 @dataclass
 class Learned:
-    """What a step did. metrics: of the policy, summed over its updates and merged over ranks;
-    values: of the critic.
-
-    skipped: updates of policy or critic that were not made, because a number was not finite. logp:
-    `[N]` of this rank's pack, as the loss last saw them.
+    """What a step did. metrics, values: of policy and critic, over all updates and ranks. skipped:
+    updates that were not made. logp: `[N]` of this rank's pack, as the loss last saw them.
     """
 
     metrics: dict[str, float]
@@ -135,9 +120,7 @@ class Learner:
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
     def layout(self) -> dict[str, Any]:
-        """How tensors of a checkpoint lie on the ranks: the moments of an optimizer as their
-        parameters do.
-        """
+        """How tensors of a checkpoint lie on the ranks: moments lie as their parameters do."""
         return {
             f"{name}{kind}": self._stored(module)
             for name, module, _ in self._trained()
@@ -155,79 +138,70 @@ class Learner:
         }
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """What learns, by its name in a checkpoint, without the wrapper of DDP: other numbers of
-        ranks have none.
-        """
+        """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
         trained = [("policy", unwrapped(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
             trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
         return trained
 
-    def learn(
-        self,
-        pack: Pack,
-        indices: Sequence[int],
-        total: int,
-        step: int,
-        greedy: Tensor | None = None,
-    ) -> Learned:
+    def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
         """Update the weights with this rank's sequences.
 
         indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
         makes the same minibatches.
         """
-        pack = self._frozen(pack.to(self.ranks.device))
+        config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
         shares = [
             [place[index] for index in chosen if index in place]
-            for epoch in range(self.config.epochs)
-            for chosen in minibatches(
-                total, self.config.minibatches, seed=_mixed(self.config.seed, step, epoch)
-            )
+            for epoch in range(config.epochs)
+            for chosen in minibatches(total, config.minibatches, _mixed(config.seed, step, epoch))
         ]
         # A loss that is measured before its first backward reads the old ones there already; so do
         # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
         early = self.spec.needs_statistics or self.advantages_by_teacher
-        fresh = self.config.old_logp == "recompute" and not early and self.spec.divergence is None
+        fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
-        judged = self._judged(pack.with_tokens(old_logp=old_logp), greedy)
+        known, group = pack.with_tokens(old_logp=old_logp), self.ranks.statistics
+        judged = judge(config, known, group, by_teacher=self.advantages_by_teacher)
         pack = pack.with_tokens(advantages=judged.advantages)
         if judged.returns is not None:
             pack = pack.with_tokens(returns=judged.returns)
-        metrics, values = Metrics(), Metrics()
-        norms: list[float] = []
-        critic_norms: list[float] = []
+        return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
+
+    def _updated(
+        self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
+    ) -> Learned:
+        """An update with each share. fresh: the first one finds out the old log-probabilities of
+        its share. train: False leaves the policy as it is.
+        """
+        policy_updates: list[Update] = []
+        critic_updates: list[Update] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
-        updates = skipped = 0
         for mine in shares:
-            first = fresh and not updates
+            first = fresh and not policy_updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            update_metrics, norm, new_logp, good = self._update(
-                frozen, mine, train=step >= self.config.critic_steps
-            )
-            skipped += not good
-            metrics, norms = metrics + update_metrics, [*norms, norm]
+            update, new_logp = self._update(frozen, mine, train)
+            policy_updates.append(update)
             _put(logp, new_logp)
             if first:
                 old = list(torch.split(old_logp, pack.lengths))
                 _put(old, new_logp)
                 old_logp = torch.cat(old)
             if self.critic is not None:
-                value_metrics, critic_norm, good = self._update_critic(pack, mine)
-                skipped += not good
-                values, critic_norms = values + value_metrics, [*critic_norms, critic_norm]
-            updates += 1
-        pack = pack.with_tokens(old_logp=old_logp)
-        self.updates += updates - skipped
+                critic_updates.append(self._update_critic(pack, mine))
+        skipped = sum(not update.made for update in (*policy_updates, *critic_updates))
+        self.updates += len(policy_updates) - skipped
         routes = {} if self.routing is None else self.routing.busiest(self.ranks)
+        (metrics, norm), (values, critic_norm) = _summary(policy_updates), _summary(critic_updates)
         return Learned(
-            self._computed(metrics, updates) | routes,
-            self._computed(values, updates),
-            updates,
-            _mean(norms),
-            _mean(critic_norms),
+            metrics | routes,
+            values,
+            len(policy_updates),
+            norm,
+            critic_norm,
             skipped,
-            pack,
+            pack.with_tokens(old_logp=old_logp),
             torch.cat(logp),
         )
 
@@ -244,7 +218,7 @@ class Learner:
             teacher_logp = self._of_pack(pack, partial(self.logprobs, self.teacher))
             pack = pack.with_tokens(teacher_logp=teacher_logp)
         if self.critic is not None:
-            pack = pack.with_tokens(old_values=self._of_pack(pack, self._values))
+            pack = pack.with_tokens(old_values=self._of_pack(pack, self.critic))
         return pack
 
     @property
@@ -252,23 +226,6 @@ class Learner:
         """Whether the teacher speaks through the advantages: it does where the loss reads none."""
         taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
         return self.teacher is not None and not taught
-
-    @torch.no_grad()
-    def _teacher_of(self, micro: Any) -> pl.Teacher | None:
-        """The teacher's hidden states at a micro-batch, and its head; None if the loss reads none.
-
-        They are made for each micro-batch anew, so that no more of them are held.
-        """
-        if self.teacher is None or self.spec.divergence is None:
-            return None
-
-        def head(
-            hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
-        ) -> pl.Teacher:
-            return pl.Teacher(hidden, weight, bias, self.config.temperature, softcap)
-
-        teacher: pl.Teacher = self.teacher(micro, head)
-        return teacher
 
     @torch.no_grad()
     def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
@@ -303,80 +260,7 @@ class Learner:
 
     def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
         """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
-        logp: Tensor = policy(micro, partial(self._logprobs_head, micro)).logp
-        return logp
-
-    def _logprobs_head(
-        self, micro: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
-    ) -> Any:
-        return pl.linear_logprobs(
-            hidden,
-            weight,
-            micro["targets"],
-            bias,
-            self.config.temperature,
-            entropy=True,
-            mask=micro["mask"],
-            softcap=softcap,
-        )
-
-    def _loss_head(
-        self,
-        micro: Any,
-        step: pl.Accumulation,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged
-        into the step's.
-
-        Without `old_logp`, the policy is the old one.
-        """
-        targets, temperature = micro["targets"], self.config.temperature
-        more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
-        teacher = self._teacher_of(micro)
-        if self.config.head == "fused":
-            options = {**micro.arguments(), **more, "softcap": softcap, "temperature": temperature}
-            options["teacher"] = teacher
-            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
-            step.add(out.metrics)
-            return out.loss, out.logp
-        logits, mask = nn.functional.linear(hidden, weight, bias), micro["mask"]
-        now = pl.logprobs(logits, targets, temperature, entropy=True, mask=mask, softcap=softcap)
-        if self.spec.divergence is not None and teacher is not None:
-            more["divergence"] = pl.linear_divergence(
-                hidden,
-                weight,
-                teacher,
-                **self.spec.divergence.measure._asdict(),
-                temperature=temperature,
-                mask=mask,
-                bias=bias,
-                softcap=softcap,
-            )
-        return micro.loss(now.logp, entropy=now.entropy, **more), now.logp.detach()
-
-    def _values(self, micro: Any) -> Tensor:
-        assert self.critic is not None
-        values: Tensor = self.critic(micro).float()
-        return values
-
-    def _judged(self, pack: Pack, greedy: Tensor | None) -> Judged:
-        # A rank without completions has one that nothing is learned from.
-        if self.config.estimator == "remax":
-            greedy = torch.zeros(1) if greedy is None or not greedy.numel() else greedy
-        greedy = None if greedy is None else greedy.to(self.ranks.device)
-        values = pack.tokens.get("old_values")
-        return judge(
-            self.config,
-            pack,
-            values=values,
-            greedy=greedy,
-            group=self.ranks.statistics,
-            by_teacher=self.advantages_by_teacher,
-        )
+        return logprobs(policy, micro, self.config.temperature)
 
     def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
         """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
@@ -400,12 +284,8 @@ class Learner:
         attention: Attention = policy.attention
         return attention
 
-    def _update(
-        self, pack: Pack, mine: list[int], train: bool
-    ) -> tuple[Metrics, float, dict[int, Tensor], bool]:
-        """One optimizer step of the policy, and what it saw: the log-probabilities of each
-        sequence. → also whether it was made.
-        """
+    def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, dict[int, Tensor]]:
+        """One optimizer step of the policy, and the log-probabilities of each sequence in it."""
         packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
@@ -416,21 +296,15 @@ class Learner:
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
-                loss, logp = self.policy(micro, partial(self._loss_head, micro, step))
-                loss.backward()
+                loss, logp = loss_and_logp(self.policy, micro, step, self.config, self.teacher)
+                loss.backward()  # type: ignore[no-untyped-call]
             if chosen:
                 logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+        nonfinite = partial(nonfinite_tokens, pack, mine, logp_of)
         metrics = step.reduce_metrics()
-        norm, good = self._stepped(
-            self.policy,
-            self.optimizer,
-            metrics,
-            lambda: nonfinite_tokens(pack, mine, logp_of),
-            train,
-        )
-        return metrics, norm, logp_of, good
+        return self._stepped(self.policy, self.optimizer, metrics, nonfinite, train), logp_of
 
-    def _update_critic(self, pack: Pack, mine: list[int]) -> tuple[Metrics, float, bool]:
+    def _update_critic(self, pack: Pack, mine: list[int]) -> Update:
         """One optimizer step of the critic, on the same sequences."""
         assert self.critic is not None
         assert self.critic_optimizer is not None
@@ -440,7 +314,7 @@ class Learner:
         for micro in step:
             with synchronised(self.critic, micro.is_last):
                 out = pl.value_loss(
-                    self._values(micro),
+                    self.critic(micro).float(),
                     micro["returns"],
                     micro["old_values"],
                     micro["mask"],
@@ -451,10 +325,8 @@ class Learner:
                 out.loss.backward()  # type: ignore[no-untyped-call]
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
-        norm, good = self._stepped(
-            self.critic, self.critic_optimizer, metrics, lambda: nonfinite_tokens(pack, mine, {})
-        )
-        return metrics, norm, good
+        nonfinite = partial(nonfinite_tokens, pack, mine, {})
+        return self._stepped(self.critic, self.critic_optimizer, metrics, nonfinite)
 
     def _stepped(
         self,
@@ -463,12 +335,9 @@ class Learner:
         metrics: Metrics,
         tokens: Callable[[], str],
         train: bool = True,
-    ) -> tuple[float, bool]:
-        """Clip, step, forget the gradients. → the gradient's norm before it was clipped, and
-        whether the step was made.
-
-        It is not where loss or norm is not finite: on no rank, because both are the same on all.
-        tokens: which ones were to blame.
+    ) -> Update:
+        """Clip, step, forget the gradients. The step is not made where loss or norm is not finite:
+        on no rank, because both are the same on all. tokens: which ones were to blame.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -482,32 +351,21 @@ class Learner:
             optimizer.step()
             self.skipped_in_a_row = 0
         optimizer.zero_grad(set_to_none=True)
-        return norm, good
+        return Update(metrics, norm, good)
 
     def _skip(self, loss: float, norm: float, why: str) -> None:
         """Say what was not finite, on which rank, and end the run if it was so too often."""
         self.skipped_in_a_row += 1
-        shares = self.ranks.gather(why)
-        several = self.ranks.world > 1
-        reasons = "; ".join(
-            f"rank {rank}: {share}" if several else share
-            for rank, share in enumerate(shares)
-            if share
-        )
-        text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}" + (
-            f"; {reasons}" if reasons else ""
-        )
+        text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}"
+        for rank, share in enumerate(self.ranks.gather(why)):
+            if share:
+                text += f"; rank {rank}: {share}" if self.ranks.world > 1 else f"; {share}"
         self.warn(f"{text}.")
         if self.skipped_in_a_row >= self.config.nonfinite_limit:
             raise NotFiniteError(
                 f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
                 f"the last, {text}."
             )
-
-    @staticmethod
-    def _computed(metrics: Metrics, updates: int) -> dict[str, float]:
-        """As floats; the loss is the mean over the updates."""
-        return {name: x / updates if name == "loss" else x for name, x in metrics.compute().items()}
 
 
 _COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
@@ -519,22 +377,13 @@ def _put(rows: list[Tensor], values: Mapping[int, Tensor]) -> None:
         rows[i] = x.to(rows[i].dtype)
 
 
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else 0.0
+def _summary(updates: Sequence[Update]) -> tuple[dict[str, float], float]:
+    """The metrics of several updates together, and their norm; the loss and the norm are means."""
+    n, norm = max(len(updates), 1), sum(update.norm for update in updates)
+    metrics = sum((update.metrics for update in updates), Metrics()).compute()
+    return {name: x / n if name == "loss" else x for name, x in metrics.items()}, norm / n
 
 
 def _mixed(seed: int, step: int, epoch: int) -> int:
     """One seed of three numbers."""
     return (seed * 1_000_003 + step) * 1_009 + epoch
-
-
-def rate(config: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step: a rise over `lr_warmup` steps,
-    then the schedule.
-    """
-    if step < config.lr_warmup:
-        return (step + 1) / config.lr_warmup
-    done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
-        config.schedule
-    ]

@@ -1,5 +1,4 @@
-"""`policyloss train`: sample, score, judge, update,
-again — the whole run in the order in which it happens.
+"""`policyloss train`: sample, score, judge, update, again, in the order in which it happens.
 
 Everything random follows from the seed and the number of the step, and a checkpoint holds all that
 changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +19,14 @@ import torch
 import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
-from policyloss.train.collect import Collector
-from policyloss.train.completions import Completions
+from policyloss.train.collect import Collector, Completions, Evaluation, answered
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
-from policyloss.train.evaluate import Evaluation, answered
 from policyloss.train.finite import NotFiniteError
-from policyloss.train.first_step import mismatch_of
-from policyloss.train.hints import Hints
-from policyloss.train.learner import Learned, rate
+from policyloss.train.hints import Hints, mismatch_of
+from policyloss.train.learner import Learned
+from policyloss.train.missing import refuse_missing
+from policyloss.train.optimizers import rate
 from policyloss.train.preflight import preflight
 from policyloss.train.rollout.make import make_rollout
 from policyloss.train.rollout.protocol import RolloutError
@@ -49,18 +46,18 @@ INTERRUPTED = 130
 def train(
     config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted,
-    left a checkpoint, and said how to resume.
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint,
+    and said how to resume. A run that is resumed must have the options it was started with, but for
+    those in `resumed_options.CHANGEABLE`, and `extend`.
 
-    A run that is resumed must have the options it was started with, but for those in
-    `resumed_options.CHANGEABLE`, and `extend`.
     offline: do not download the model, because it is a run directory that names it and no user.
     named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """
     if config.resume:
         config = continued(config, spec)
+    refuse_missing(config)  # now, not when there is a run directory already
     if config.track:
-        service_module(config.track)  # an error now, not when there is a run directory already
+        service_module(config.track)
     ranks = Ranks.start(config.device, config.rank_timeout)
     if not named_out:
         config = replace(config, out=ranks.gather(free_directory(config.out))[0])
@@ -106,6 +103,9 @@ class Training:
             run.note(attention=self.learner.attention.name)
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
+        # All that changes in a run beside the number of the step, by its name in a checkpoint.
+        self.changing: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
+        self.checkpoints = config.out / "checkpoints"
         # A failing reward must not end an evaluation.
         self.score = forgiving(self.task, config.reward_timeout, warn)
         self.hints = Hints(config, self.task.success, warn)
@@ -128,22 +128,16 @@ class Training:
         try:
             with self.watch:
                 return self._run()
-        except NotFiniteError as error:
-            raise NotFiniteError(
-                f"stopped in step {self.step + 1}: {error} {self._last_good()}"
-            ) from error
-        except RolloutError as error:
-            raise RolloutError(
-                f"stopped in step {self.step + 1}: {error} {self._last_good()}"
-            ) from error
+        except (NotFiniteError, RolloutError) as error:
+            text = f"stopped in step {self.step + 1}: {error} {self._last_good()}"
+            raise type(error)(text) from error
         except RuntimeError as error:
             if not self.watch.lost_a_rank(error):
                 raise
-            text = (
+            raise PolicyLossError(
                 f"rank {self.ranks.rank} lost another rank while {self.watch.where}: "
-                f"{self.watch.places()}."
-            )
-            raise PolicyLossError(f"{text} {self._last_good()} ({error})") from error
+                f"{self.watch.places()}. {self._last_good()} ({error})"
+            ) from error
         finally:
             self.collector.close()
 
@@ -153,24 +147,19 @@ class Training:
         with self.display, self._interruptible() as interrupted:
             while self.step < config.steps and not interrupted():
                 self._step()
-                last = self.step == config.steps
-                if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                if self._due(config.checkpoint_every, last=True):
                     self._store()
             if self.step < config.steps:
                 self._store()
-                self.display.say(
-                    f"stopped after step {self.step}; go on with: {resume_command(config)}"
-                )
+                command = resume_command(config)
+                self.display.say(f"stopped after step {self.step}; go on with: {command}")
                 return INTERRUPTED
-        self.display.say(
-            f"done; everything is in {config.out}. To look at it: policyloss report {config.out}"
-        )
+        look = f"policyloss report {config.out}"
+        self.display.say(f"done; everything is in {config.out}. To look at it: {look}")
         return 0
 
     def _start(self) -> None:
-        """Step 0: the policy as it is before it is trained;
-        or, of a run that is resumed, as it was.
-        """
+        """Step 0: the policy as it is before it is trained; or as it was, if a run is resumed."""
         self.watch.at("looking at prompts, reward and disk")
         preflight(self)
         self.watch.at("the start")
@@ -184,25 +173,16 @@ class Training:
         self._log(self._evaluation(), {"step_s": time.perf_counter() - began})
         self._store()
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.config.out / "checkpoints"
-
-    @property
-    def _changing(self) -> dict[str, Stateful]:
-        """All that changes in a run beside the number of the step, by its name in a checkpoint."""
-        return {"learner": self.learner, "collector": self.collector}
-
     def _store(self) -> None:
         """Write a checkpoint, after the lines that lead to it."""
         self.watch.at(f"step {self.step}, writing a checkpoint")
         if self.run_dir is not None:
             self.run_dir.sync()
-        store(self._checkpoints, self.step, self._changing, self.ranks, keep=self.config.keep)
+        store(self.checkpoints, self.step, self.changing, self.ranks, keep=self.config.keep)
 
     def _restore(self) -> None:
         """Continue from the last good checkpoint, and drop what was logged after it."""
-        self.step = restore(self._checkpoints, self._changing, self.ranks, self.learner.layout())
+        self.step = restore(self.checkpoints, self.changing, self.ranks, self.learner.layout())
         if self.run_dir is not None:
             self.run_dir.truncate(self.step)
         self.ranks.barrier()
@@ -216,38 +196,44 @@ class Training:
         learned = self._learn(completions)
         done = time.perf_counter()
         self.collector.finish()
+        end = time.perf_counter()
         timing = {
-            "sample_s": time.perf_counter() - done + sampled - began,
+            "sample_s": end - done + sampled - began,
             "learn_s": done - sampled,
-            "step_s": time.perf_counter() - began,
+            "step_s": end - began,
         }
-        if timing["step_s"] > 0:  # a clock may stand still
-            timing["tokens_per_s"] = completions.statistics["tokens"] / timing["step_s"]
+        if end > began:  # a clock may stand still
+            timing["tokens_per_s"] = completions.statistics["tokens"] / (end - began)
         self.step += 1
-        first = self.step == 1 and config.old_logp == "recompute"
+        known = self.collector.rollout.mismatched  # and said
+        first = self.step == 1 and config.old_logp == "recompute" and not known
         if first and (problem := mismatch_of(learned.pack)) is not None:
             self.display.warn(problem)
         metrics = {**completions.statistics, **self._learned(learned)}
-        if self.step == config.steps or (config.eval_every and self.step % config.eval_every == 0):
+        if self._due(config.eval_every, last=True):
             metrics |= self._evaluation()
         self._log(metrics, timing)
         self.hints.look(metrics)
-        every = config.rollouts_every
-        if self.run_dir is not None and every and (self.step == 1 or self.step % every == 0):
+        if self.run_dir is not None and self._due(config.rollouts_every, first=True):
             shown = completions.samples[: config.rollouts_rows]
             self.run_dir.rollouts(
                 rollout_rows(self.step, shown, learned, self.task, self.tokenizer, self.spec)
             )
 
+    def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
+        """Whether what is done every so many steps (0: never) is done after this one. first, last:
+        so it is after the first step, unless it never is, and after the last in any case.
+        """
+        if last and self.step == self.config.steps:
+            return True
+        return bool(every) and (self.step % every == 0 or (first and self.step == 1))
+
     def _learn(self, completions: Completions) -> Learned:
         """One step of learning, with the learning rate of now."""
         self.at("learning")
         learner, config = self.learner, self.config
-        share = rate(config, self.step)
-        for optimizer, lr in (
-            (learner.optimizer, config.lr),
-            (learner.critic_optimizer, config.critic_lr),
-        ):
+        share, rates = rate(config, self.step), (config.lr, config.critic_lr)
+        for optimizer, lr in zip((learner.optimizer, learner.critic_optimizer), rates, strict=True):
             for group in [] if optimizer is None else optimizer.param_groups:
                 group["lr"] = lr * share
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
@@ -258,7 +244,11 @@ class Training:
             if places
             else Pack.nothing()
         )
-        return learner.learn(pack, places, len(keys), self.step, completions.greedy)
+        if completions.greedy is not None:
+            # A rank without completions has one that nothing is learned from.
+            greedy = completions.greedy if places else torch.zeros(1)
+            pack = replace(pack, sequences={**pack.sequences, "greedy": greedy})
+        return learner.learn(pack, places, len(keys), self.step)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
         """What a step of learning says of itself, by name."""
@@ -268,21 +258,19 @@ class Training:
             torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
         ).tolist()
         mean = total / max(n, 1)
-        row: dict[str, Any] = {f"policy/{name}": x for name, x in learned.metrics.items()}
-        row |= {f"value/{name}": x for name, x in learned.values.items()}
-        row |= {
+        with_critic = self.learner.critic is not None
+        return {
+            **{f"policy/{name}": x for name, x in learned.metrics.items()},
+            **{f"value/{name}": x for name, x in learned.values.items()},
             "advantage/mean": mean,
             "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
-        }
-        row |= {
             "grad_norm": learned.grad_norm,
             "updates": float(learned.updates),
             "skipped": float(learned.skipped),
+            "lr": self.config.lr * rate(self.config, self.step - 1),
+            **({"critic_grad_norm": learned.critic_grad_norm} if with_critic else {}),
+            "ratio_histogram": ratio_histogram(learned, self.ranks),
         }
-        row["lr"] = self.config.lr * rate(self.config, self.step - 1)
-        if self.learner.critic is not None:
-            row["critic_grad_norm"] = learned.critic_grad_norm
-        return row | {"ratio_histogram": ratio_histogram(learned, self.ranks)}
 
     def _evaluation(self) -> dict[str, float]:
         """Accuracy on held-out prompts, each rank on its share."""
@@ -291,10 +279,8 @@ class Training:
         self.collector.rollout.ready(self.step)
         results = answered(examples, self.collector.answers(examples), self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        evaluation = Evaluation.of(
-            [result for share in self.ranks.gather(results) for result in share],
-            self.task.success,
-        )
+        everything = [result for share in self.ranks.gather(results) for result in share]
+        evaluation = Evaluation.of(everything, self.task.success)
         return {
             "eval/accuracy": evaluation.accuracy,
             "eval/reward": evaluation.score,
@@ -303,7 +289,7 @@ class Training:
 
     def _last_good(self) -> str:
         """The sentence that says where to go on from."""
-        path = last_good(self._checkpoints)
+        path = last_good(self.checkpoints)
         kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
         return f"{kept}; go on with: {resume_command(self.config)}"
 
@@ -315,9 +301,7 @@ class Training:
 
     @contextmanager
     def _interruptible(self) -> Iterator[Any]:
-        """A function that says whether Ctrl-C was pressed: the step is finished first.
-        A second one stops at once.
-        """
+        """A function that says whether Ctrl-C was pressed; a second one stops at once."""
         pressed: list[int] = []
 
         def press(number: int, frame: Any) -> None:
@@ -328,17 +312,11 @@ class Training:
                 "finishing this step, then writing a checkpoint; Ctrl-C again stops at once"
             )
 
-        before = (
-            {number: signal.signal(number, press) for number in (signal.SIGINT, signal.SIGTERM)}
-            if _in_main_thread()
-            else {}
-        )
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+        before = {number: signal.signal(number, press) for number in signals}
         try:
             yield lambda: any(self.ranks.gather(bool(pressed)))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -58,9 +58,7 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
 
 
 def _change(data: dict[str, Any], path: str, text: str) -> None:
-    """Set one entry of a spec's dictionary. Numbers, true, false and null are read as JSON, other
-    words as they are.
-    """
+    """Set one entry of a spec's dictionary: numbers, true, false and null as JSON, else words."""
     *slots, name = path.split(".")
     place: Any = data
     for slot in slots:

@@ -5,10 +5,11 @@ head; and a critic made of it.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,11 @@ from policyloss.train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# transformers imports torchao where it is installed, which warns of kernels that it cannot load and
+# that nothing here needs, and so does torch of how it is written.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def load(
@@ -136,6 +142,31 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
         x.copy_(tensors[name])
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bar for every file that it reads or writes."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise for what looks like a folder, and is none; another name may be one on the hub."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    # `Path.is_dir` raises where a name is too long.
+    if not model or (looks_local and not os.path.isdir(os.path.expanduser(model))):
+        raise InputError(
+            f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
+            "or 'tiny'."
+        )
+
+
 def _stored(
     model: str,
     dtype: torch.dtype,
@@ -146,21 +177,16 @@ def _stored(
     """The model in a folder or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    path = Path(model).expanduser() if model.startswith("~") else Path(model)
-    # `Path.is_dir` raises where a name is too long.
-    if not model or (looks_local and not os.path.isdir(path)):
-        raise InputError(
-            f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
-            "or 'tiny'."
-        )
-    where = str(path) if os.path.isdir(path) else model
+    refuse_missing_folder(model)
+    path = os.path.expanduser(model)
+    where = path if os.path.isdir(path) else model
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
-        loaded, loading = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
-        )
+        with without_bars():
+            loaded, loading = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
+            )
     # Files of any origin are read by another package: whatever it raises, they cannot be used.
     except Exception as error:
         named = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "

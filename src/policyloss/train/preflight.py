@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from policyloss.errors import InputError
 from policyloss.train.sampler import encode, longest
@@ -30,10 +27,8 @@ def preflight(training: Training) -> None:
     """
     config, task, ranks = training.config, training.task, training.ranks
     problems: list[str] = []
-    for split, examples in (
-        ("train", task.train),
-        ("held_out", task.held_out[: config.eval_prompts]),
-    ):
+    splits = {"train": task.train, "held_out": task.held_out[: config.eval_prompts]}
+    for split, examples in splits.items():
         bad = unusable(training.model, training.tokenizer, examples, config.max_new_tokens)
         if not bad:
             continue
@@ -63,7 +58,7 @@ def unusable(
     reasons = {
         i: "is no text: a character is half of a pair"
         for i, e in enumerate(examples)
-        if not _is_text(e.prompt)
+        if e.prompt != e.prompt.encode(errors="replace").decode()
     }
     rest = [i for i in range(len(examples)) if i not in reasons]
     most = longest(model)
@@ -79,25 +74,13 @@ def unusable(
 
 
 def checkpoint_bytes(learner: Learner) -> int:
-    """About what a checkpoint takes: weights and two moments of what learns, and the weights of
-    the reference.
-    """
-    trained = [learner.policy, *([learner.critic] if learner.critic is not None else [])]
-    return sum(3 * _bytes(module) for module in trained) + (
-        _bytes(learner.reference) if learner.reference is not None else 0
+    """About what a checkpoint takes: weights and moments of what learns, and the reference."""
+    copies = ((3, learner.policy), (3, learner.critic), (1, learner.reference))
+    return sum(
+        number * p.numel() * p.element_size()
+        for number, module in copies
+        for p in (module.parameters() if module is not None else ())
     )
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str:
@@ -113,9 +96,7 @@ def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:
-    """A reward that fails on each of several examples, with their own answers, will not work on
-    completions either.
-    """
+    """A reward that fails on the answers of several examples fails on completions too."""
     failures: list[RewardError] = []
     for example in task.train[:TRIED]:
         try:
@@ -131,12 +112,11 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
 
 
 def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
-    """All checkpoints that are kept, and a new one beside them, must fit; those that are there
-    already do.
-    """
+    """All checkpoints that are kept must fit, and a new one beside them."""
     there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
     needed = max((keep + 1) * size - there, size) + SPARE
-    free = shutil.disk_usage(_existing(out)).free
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if free >= needed:
         return []
     return [
@@ -144,11 +124,3 @@ def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
         f"{size / 1e9:.3f} GB need {needed / 1e9:.3f} GB; free some, use another disk, or lower "
         "--keep."
     ]
-
-
-def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    path = Path(os.path.abspath(path))
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

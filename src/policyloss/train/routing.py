@@ -9,6 +9,14 @@ from torch import Tensor
 
 from policyloss.train.distributed import Ranks
 
+FORMULAS = {
+    "router_busiest": (
+        "of a model with experts: the load of a layer's busiest expert over an even load, mean "
+        "over its layers, of all tokens that went through the model to learn; 1 is even, and "
+        "experts over chosen ones is all on the same"
+    )
+}
+
 
 class Routing:
     """Counts, in forwards that record gradients, which experts each layer's router chooses. A model
@@ -37,9 +45,7 @@ class Routing:
         self._counts[router] = self._counts.get(router, 0) + counts
 
     def busiest(self, ranks: Ranks) -> dict[str, float]:
-        """`router_busiest`: the load of a layer's busiest expert over an even load, mean over
-        layers; 1 is even, and experts over chosen ones is all on the same. Then counts anew.
-        """
+        """The metrics of `FORMULAS`, over all ranks. Then counts anew."""
         if not self._counts:
             return {}
         counts = ranks.sum(torch.stack(list(self._counts.values())).double())

@@ -1,8 +1,8 @@
 """Completions sampled from a Hugging Face causal LM,
 each with the log-probabilities it was sampled with.
 
-Shapes: R prompts of the call, B rows of one batch (fewer as rows end), P prompt tokens, T =
-max_new_tokens, V vocabulary. Token t of row r is a function of the model, the prompt and
+Shapes: R prompts of the call, P prompt tokens, L tokens of a completion, K kept entries of all of
+them together. Token t of row r is a function of the model, the prompt and
 `uniforms[r, t]` alone (inverse CDF). So the samples do not depend on how the rows are cut into
 batches or dealt to ranks, up to the rounding of the model's own products.
 """
@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,19 +20,21 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.train.decoding import Completed, complete
+from policyloss.train.drawing import Rule
+from policyloss.train.supports import Pair, first_tokens
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One sampled completion, ragged, on the CPU; every tensor owns its memory.
 
-    `rollout_logp` is `log softmax(logits / temperature)` over the *whole* vocabulary, also when
-    top-p or top-k cut the support. The trainer's own log-probs are over the whole vocabulary too;
-    divided by the kept mass, the two would differ on every token, and the ratio of an unchanged
-    policy would not be 1. At temperature 0 (greedy) it is the log-prob of temperature 1.
+    `rollout_logp` is `log softmax(logits / temperature)`, over all tokens or, if the rule is
+    `processed`, over those that top-p and top-k kept. At temperature 0 (greedy) it is the log-prob
+    of temperature 1. `support` is what each token was drawn from, as in `Completed`.
     """
 
     example: int  # Example.id
@@ -46,6 +46,7 @@ class Sample:
     text: str  # the completion without special tokens
     reward: float = math.nan
     version: int = 0  # of the weights that sampled it: how many steps they had learned
+    support: Pair | None = None
 
 
 def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
@@ -94,23 +95,6 @@ def sample(
     return [stopped(tokenizer, s, stop) for s in samples]
 
 
-def complete(
-    model: PreTrainedModel,
-    ids: Sequence[list[int]],
-    uniforms: Tensor,
-    ends: list[int],
-    rule: Rule,
-    batch_tokens: int,
-) -> list[tuple[list[int], Tensor]]:
-    """Tokens and log-probabilities of one completion of each prompt, as `sample` draws them."""
-    completions: dict[int, tuple[list[int], Tensor]] = {}
-    with evaluating(model), torch.no_grad():
-        for rows in _batches(ids, uniforms.shape[1], batch_tokens):
-            tokens, logp = _complete(model, [ids[r] for r in rows], uniforms[rows], ends, rule)
-            completions.update(zip(rows, _ragged(tokens, logp), strict=True))
-    return [completions[r] for r in range(len(ids))]
-
-
 def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
     """The completion up to the first of the texts `stop`: its tokens with those that write it, its
     text without it. What came after is as if it had never been sampled, so no engine needs to know.
@@ -130,6 +114,7 @@ def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) 
         s,
         completion_ids=s.completion_ids[:n].clone(),
         rollout_logp=s.rollout_logp[:n].clone(),
+        support=s.support and first_tokens(s.support, n),
         finished=True,
         text=s.text[: min(begins)],
     )
@@ -171,227 +156,31 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     return sorted(end for end in ids | {tokenizer.eos_token_id} if end is not None)
 
 
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """`model` in eval mode (no dropout); afterwards each module is in its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the next token is chosen from the logits."""
-
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def check(self) -> None:
-        """Raise for numbers that mean nothing."""
-        # Below, float32 would divide by 0.
-        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
-            raise InputError(
-                f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the "
-                "likeliest token."
-            )
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]; 1 turns it off.")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InputError(
-                f"top_k is {self.top_k}; give a whole number >= 1, or 0 to turn it off."
-            )
-
-
-def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-prob: `[B, V]`, `[B]` → int64 `[B]`, `[B]`.
-
-    token = min{v : Σ_{w ≤ v} p_w > uniform · Σ_w p_w},
-    p = softmax(logits / temperature) on its `support`, 0 elsewhere.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # A tiny temperature must not overflow: the largest logit becomes 0 before the division.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / (rule.temperature or 1.0)
-    logp = scaled.log_softmax(-1)
-    if rule.temperature == 0:
-        token = logits.argmax(-1, keepdim=True)
-    else:
-        p = logp.exp()
-        if rule.top_p < 1 or rule.top_k:
-            p = p.where(support(p, rule.top_p, rule.top_k), 0.0)
-        # In order of token ids, not of probability: a rounding
-        # that swaps two near-equal tokens then changes no sample.
-        cdf = p.cumsum(-1, dtype=torch.float64)
-        token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        # NaN logits end past the last token; _ragged reports them.
-        token.clamp_(max=logits.shape[-1] - 1)
-    return token.squeeze(-1), logp.gather(-1, token).squeeze(-1)
-
-
-def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Which tokens may be drawn: bool `[B, V]`, at least one in each row;
-    of equal tokens, the lower ids first.
-
-    First the `top_k` likeliest (0: all). Of these, the smallest set of the likeliest whose share of
-    their mass reaches `top_p`.
-    """
-    ranked = p.topk(min(top_k or p.shape[-1], p.shape[-1])).values
-    above = ranked.cumsum(-1, dtype=torch.float64)
-    if top_p < 1:
-        count = (above - ranked < top_p * above[:, -1:]).sum(-1, keepdim=True).clamp_(min=1)
-    else:
-        count = torch.full_like(ranked[:, :1], ranked.shape[-1], dtype=torch.int64)
-    least = ranked.gather(-1, count - 1)
-    likelier, equal = p > least, p == least
-    return likelier | (equal & (equal.cumsum(-1) <= count - likelier.sum(-1, keepdim=True)))
-
-
-def _batches(
-    ids: Sequence[list[int]], max_new_tokens: int, batch_tokens: int
-) -> Iterator[list[int]]:
-    """Row numbers, cut by the token budget: the longest prompts first,
-    rows of one prompt side by side.
-    """
-    first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
-    order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
-    while order:
-        size = max(1, batch_tokens // (len(ids[order[0]]) + max_new_tokens))
-        yield order[:size]
-        order = order[size:]
-
-
-def _complete(
-    model: PreTrainedModel, prompts: list[list[int]], uniforms: Tensor, ends: list[int], rule: Rule
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch.
-    A row that ends leaves batch and cache.
-    """
-    device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
-    uniforms, stops = uniforms.to(device), torch.tensor(ends, dtype=torch.int64, device=device)
-    from transformers import DynamicCache  # takes seconds, which a command's help need not wait for
-
-    cache = DynamicCache(config=model.config)
-    logits, mask, position = _prefill(model, cache, prompts, limit)
-    tokens = torch.full((rows, limit), -1, dtype=torch.int64, device=device)
-    logps = torch.zeros((rows, limit), device=device)
-    alive = torch.arange(rows, device=device)
-    for t in range(limit):
-        token, logp = draw(logits, uniforms[alive, t], rule)
-        tokens[alive, t], logps[alive, t] = token, logp.float()
-        if t + 1 == limit:
-            break
-        # Its size is the one thing the host waits for.
-        going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
-        if len(going) < len(alive):
-            if not len(going):
-                return tokens, logps
-            cache.reorder_cache(going)  # selects rows by number, in every kind of layer
-            alive, token, position = alive[going], token[going], position[going]
-            mask = None if mask is None else mask[going]
-        position = position + 1
-        attended = None if mask is None else mask[:, : width + t + 1]
-        logits = _next_logits(model, cache, token[:, None], attended, position[:, None])
-    return tokens, logps
-
-
-def _prefill(
-    model: PreTrainedModel, cache: DynamicCache, prompts: list[list[int]], limit: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run each *distinct* prompt once; then give each row its copy:
-    next logits `[B, V]`, mask, last position `[B]`.
-
-    Left padding, so that every row's next token is the last column. The mask `[B, P + limit]`
-    already covers the tokens to come; it is None when no row is padded, which lets the model take
-    its faster path.
-    """
-    distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    width = max(map(len, distinct))
-    # The padding is masked out, so any valid id does.
-    padded = torch.tensor(
-        [[*repeat(0, width - len(prompt)), *prompt] for prompt in distinct], device=model.device
-    )
-    padding = torch.tensor([width - len(prompt) for prompt in distinct], device=model.device)[
-        :, None
-    ]
-    columns = torch.arange(width + limit, device=model.device)
-    mask = (columns >= padding).long() if any(len(prompt) < width for prompt in distinct) else None
-    position = (columns[:width] - padding).clamp_(min=0)
-    logits = _next_logits(model, cache, padded, None if mask is None else mask[:, :width], position)
-    owner = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
-    if len(distinct) < len(prompts):
-        cache.reorder_cache(owner)
-    return logits[owner], None if mask is None else mask[owner], position[owner, -1]
-
-
-def _next_logits(
-    model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None, position: Tensor
-) -> Tensor:
-    """Feed `ids` `[B, n]` after what the cache holds (`mask` covers both);
-    the logits `[B, V]` after the last of them.
-    """
-    out = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=position,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    # Without it each token would be read as if it were the first.
-    if getattr(out, "past_key_values", None) is None:
-        raise InputError(
-            f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "
-            "key-value cache."
-        )
-    logits: Tensor = out.logits[:, -1]
-    return logits
-
-
-def _ragged(tokens: Tensor, logp: Tensor) -> list[tuple[list[int], Tensor]]:
-    """Each row up to its end, on the CPU."""
-    tokens, logp = tokens.cpu(), logp.cpu()
-    if not torch.isfinite(logp).all():
-        raise InputError(
-            "the model gave NaN or infinite logits while sampling; check that its weights are "
-            "finite."
-        )
-    lengths = (tokens >= 0).sum(-1).tolist()
-    return [
-        (row[:n], logp[r, :n].clone())
-        for r, (row, n) in enumerate(zip(tokens.tolist(), lengths, strict=True))
-    ]
-
-
 def as_samples(
     tokenizer: PreTrainedTokenizerBase,
     keys: Sequence[tuple[int, int]],
     ids: Sequence[list[int]],
-    completions: Sequence[tuple[list[int], Tensor]],
+    completions: Sequence[Completed],
     ends: set[int],
     version: int = 0,
 ) -> list[Sample]:
     """Completions as text. keys: example and group of each. ids: the prompt of each."""
-    finished = [tokens[-1] in ends for tokens, _ in completions]
+    finished = [one.tokens[-1] in ends for one in completions]
     # An end token need not be marked special in the tokenizer: it is cut here.
     bodies = [
-        tokens[:-1] if done else tokens
-        for (tokens, _), done in zip(completions, finished, strict=True)
+        one.tokens[:-1] if done else one.tokens
+        for one, done in zip(completions, finished, strict=True)
     ]
     texts = (
         tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if bodies
         else []
     )
-    return [
-        Sample(*key, torch.tensor(prompt), torch.tensor(tokens), logp, done, text, version=version)
-        for key, prompt, (tokens, logp), done, text in zip(
-            keys, ids, completions, finished, texts, strict=True
-        )
-    ]
+    samples = []
+    for key, prompt, one, done, text in zip(keys, ids, completions, finished, texts, strict=True):
+        tokens = torch.tensor(prompt), torch.tensor(one.tokens), one.logp
+        samples.append(Sample(*key, *tokens, done, text, version=version, support=one.support))
+    return samples
 
 
 def _check_counts(**counts: int) -> None:

@@ -1,11 +1,10 @@
-"""Everything a run needs before its first step:
-task, tokenizer, policy, reference, critic, optimizers.
-"""
+"""What a run needs before its first step: task, tokenizer, policy, reference, teacher, critic."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +19,28 @@ from policyloss.train.chat import with_template
 from policyloss.train.compile import compile_blocks
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, wrapped
-from policyloss.train.learner import Learner, Policy
-from policyloss.train.models import Critic, checkpoint_gradients, load, parts
+from policyloss.train.learner import Learner
+from policyloss.train.models import (
+    Critic,
+    checkpoint_gradients,
+    load,
+    load_weights,
+    parts,
+    weights,
+)
 from policyloss.train.optimizers import adamw
+from policyloss.train.policy import Policy
 from policyloss.train.routing import Routing
+from policyloss.train.run.checkpoint import subtree
+from policyloss.train.run.directory import RunDir
+from policyloss.train.run.resume import explained, stored_weights
 from policyloss.train.tasks import Task, make_task
-from policyloss.train.teacher import load_teacher
 from policyloss.train.tiny import TINY
 from policyloss.train.warmup import WARMUP_STEPS, warm_up
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: holds the policy around it,
-    which learns.
-    """
+    """model: the language model, which samples. learner: has the policy around it, which learns."""
 
     task: Task
     tokenizer: Any
@@ -49,23 +56,19 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. Nothing is trained yet. offline: download nothing,
-    because no user named the model.
-    """
+    """Make or load all of it. offline: download nothing, because no user named the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
-    dtype = getattr(torch, config.dtype)
-    model, tokenizer = load(
-        config.model,
-        task,
-        dtype=dtype,
+    load_model = partial(
+        load,
+        task=task,
+        dtype=getattr(torch, config.dtype),
         device=ranks.device,
         seed=config.seed,
-        offline=offline,
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    # Dropout would make the policy that is trained another one than the policy that sampled.
-    model.eval()
+    # In eval mode: dropout would make the policy that is trained another one than that sampled.
+    model, tokenizer = load_model(config.model, offline=offline)
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     attention, sentence = choose(model, config.attention)
@@ -86,21 +89,40 @@ def build(
     if config.compile:
         compile_blocks(model.base_model)
     policy = Policy(model, attention)
+    optimizer = adamw(policy, config.lr, config)
     learner = Learner(
-        config,
-        spec,
-        ranks,
-        policy,
-        adamw(policy, config.lr, config),
-        reference,
-        critic,
-        critic_optimizer,
+        config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn
     )
-    learner.warn, learner.routing = warn, Routing(model)
+    learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
-        learner.teacher = load_teacher(config, task, ranks, tokenizer, model, warn)
+        learner.teacher = _teacher(config, load_model, model, tokenizer)
     return Setup(task, tokenizer, model, learner)
+
+
+def _teacher(
+    config: TrainConfig, load_model: Callable[..., Any], model: Any, tokenizer: Any
+) -> Policy:
+    """The teacher that `config` names, frozen: a stored model, or the policy of another run;
+    nothing is downloaded. It must read and write the same tokens as the model.
+    """
+    folder = config.teacher
+    assert folder is not None
+    is_run = (folder / "checkpoints").is_dir()
+    stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
+    teacher, its_tokenizer = load_model(str(stored.get("model", "tiny")), offline=True)
+    policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
+    if is_run:
+        path, _, tensors = stored_weights(folder)
+        with explained(path):
+            load_weights(weights(policy), subtree(tensors, "policy"))
+    sizes = [parts(x)[1].shape[0] for x in (teacher, model)]
+    if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
+            f"({sizes[1]}); a teacher must have the model's tokenizer."
+        )
+    return policy
 
 
 def teach(
@@ -110,18 +132,12 @@ def teach(
 
     progress: makes, for a number of steps, the function that is told of each.
     """
-    steps = warmup_steps(config)
+    steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
-        with base_trained(setup.model):
-            warm_up(
-                setup.model,
-                setup.tokenizer,
-                setup.task,
-                steps=steps,
-                seed=config.seed,
-                progress=progress(steps),
-            )
-    setup.learner.start_copies()
+        with base_trained(model):
+            told, seed = progress(steps), config.seed
+            warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=told)
+    learner.start_copies()
 
 
 def warmup_steps(config: TrainConfig) -> int:

@@ -29,20 +29,15 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    return cast(
-        "PreTrainedTokenizerBase",
-        PreTrainedTokenizerFast(
-            tokenizer_object=characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
-        ),
-    )
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def tiny_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
 ) -> PreTrainedModel:
-    """A Llama with 138 thousand random weights that follow from `seed`;
-    the generator of the caller is left as it was.
-    """
+    """A Llama with 138 thousand random weights of `seed`; no other generator is touched."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

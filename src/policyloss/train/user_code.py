@@ -63,9 +63,10 @@ def load_loss(reference: str) -> LossSpec:
     function of `Tokens`, which fills the slot `trust` of the default loss.
     """
     value = load_code(reference, "the loss")
-    if callable(value) and not _needed(value):
+    needed = _needed(value) if callable(value) else None
+    if needed == 0:
         value = value()
-    elif callable(value) and _needed(value) == 1:
+    elif needed == 1:
         return LossSpec(trust=value)
     if isinstance(value, LossSpec):
         return value

@@ -30,11 +30,8 @@ def warm_up(
     seed: int,
     progress: Callable[[int, float], object] | None = None,
 ) -> None:
-    """`steps` AdamW steps on `−mean log p(completion, end | prompt)`
-    of the task's demonstrations, in eval mode.
-
-    Only training prompts are seen, and nothing is looked at to decide when to stop. progress:
-    called as `progress(done, loss)`.
+    """`steps` AdamW steps on `−mean log p(completion, end | prompt)` of the task's demonstrations,
+    in eval mode. Only training prompts are seen. progress: called as `progress(done, loss)`.
     """
     rng = Random(f"warm-up {seed}")
     rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
@@ -64,11 +61,8 @@ def warm_up(
 def _tensors(
     tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and targets int64 `[B, T]`, and a mask: True where the target is part
-    of a completion or its end token.
-
-    Padding is on the right, where a causal model looks only after all that counts,
-    so it needs no attention mask.
+    """ids and targets int64 `[B, T]`, and a mask: True where the target is part of a completion or
+    its end token. Padding is on the right, where a causal model needs no attention mask.
     """
     prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
     answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -16,18 +15,13 @@ from policyloss.train.distributed import Ranks
 # How the messages begin or what they hold when a collective ends because another rank did not come,
 # or has gone.
 _LOST = (
-    "timed out",
-    "timeout",
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "socket closed",
+    *("timed out", "timeout", "broken pipe", "socket closed"),
+    *("connection closed by peer", "connection reset"),
 )
 
 
 class Watch:
-    """A context manager. `at(where)` says what begins now; all ranks go through the same places in
-    the same order.
+    """A context manager. `at(where)` says what begins now, in the same order on all ranks.
 
     After `every` seconds in one place (0: never) the first rank says where it is and which ranks
     are behind. Each rank puts its own place into the store that the group of processes met by,
@@ -36,19 +30,14 @@ class Watch:
 
     def __init__(self, ranks: Ranks, say: Callable[[str], None], every: float) -> None:
         self._ranks, self._say, self._every = ranks, say, every
-        self._where, self._since, self._count = "start", time.time(), 0
+        self.where, self._since, self._count = "start", time.time(), 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="policyloss-watch", daemon=True)
         self._store: Any = dist.distributed_c10d._get_default_store() if ranks.world > 1 else None
 
     def at(self, where: str) -> None:
         """From here on the run is at `where`."""
-        self._where, self._since, self._count = where, time.time(), self._count + 1
-
-    @property
-    def where(self) -> str:
-        """What `at` was told last."""
-        return self._where
+        self.where, self._since, self._count = where, time.time(), self._count + 1
 
     def __enter__(self) -> Watch:
         self._publish()
@@ -57,12 +46,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -78,12 +62,9 @@ class Watch:
 
     def places(self) -> str:
         """Where every rank is, and for how long; those that are behind are named first."""
-        now = time.time()
-        rows = self._rows()
-        least, most = min(row["count"] for row in rows), max(row["count"] for row in rows)
-        behind = (
-            [str(i) for i, row in enumerate(rows) if row["count"] == least] if least < most else []
-        )
+        now, rows = time.time(), self._rows()
+        counts = [row["count"] for row in rows]
+        behind = [str(i) for i, n in enumerate(counts) if n == min(counts) < max(counts)]
         each = "; ".join(
             f"rank {i}: {row['where']}, for {max(now - row['since'], 0):.0f} s"
             for i, row in enumerate(rows)
@@ -91,18 +72,17 @@ class Watch:
         return (f"waiting for rank {', '.join(behind)}. " if behind else "") + each
 
     def _rows(self) -> list[dict[str, Any]]:
-        here = {"where": self._where, "since": self._since, "count": self._count}
-        if self._store is None:
-            return [here]
         return [
-            here if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
+            self._row() if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
             for i in range(self._ranks.world)
         ]
 
+    def _row(self) -> dict[str, Any]:
+        return {"where": self.where, "since": self._since, "count": self._count}
+
     def _publish(self) -> None:
         if self._store is not None:
-            row = {"where": self._where, "since": self._since, "count": self._count}
-            self._store.set(_key(self._ranks.rank), json.dumps(row))
+            self._store.set(_key(self._ranks.rank), json.dumps(self._row()))
 
     def _beat(self) -> None:
         last_said = time.time()
@@ -112,17 +92,10 @@ class Watch:
                 now = time.time()
                 if self._ranks.is_first and now - max(self._since, last_said) >= self._every:
                     last_said = now
-                    place = (
-                        f"{self._where}, for {now - self._since:.0f} s"
-                        if self._store is None
-                        else self.places()
-                    )
-                    self._say(f"still running; {place}")
+                    alone = f"{self.where}, for {now - self._since:.0f} s"
+                    self._say(f"still running; {alone if self._store is None else self.places()}")
             # The store is gone: another rank has ended, and the collective says so.
-            except (
-                RuntimeError,
-                OSError,
-            ):
+            except (RuntimeError, OSError):
                 return
 
 

@@ -6,16 +6,17 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_with
-from policyloss.compat.colossalai.calls import (
+from policyloss.compat.colossalai.parts import (
     EPSILON,
+    GivenKL,
     all_rows,
     everything,
     ratio_mean_and_max,
     sample_mean,
 )
-from policyloss.compat.colossalai.parts import GivenKL
-from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss
 from policyloss.parts.aggregate import TokenMean
 from policyloss.parts.ratio import TokenRatio
@@ -47,12 +48,8 @@ class PolicyLoss(nn.Module):
         returns: Literal["tuple", "loss"] = "tuple",
     ) -> None:
         super().__init__()
-        if loss_variation not in ("sample_level", "token_level"):
-            raise SpecError(
-                unknown_name("loss_variation", loss_variation, ("sample_level", "token_level"))
-            )
-        if returns not in ("tuple", "loss"):
-            raise SpecError(unknown_name("returns", returns, ("tuple", "loss")))
+        check_choice("loss_variation", loss_variation, ("sample_level", "token_level"), SpecError)
+        check_choice("returns", returns, ("tuple", "loss"), SpecError)
         self.clip_eps_low = clip_eps_low
         self.clip_eps_high = clip_eps_high
         self.beta = beta

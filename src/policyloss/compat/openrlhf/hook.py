@@ -5,12 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from policyloss.compat.openrlhf.losses import (
-    PolicyLoss,
-    ValueLoss,
-    aggregate_loss,
-    compute_approx_kl,
-)
+from policyloss.compat.openrlhf import losses
 from policyloss.compat.openrlhf.words import check_release
 from policyloss.compat.patching import installed_version, swap
 from policyloss.compat.releases import at_least
@@ -34,8 +29,9 @@ def install(release: str | None = None) -> str:
         )
     if not _installed:
         loss, utils = import_module("openrlhf.models.loss"), import_module("openrlhf.models.utils")
-        of_loss = (_serving(PolicyLoss, version), _serving(ValueLoss, version), aggregate_loss)
-        ours = [*((loss, new) for new in of_loss), (utils, compute_approx_kl)]
+        classes = (_serving(cls, version) for cls in (losses.PolicyLoss, losses.ValueLoss))
+        of_loss = (*classes, losses.aggregate_loss)
+        ours = [*((loss, new) for new in of_loss), (utils, losses.compute_approx_kl)]
         # aggregate_loss is there from 0.10.3 on.
         _installed.extend(
             (getattr(m, new.__name__), new) for m, new in ours if hasattr(m, new.__name__)
@@ -50,7 +46,7 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _serving(cls: type[PolicyLoss] | type[ValueLoss], release: str) -> Any:
+def _serving(cls: Any, release: str) -> Any:
     """The class as OpenRLHF `release` has it."""
     return type(
         cls.__name__,

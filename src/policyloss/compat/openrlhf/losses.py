@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policyloss.arguments import check_like
+from policyloss.arguments import check_choice, check_like
 from policyloss.compat.arguments import drop_in
-from policyloss.compat.counts import number, together
+from policyloss.compat.counts import together
+from policyloss.compat.openrlhf.averages import Average
 from policyloss.compat.openrlhf.counts import capped_weight, mean_or_zero, rejected_share
 from policyloss.compat.openrlhf.words import (
     CURRENT,
@@ -23,22 +24,19 @@ from policyloss.compat.openrlhf.words import (
     correction,
     family,
 )
-from policyloss.compat.parts import seq_mean_token_mean
 from policyloss.compat.releases import at_least
-from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.errors import InputError, SpecError
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens, policy_loss
 from policyloss.metrics import Record, Stat
-from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
-from policyloss.totals import Totals
+from policyloss.tokens import Tokens
 from policyloss.value import value_loss
 
-EPSILON = 1e-8  # added to the number of a sequence's tokens
 KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased gradient
 
 
@@ -99,12 +97,8 @@ class PolicyLoss(nn.Module):
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         if self.returns_filter_ratio:
-            (
-                self.is_correction_level,
-                self.is_correction_mode,
-                self.is_correction_gating,
-                self.is_correction_threshold,
-            ) = words
+            self.is_correction_level, self.is_correction_mode = words[:2]
+            self.is_correction_gating, self.is_correction_threshold = words[2:]
         else:
             self.enable_vllm_is_correction = bool(vllm[0])
             self.vllm_is_truncated_threshold = vllm[1]
@@ -123,18 +117,15 @@ class PolicyLoss(nn.Module):
         return self._make_spec()
 
     def _make_spec(self, mask_dtype: torch.dtype = torch.float64) -> LossSpec:
-        gate = self._gate()
+        corrected = self._gate().level != "off"
         trust = Clip(self.clip_eps_low, self.clip_eps_high, self.dual_clip)
-        aggregate = _aggregate(self.token_level_loss, mask_dtype, self.release)
+        aggregate = Average(self.token_level_loss, self.release).part(mask_dtype)
         if self.policy_loss_type == "gspo":
-            anchor: Literal["old", "rollout"] = "old" if gate.level == "off" else "rollout"
-            return LossSpec(
-                SequenceRatio(anchor=anchor, log_clamp=None), trust, aggregate=aggregate
-            )
-        ratio = TokenRatio(log_clamp=20.0 if at_least(self.release, "0.10.3") else None)
-        return LossSpec(
-            ratio, trust, () if gate.level == "off" else correction(gate), aggregate=aggregate
-        )
+            ratio = SequenceRatio(anchor="rollout" if corrected else "old", log_clamp=None)
+            return LossSpec(ratio, trust, aggregate=aggregate)
+        log_clamp = 20.0 if at_least(self.release, "0.10.3") else None
+        parts = correction(self._gate()) if corrected else ()
+        return LossSpec(TokenRatio(log_clamp=log_clamp), trust, parts, aggregate=aggregate)
 
     @drop_in
     def forward(
@@ -154,14 +145,10 @@ class PolicyLoss(nn.Module):
         All tensors are `[B, T]`. The counts are those of the valid tokens and the samples of the
         optimizer step, over all ranks.
         """
-        mask = _mask(
-            log_probs,
-            action_mask,
-            self.token_level_loss,
-            batch_num_tokens,
-            self.release,
-            self.policy_loss_type,
+        average = Average(
+            self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
         )
+        mask = average.mask(log_probs, action_mask, needed=self.policy_loss_type == "gspo")
         gate = self._gate()
         corrected = gate.level != "off"
         if corrected and rollout_log_probs is None:
@@ -169,66 +156,33 @@ class PolicyLoss(nn.Module):
                 "rollout_log_probs was not given; a correction compares it with old_log_probs, or "
                 "GSPO is anchored at it."
             )
-        rollout = rollout_log_probs if corrected else None
         weighted = corrected and self.policy_loss_type == "ppo"
         # Before 0.10.3, GSPO measured ppo_kl from its anchor.
-        old = (
-            rollout
-            if corrected and not weighted and not at_least(self.release, "0.10.3")
-            else old_log_probs
-        )
-        out = policy_loss(
-            self._make_spec(mask.dtype),
-            log_probs,
-            old,
-            advantages,
-            mask,
-            rollout_logp=rollout,
-            totals=_totals(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size),
-        )
+        from_anchor = corrected and not weighted and not at_least(self.release, "0.10.3")
+        tensors: dict[str, Any] = {
+            "logp": log_probs,
+            "old_logp": rollout_log_probs if from_anchor else old_log_probs,
+            "advantages": advantages,
+            "mask": mask,
+            "rollout_logp": rollout_log_probs if corrected else None,
+        }
+        out = policy_loss(self._make_spec(mask.dtype), **tensors, totals=average.totals)
         share = torch.promote_types(torch.float32, mask.dtype)
         number = torch.promote_types(share, log_probs.dtype)
         m = out.metrics
-        clip_ratio = _mean(
-            together(_stat(m["clip_fraction_upper"]), _stat(m["clip_fraction_lower"])), share
-        )
+        clip_ratio = _mean(together(m["clip_fraction_upper"], m["clip_fraction_lower"]), share)
         ppo_kl = _mean(m["kl_old_k1"], number)
         vllm_kl = filter_ratio = None
         if weighted:
             vllm_kl = _mean(m["kl_rollout_k1"], number)
-            filter_ratio = self._filter_ratio(
-                gate, log_probs, old_log_probs, rollout, advantages, mask
-            )
             if at_least(self.release, "0.9.3") and not at_least(self.release, "0.10.3"):
                 ppo_kl = vllm_kl
         values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
-        return (*values, filter_ratio) if self.returns_filter_ratio else values
-
-    def _filter_ratio(
-        self,
-        gate: Gate,
-        log_probs: Tensor,
-        old: Tensor,
-        rollout: Tensor | None,
-        advantages: Tensor,
-        mask: Tensor,
-    ) -> Tensor | None:
-        """The share outside the threshold: of the tokens, or at sequence level of the rows (a row
-        without a token counts as outside).
-        """
         if not self.returns_filter_ratio:
-            return None
-        part = correction(gate._replace(mode="mask"))
-        tokens = Inputs(
-            logp=log_probs.detach(),
-            advantages=advantages,
-            mask=mask,
-            old_logp=old,
-            rollout_logp=rollout,
-        ).tokens()
-        if gate.level == "seq":
-            return rejected_share(part, tokens, per="sequence").to(torch.float32)
-        return rejected_share(part, tokens).to(torch.promote_types(torch.float32, mask.dtype))
+            return values
+        if weighted:
+            filter_ratio = _filter_ratio(gate, Inputs(**tensors).tokens(), share)
+        return (*values, filter_ratio)
 
     def _gate(self) -> Gate:
         if self.returns_filter_ratio:
@@ -240,24 +194,26 @@ class PolicyLoss(nn.Module):
         return Gate(level, mode, threshold=self.vllm_is_truncated_threshold)
 
     def _check_words(self) -> None:
-        if self.policy_loss_type not in ("ppo", "gspo"):
-            raise SpecError(
-                unknown_name("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"))
-            )
+        check_choice("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"), SpecError)
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise SpecError(
                 f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
             )
         if self.returns_filter_ratio:
             check_gate(self._gate())
-        elif self.vllm_is_correction_type not in VLLM_TYPES:
-            raise SpecError(
-                unknown_name(
-                    "vllm_is_correction_type",
-                    self.vllm_is_correction_type,
-                    ("tis", "icepop", "seq-mask-tis"),
-                )
-            )
+        elif self.vllm_is_correction_type != "mis":  # another name of "seq-mask-tis"
+            words = ("tis", "icepop", "seq-mask-tis")
+            check_choice("vllm_is_correction_type", self.vllm_is_correction_type, words, SpecError)
+
+
+def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
+    """The share outside the threshold: of the tokens, or at sequence level of the rows (a row
+    without a token counts as outside).
+    """
+    part = correction(gate._replace(mode="mask"))
+    if gate.level == "seq":
+        return rejected_share(part, tokens, per="sequence").to(torch.float32)
+    return rejected_share(part, tokens).to(dtype)
 
 
 class ValueLoss(nn.Module):
@@ -297,15 +253,13 @@ class ValueLoss(nn.Module):
         global_batch_size: float | None = None,
     ) -> Tensor:
         """The loss, 0-dim. The tensors are `[B, T]`; the counts are those of the optimizer step."""
-        mask = _mask(values, action_mask, self.token_level_loss, batch_num_tokens, self.release)
+        average = Average(
+            self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
+        )
+        mask = average.mask(values, action_mask)
+        part, totals = average.part(mask.dtype), average.totals
         return value_loss(
-            values,
-            returns,
-            old_values,
-            mask,
-            self.clip_eps,
-            aggregate=_aggregate(self.token_level_loss, mask.dtype, self.release),
-            totals=_totals(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size),
+            values, returns, old_values, mask, self.clip_eps, aggregate=part, totals=totals
         ).loss
 
 
@@ -321,11 +275,9 @@ def aggregate_loss(
     """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means.
     dp_size: used only with a count of the step.
     """
-    mask = _mask(loss, loss_mask, token_level_loss, batch_num_tokens, CURRENT, called="loss_mask")
-    totals = _totals(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
-    return aggregate_tokens(
-        loss, mask, _aggregate(token_level_loss, mask.dtype, CURRENT), totals=totals
-    )
+    average = Average(token_level_loss, CURRENT, dp_size, batch_num_tokens, global_batch_size)
+    mask = average.mask(loss, loss_mask, "loss_mask")
+    return aggregate_tokens(loss, mask, average.part(mask.dtype), totals=average.totals)
 
 
 @drop_in
@@ -345,12 +297,10 @@ def compute_approx_kl(
     old = None if isinstance(log_probs_old, str) else log_probs_old
     if old is not None:
         check_like("log_probs_old", old, ("log_probs", log_probs))
-    kl_estimator = log_probs_old if isinstance(log_probs_old, str) else kl_estimator
-    if kl_estimator not in ("k1", "k2", "k3"):
-        called = (
-            "log_probs_old, or kl_estimator," if isinstance(log_probs_old, str) else "kl_estimator"
-        )
-        raise SpecError(unknown_name(called, kl_estimator, ("k1", "k2", "k3")))
+    called = "kl_estimator"
+    if isinstance(log_probs_old, str):
+        kl_estimator, called = log_probs_old, "log_probs_old, or kl_estimator,"
+    check_choice(called, kl_estimator, ("k1", "k2", "k3"), SpecError)
     everywhere = torch.ones_like(log_probs, dtype=torch.bool)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
     clamped = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
@@ -358,58 +308,13 @@ def compute_approx_kl(
     value = bound(raw, KL_CLAMP)
     if not unbiased_gradient:
         return value
-    weight = (
-        None
-        if old is None
-        else capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
-    )
+    weight = None
+    if old is not None:
+        weight = capped_weight(difference(log_probs, old, everywhere, torch.float32), KL_CLAMP)
     return with_gradient(value, d, log_probs, "k2", weight)
-
-
-def _mask(
-    like: Tensor,
-    mask: Tensor | None,
-    token_level: bool,
-    batch_num_tokens: float | None,
-    release: str,
-    loss_type: str = "ppo",
-    called: str = "action_mask",
-) -> Tensor:
-    """The mask, or a mask of all tokens where OpenRLHF works without one."""
-    if mask is not None:
-        return mask
-    rows_need_it = not token_level and at_least(release, "0.10.3")
-    if loss_type == "gspo" or rows_need_it or (token_level and batch_num_tokens is not None):
-        raise InputError(
-            f"{called} was not given; only a mean over the tokens of this call works without it."
-        )
-    return torch.ones_like(like, dtype=torch.bool)
-
-
-def _aggregate(
-    token_level: bool, mask_dtype: torch.dtype, release: str
-) -> TokenMean | SeqMeanTokenMean:
-    if token_level:
-        return TokenMean()
-    # OpenRLHF adds it to a count in the mask's precision, and only float64 keeps it.
-    felt = mask_dtype == torch.float64 and at_least(release, "0.10.3")
-    return seq_mean_token_mean(EPSILON if felt else 0.0)
-
-
-def _totals(
-    token_level: bool, dp_size: int, batch_num_tokens: float | None, global_batch_size: float | None
-) -> Totals | Literal["local"]:
-    """The step's counts; without the one that the mean needs, the call is the complete batch."""
-    count = batch_num_tokens if token_level else global_batch_size
-    return "local" if count is None else Totals(number(count), number(count), dp_size=int(dp_size))
-
-
-def _stat(record: Record) -> Stat:
-    assert isinstance(record, Stat)
-    return record
 
 
 def _mean(record: Record, dtype: torch.dtype) -> Tensor:
     """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF gives NaN."""
-    stat = _stat(record)
-    return mean_or_zero(stat.sum, stat.count).to(dtype)
+    assert isinstance(record, Stat)
+    return mean_or_zero(record.sum, record.count).to(dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from policyloss.arguments import check_choice
 from policyloss.compat.releases import at_least
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError
 from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Truncate
 
 # Releases from OLDEST to before UNKNOWN are served.
@@ -96,8 +97,7 @@ def check_gate(gate: Gate) -> None:
         "gating": ("ratio", "binary_kl", "tv"),
     }
     for name, words in valid.items():
-        if getattr(gate, name) not in words:
-            raise SpecError(unknown_name(f"is_correction_{name}", getattr(gate, name), words))
+        check_choice(f"is_correction_{name}", getattr(gate, name), words, SpecError)
     if gate.mode == "clip" and (gate.level == "seq" or gate.gating != "ratio"):
         raise SpecError(
             'is_correction_mode="clip" clamps the ratio of a token: it needs '

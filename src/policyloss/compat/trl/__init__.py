@@ -8,7 +8,7 @@
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")
     # The same without logits, head and loss in one pass:
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo", head="fused")
-    # TRL's other trainers (RLOO, SFT, DPO, KTO) with the head of this library:
+    # TRL's other trainers (RLOO, SFT, DPO, KTO, distillation) with the head of this library:
     install_head()
 
 Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer`

@@ -7,16 +7,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_choice
 from policyloss.compat.releases import at_least
 from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
-from policyloss.compat.trl.options import option
+from policyloss.compat.trl.options import SAPO, VESPO, option
 from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError
 from policyloss.parts.aggregate import (
     LengthWeighted,
     SeqMeanTokenMean,
@@ -60,10 +61,8 @@ def spec_from_config(
     model's router loss is not part of the policy loss.
     """
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
-    if loss_type not in LOSS_TYPES:
-        raise SpecError(unknown_name("GRPOConfig.loss_type", loss_type, LOSS_TYPES))
-    if level not in LEVELS:
-        raise SpecError(unknown_name("GRPOConfig.importance_sampling_level", level, LEVELS))
+    check_choice("GRPOConfig.loss_type", loss_type, LOSS_TYPES, SpecError)
+    check_choice("GRPOConfig.importance_sampling_level", level, LEVELS, SpecError)
     _refuse_what_a_spec_cannot_say(config, loss_type, handled)
     if loss_type == "luspo":
         _refuse_older_luspo(config, level, release)
@@ -137,8 +136,7 @@ def naming(config: Any, *names: str) -> Iterator[None]:
 
 def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collection[str]) -> None:
     for name in handled:
-        if name not in BESIDE:
-            raise SpecError(unknown_name("option in handled", name, BESIDE))
+        check_choice("option in handled", name, BESIDE, SpecError)
     quantile, coef = option(config, "top_entropy_quantile"), option(config, "entropy_coef")
     if quantile < 1.0 and "top_entropy_quantile" not in handled:
         raise SpecError(
@@ -212,19 +210,15 @@ def _trust(config: Any, loss_type: str) -> Any:
         with naming(config, "loss_type", "epsilon", "epsilon_high"):
             return DetachedClip(0.0, high)  # the cap itself, not 1 + epsilon_high
     if loss_type == "sapo":
-        names = ("sapo_temperature_pos", "sapo_temperature_neg")
-        with naming(config, *names):
-            return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in names))
-    k_positive, k_negative = (
-        _as_a_tensor_holds_it(option(config, f"vespo_k_{sign}")) for sign in ("pos", "neg")
-    )
+        with naming(config, *SAPO):
+            return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in SAPO))
+    numbers = [_as_a_tensor_holds_it(option(config, name)) for name in VESPO]
+    k_positive, decay_positive, k_negative, decay_negative = numbers
     least = _as_a_tensor_holds_it(1e-4)
-    decay_positive, decay_negative = (
-        max(_as_a_tensor_holds_it(option(config, f"vespo_lambda_{sign}")), least)
-        for sign in ("pos", "neg")
-    )
-    with naming(config, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
-        return GammaWeight(k_positive, decay_positive, k_negative, decay_negative)
+    with naming(config, *VESPO):
+        return GammaWeight(
+            k_positive, max(decay_positive, least), k_negative, max(decay_negative, least)
+        )
 
 
 def _as_a_tensor_holds_it(number: float) -> float:
@@ -239,8 +233,7 @@ def _mode(config: Any) -> str | None:
     if not (option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction")):
         return None
     mode = option(config, "vllm_importance_sampling_mode")
-    if mode not in MODES:
-        raise SpecError(unknown_name("GRPOConfig.vllm_importance_sampling_mode", mode, MODES))
+    check_choice("GRPOConfig.vllm_importance_sampling_mode", mode, MODES, SpecError)
     return str(mode)
 
 
@@ -271,26 +264,21 @@ def _corrections(config: Any, loss_type: str, engine_logp: bool | None) -> tuple
             parts.append(OPSM(threshold, source="rollout" if engine else "old"))
     mode = _mode(config)
     if mode is not None and loss_type != "vespo":
-        low, high = _weight_bounds(config)
+        bounds = _weight_bounds(config)
         with naming(
             config, "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
         ):
-            if mode == "sequence_mask":
-                parts.append(
-                    SequenceMask(low, high, level="product", weight="sequence", log_clamp=None)
-                )
-            elif mode == "token_mask":
-                parts.append(Band(low, high, log_clamp=None))
-            else:
-                parts.append(
-                    Truncate(
-                        high,
-                        low,
-                        level="token" if mode == "token_truncate" else "product",
-                        log_clamp=None,
-                    )
-                )
+            parts.append(_bounded_weight(mode, *bounds))
     return tuple(parts)
+
+
+def _bounded_weight(mode: str, low: float, high: float) -> Any:
+    if mode == "sequence_mask":
+        return SequenceMask(low, high, level="product", weight="sequence", log_clamp=None)
+    if mode == "token_mask":
+        return Band(low, high, log_clamp=None)
+    level: Literal["token", "product"] = "token" if mode == "token_truncate" else "product"
+    return Truncate(high, low, level=level, log_clamp=None)
 
 
 def _kl(config: Any, loss_type: str, level: str) -> KL | None:
@@ -313,9 +301,6 @@ def _aggregate(config: Any, loss_type: str) -> Any:
         return LengthWeighted()
     if loss_type == "dr_grpo":
         with naming(config, "loss_type", "max_completion_length"):
-            return (
-                LossSpec(aggregate=SeqMeanTokenSumNorm())
-                .with_horizon(option(config, "max_completion_length"))
-                .aggregate
-            )
+            spec = LossSpec(aggregate=SeqMeanTokenSumNorm())
+            return spec.with_horizon(option(config, "max_completion_length")).aggregate
     return SeqMeanTokenMean()

@@ -8,7 +8,7 @@ from typing import Any
 
 from policyloss.compat.notices import check_advantages
 from policyloss.compat.trl.config import BESIDE, naming, spec_from_config
-from policyloss.compat.trl.options import advantages_of, is_set, option
+from policyloss.compat.trl.options import SAPO, VESPO, advantages_of, is_set, option
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
 from policyloss.parts.kl import KL
@@ -21,17 +21,12 @@ _SLOTS = {
     "loss_type": ("trust", "aggregate"),
     "importance_sampling_level": ("ratio",),
     "use_bias_correction_kl": ("kl",),
-    **dict.fromkeys(
-        ("epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
-        ("trust",),
-    ),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("trust",)
-    ),
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta", *SAPO, *VESPO), ("trust",)),
     "off_policy_mask_threshold": ("correction",),
-    "vllm_importance_sampling_mode": ("correction", "ratio"),
-    "vllm_importance_sampling_clip_max": ("correction", "ratio"),
-    "vllm_importance_sampling_clip_min": ("correction", "ratio"),
+    **{
+        f"vllm_importance_sampling_{name}": ("correction", "ratio")
+        for name in ("mode", "clip_max", "clip_min")
+    },
 }
 
 

@@ -4,7 +4,7 @@ DistillationTrainer's loss, with their arguments and results.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +114,8 @@ def chunked_divergence_loss(
     """DistillationTrainer's loss → (loss, summed entropy, number of tokens that count), 0-dim each.
 
     hidden states: `[B, T, D]`. completion_mask: `[B, T]`. The loss is divided by
-    num_items_in_batch, or else by the tokens of this call (at least one).
+    num_items_in_batch, or else by the tokens of this call (at least one). Weights that FSDP2 has
+    sharded are gathered.
     """
     valid = completion_mask.reshape(-1) != 0
     hidden, of_teacher = (
@@ -122,11 +123,11 @@ def chunked_divergence_loss(
     )
     each = chunked_divergence(
         hidden,
-        student_lm_head_weight,
-        student_lm_head_bias,
+        _gathered(student_lm_head_weight, hidden),
+        _gathered(student_lm_head_bias, hidden),
         of_teacher,
-        teacher_lm_head_weight,
-        teacher_lm_head_bias,
+        _gathered(teacher_lm_head_weight, of_teacher),
+        _gathered(teacher_lm_head_bias, of_teacher),
         beta,
         temperature,
         student_logit_scale,
@@ -137,6 +138,11 @@ def chunked_divergence_loss(
     count = valid.sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return each.divergence.sum() / items, each.entropy.sum(), count
+
+
+def _gathered(x: Any, like: Tensor) -> Any:
+    """All of a DTensor, in the dtype of `like`; any other as it is."""
+    return x.full_tensor().to(like.dtype) if hasattr(x, "full_tensor") else x
 
 
 def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:

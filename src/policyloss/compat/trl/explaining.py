@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
-from policyloss.compat.trl.options import DEFAULTS, advantages_of, is_set, option
+from policyloss.compat.trl.options import SAPO, VESPO, VLLM, advantages_of, is_set, option
 from policyloss.explain import explain
+from policyloss.explain.explanation import section
 
 _ROWS = (
     "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row"
@@ -30,15 +30,12 @@ _SURROGATES = {
 _BAND = "the band of the ratio, as distances from 1; epsilon_high=None means epsilon"
 _CAP = "the largest ratio itself, not a distance from 1; None means epsilon"
 _GATE = "the temperatures of the gate, by the sign of the advantage"
-_VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
-_VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
-_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
 # The numbers of each surrogate, and what they are.
 _NUMBERS = {
     **dict.fromkeys(CLIPPED, (("epsilon", "epsilon_high"), _BAND)),
     "cispo": (("epsilon_high",), _CAP),
-    "sapo": (_SAPO, _GATE),
-    "vespo": (_VESPO, "the shape of the weight"),
+    "sapo": (SAPO, _GATE),
+    "vespo": (VESPO, "the shape of the weight"),
 }
 
 
@@ -50,36 +47,18 @@ def explain_config(config: Any, *, release: str | None = None) -> str:
     token filter) are described, not refused.
     """
     spec = spec_from_config(config, release=release, handled=BESIDE)
-    sections = [
-        (
-            "Options that decide it",
-            [f"{_shown(config, *names)}: {text}" for names, text in _deciding(config)],
-        ),
-        (
-            "Options beside the policy loss",
-            [f"{_shown(config, *names)}: {text}" for names, text in _beside(config)],
-        ),
-        (
-            "Options without effect",
-            [f"{_shown(config, name)}: {why}" for name, why in _silent(config)],
-        ),
-        ("Traps of this config", list(_traps(config))),
-    ]
-    lists = [
-        "\n".join([title, *(_item(line) for line in lines)]) for title, lines in sections if lines
-    ]
+    described = {
+        "Options that decide it": _deciding,
+        "Options beside the policy loss": _beside,
+        "Options without effect": _silent,
+    }
+    sections = {
+        title: [f"- {_shown(config, *names)}: {text}" for names, text in options(config)]
+        for title, options in described.items()
+    }
+    sections["Traps of this config"] = [f"- {trap}" for trap in _traps(config)]
+    lists = [section(title, lines) for title, lines in sections.items() if lines]
     return "\n\n".join(["The loss of a TRL GRPOConfig", *lists, str(explain(spec))])
-
-
-def _item(line: str) -> str:
-    return textwrap.fill(
-        line,
-        100,
-        initial_indent="  - ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _shown(config: Any, *names: str) -> str:
@@ -118,7 +97,7 @@ def _deciding(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
             "the KL to the reference model, and whether it is multiplied by the ratio",
         )
     if _corrects(config):
-        names = tuple(name for name in _VLLM if hasattr(config, name))
+        names = tuple(name for name in VLLM if hasattr(config, name))
         yield names, "the weight for vLLM's mismatch with the trainer, and its bounds"
 
 
@@ -153,7 +132,7 @@ def _beside(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _silent(config: Any) -> Iterator[tuple[str, str]]:
+def _silent(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     loss_type = option(config, "loss_type")
     capped_by_epsilon = option(config, "epsilon_high") is None
     groups = {
@@ -166,13 +145,13 @@ def _silent(config: Any) -> Iterator[tuple[str, str]]:
             loss_type != "cispo" or capped_by_epsilon,
             ("epsilon",),
         ),
-        "only loss_type='sapo' reads it": (loss_type == "sapo", _SAPO),
-        "only loss_type='vespo' reads it": (loss_type == "vespo", _VESPO),
+        "only loss_type='sapo' reads it": (loss_type == "sapo", SAPO),
+        "only loss_type='vespo' reads it": (loss_type == "vespo", VESPO),
         "beta is 0": (option(config, "beta") != 0.0, ("use_bias_correction_kl",)),
-        "vLLM's weights are not used": (_corrects(config), _VLLM),
+        "vLLM's weights are not used": (_corrects(config), VLLM),
     }
     for why, (acts, names) in groups.items():
-        yield from ((name, why) for name in names if not acts and is_set(config, name))
+        yield from (((name,), why) for name in names if not acts and is_set(config, name))
 
 
 def _traps(config: Any) -> Iterator[str]:
@@ -209,7 +188,7 @@ def _traps(config: Any) -> Iterator[str]:
             "VESPO makes its own sequence ratio; importance_sampling_level acts on the KL's weight "
             "only."
         )
-    if _corrects(config) and not any(is_set(config, name) for name in _VLLM):
+    if _corrects(config) and not any(is_set(config, name) for name in VLLM):
         yield (
             "with use_vllm=True a correction is on by default: a sequence whose product of weights "
             "exceeds 3 is dropped whole (sequence_mask), and the others are weighted by that "

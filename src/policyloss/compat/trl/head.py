@@ -1,12 +1,13 @@
-"""TRL's seat for a fused head: `add_fused_lm_head`, by which its trainers (GRPO, RLOO, SFT, DPO,
-KTO) get log-probabilities and entropies from a model, computed by the head of this library.
+"""TRL's seats for a fused head, taken by the head of this library: `add_fused_lm_head`, by which
+its trainers (GRPO, RLOO, SFT, DPO, KTO) get log-probabilities and entropies from a model, and
+`_chunked_divergence_loss`, which its DistillationTrainer minimises.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from policyloss.compat.patching import swap
 from policyloss.compat.trl.counts import at_the_end, last, likelihood_loss
+from policyloss.compat.trl.distillation import chunked_divergence_loss
 from policyloss.errors import SpecError
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.loss import HeadOutput
 from policyloss.hf.forward import run_with
 from policyloss.hf.output_head import Matrices, Transformation, language_model
 
-UTILS = "trl.trainer.utils"
+UTILS, DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
 OURS = {"log_probs", "entropy"}  # what the head of this library computes
 
 
@@ -125,9 +127,9 @@ def add_fused_lm_head(
 
 
 def install_head() -> list[str]:
-    """Let every trainer of the installed TRL that is made from now on take its log-probabilities
-    and entropies from the head of this library; returns what was replaced. `uninstall_head` undoes
-    it.
+    """Let every trainer of the installed TRL that is made from now on take its log-probabilities,
+    entropies and divergences from the head of this library; returns what was replaced.
+    `uninstall_head` undoes it.
     """
     utils = import_module(UTILS)
     if not hasattr(utils, "add_fused_lm_head"):
@@ -137,6 +139,9 @@ def install_head() -> list[str]:
         )
     if not _replaced:
         _replaced.append((utils.add_fused_lm_head, add_fused_lm_head))
+        with suppress(ModuleNotFoundError):
+            theirs = import_module(DISTILLATION)._chunked_divergence_loss
+            _replaced.append((theirs, chunked_divergence_loss))
     return swap("trl", _replaced)
 
 

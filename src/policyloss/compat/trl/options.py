@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from policyloss.compat.notices import default_of
 from policyloss.errors import SpecError
 
 # GRPOConfig of TRL 1.16.0.
@@ -34,6 +34,9 @@ DEFAULTS: dict[str, Any] = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
 }
+SAPO = tuple(name for name in DEFAULTS if name.startswith("sapo_"))
+VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
+VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
 # What a release without the option does. Every release has the options that are not listed here, so
 # they are required.
 ABSENT: dict[str, Any] = {
@@ -75,8 +78,4 @@ def is_set(config: Any, name: str) -> bool:
     """Whether the option differs from its default: the dataclass's, else that of `DEFAULTS`."""
     if not hasattr(config, name):
         return False
-    default = DEFAULTS[name]
-    if dataclasses.is_dataclass(config):
-        field_defaults = {field.name: field.default for field in dataclasses.fields(config)}
-        default = field_defaults.get(name, default)
-    return bool(getattr(config, name) != default)
+    return bool(getattr(config, name) != default_of(config, name, DEFAULTS[name]))

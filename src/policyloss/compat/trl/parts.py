@@ -16,10 +16,10 @@ from policyloss.functional import kl
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import bound, fill
 from policyloss.functional.ratio import bounded_exp
+from policyloss.parts.data import framework_part
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct
 from policyloss.parts.validate import NotNegative, Positive, not_below
-from policyloss.spec import framework_part
 from policyloss.tokens import Tokens
 
 # The bounds of one token's log rollout weight in a product; a weight of 0 gets the lower one.

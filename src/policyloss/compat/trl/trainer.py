@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer with the policy loss of this library. This module imports TRL; it is loaded at
-the first use of `policyloss.compat.trl.GRPOTrainer`.
+"""TRL's GRPOTrainer with the policy loss of this library. `trainer_class` imports TRL, at the first
+use of `policyloss.compat.trl.GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ from policyloss.head.loss import HeadOutput
 from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
+
+if TYPE_CHECKING:
+    _Parent = Any
+else:
+    _Parent = object  # TRL's trainer stands behind it in the class that `trainer_class` makes
 
 PREFIX = "policyloss/"
 # Metrics in which TRL describes the config's policy loss. With another loss they would be wrong.
@@ -42,6 +47,194 @@ class _Watched:
     keep: Tensor | None = None
 
 
+class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
+    """TRL's GRPOTrainer with the policy loss of policyloss; everything else is TRL's.
+
+    policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes
+    (`spec_from_config`), with the numbers TRL has for it. TRL's generation, rewards, reference
+    model, entropy bonus, router loss, evaluation and metrics stay as they are; metrics of this
+    library are logged beside them as "policyloss/…", exact over the micro-batches and processes
+    of an optimizer step. It is an error to set an option of the config that has no effect with
+    `policy_loss`.
+
+    head: "fused" computes log-probabilities, those of the old policy and of the reference too,
+    by the head of this library, without logits. The loss is computed in the same pass where
+    nothing stands between log-probabilities and loss (an entropy bonus and
+    top_entropy_quantile do). None is TRL's own head.
+    """
+
+    trl_release: str
+
+    def __init__(
+        self,
+        *args: Any,
+        policy_loss: LossSpec | str | None = None,
+        head: Literal["fused"] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if head not in (None, "fused"):
+            raise SpecError(unknown_name("head", head, ("fused",)))
+        config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
+        if config is not None:  # before TRL loads models and starts engines
+            checked_loss(policy_loss, config, self.trl_release)
+        if getattr(config, "use_liger_kernel", False) and hasattr(self, "compute_liger_loss"):
+            raise SpecError(
+                "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set "
+                "it to False."
+            )
+        self._watched: _Watched | None = None
+        self._window: list[Metrics] = []
+        self._evaluated: list[Metrics] = []
+        self.head = head
+        with nullcontext() if head is None else installed_head():
+            super().__init__(*args, **kwargs)
+        self.policy_loss = checked_loss(policy_loss, self.args, self.trl_release)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._watched is None:
+            return result
+        self._watched.logp, self._watched.entropy, *rest = result
+        return (self._watched.logp.detach(), self._watched.entropy, *rest)
+
+    def get_high_entropy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's mask of the tokens whose policy term is kept; ours is kept for the same."""
+        mask: Tensor = super().get_high_entropy_mask(*args, **kwargs)
+        if self._watched is not None:
+            self._watched.keep = mask
+        return mask
+
+    @contextmanager
+    def _watching(self) -> Iterator[_Watched]:
+        """Give TRL's policy term log-probabilities without gradient; ours keeps it."""
+        self._watched = _Watched()
+        try:
+            yield self._watched
+        finally:
+            self._watched = None
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        spec = self.policy_loss or self._config_spec(inputs)
+        totals = self._totals(spec, inputs)
+        with self._watching() as watched, self._one_pass(spec, totals, inputs) as one_pass:
+            total: Tensor = super()._compute_loss(model, inputs)
+        out = batch_loss(
+            spec,
+            watched.logp,
+            inputs,
+            totals=totals,
+            entropy=watched.entropy,
+            keep=watched.keep,
+        )
+        if one_pass is not None and one_pass.loss is not None:
+            out = LossOutput(one_pass.loss, out.metrics)
+        self._record(out.metrics)
+        if self.policy_loss is not None:
+            self._drop_metrics_of_the_config()
+        if not (
+            getattr(self, "_entropy_bonus_enabled", False)
+            or getattr(self, "aux_loss_enabled", False)
+        ):
+            return out.loss
+        return exchanged(
+            total,
+            out.loss if self.policy_loss is None else self._config_term(watched, inputs),
+            out.loss,
+        )
+
+    def _one_pass(
+        self, spec: LossSpec, totals: Any, inputs: Mapping[str, Any]
+    ) -> AbstractContextManager[OnePass | None]:
+        """While TRL computes its loss, let the head compute ours: where it is ours alone that
+        carries the gradient of the log-probabilities and entropies.
+        """
+        between = getattr(self, "_entropy_bonus_enabled", False) or (
+            getattr(self, "top_entropy_quantile", 1.0) < 1.0
+        )
+        if self.head is None or between or not torch.is_grad_enabled():
+            return nullcontext()
+
+        def score(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> HeadOutput:
+            return head_loss(spec, hidden, weight, ids, inputs, totals=totals, **options)
+
+        return in_one_pass(self.model, score, inputs["completion_mask"].shape[1])
+
+    def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
+        engine = "sampling_per_token_logps" in inputs
+        return spec_from_config(
+            self.args, release=self.trl_release, handled=BESIDE, engine_logp=engine
+        )
+
+    def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
+        """The policy term that TRL's total contains."""
+        totals = self._config_totals(inputs)
+        with torch.no_grad():
+            return batch_loss(
+                self._config_spec(inputs),
+                watched.logp,
+                inputs,
+                totals=totals,
+                keep=watched.keep,
+            ).loss
+
+    def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
+        if self.policy_loss is None:
+            return self._config_totals(inputs)
+        if spec.needs_statistics:
+            return "local"  # checked_loss made sure that a step is one call
+        calls = self.current_gradient_accumulation_steps
+        generated = self.args.steps_per_generation
+        if not self.model.training:
+            calls = generated = 1
+        ranks = self.accelerator.num_processes
+        return step_totals(
+            loss_mask(inputs),
+            inputs["num_items_in_batch"],
+            calls=calls,
+            generated=generated,
+            ranks=ranks,
+        )
+
+    def _config_totals(self, inputs: Mapping[str, Any]) -> Any:
+        return totals_for(
+            self.args,
+            loss_mask(inputs),
+            inputs["num_items_in_batch"],
+            gradient_accumulation_steps=self.current_gradient_accumulation_steps,
+            num_processes=self.accelerator.num_processes,
+            training=self.model.training,
+            release=self.trl_release,
+        )
+
+    def _record(self, metrics: Metrics) -> None:
+        """Keep a micro-batch's metrics; log them, merged, when the step is complete."""
+        if not self.model.training:
+            self._evaluated.append(metrics.all_reduce())
+            return
+        self._window.append(metrics)
+        if self.accelerator.sync_gradients:
+            self._log_as("train", sum(self._window, Metrics()).all_reduce().compute())
+            self._window = []
+
+    def _log_as(self, mode: str, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._metrics[mode][f"{PREFIX}{name}"].append(value)
+
+    def _drop_metrics_of_the_config(self) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name in [n for n in self._metrics[mode] if n.startswith(OF_THE_CONFIG)]:
+            del self._metrics[mode][name]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's log, with the metrics of an evaluation's batches together."""
+        if self._evaluated and not self.model.training:
+            values = sum(self._evaluated, Metrics()).compute()
+            values.pop("loss")  # a sum over batches; TRL's eval_loss is their mean
+            self._log_as("eval", values)
+            self._evaluated = []
+        super().log(logs, *args, **kwargs)
+
+
 @cache
 def trainer_class() -> type[Any]:
     """A subclass of the installed TRL's GRPOTrainer."""
@@ -52,189 +245,6 @@ def trainer_class() -> type[Any]:
             "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install "
             "trl."
         ) from error
-    parent: Any = trl.GRPOTrainer
-    release: str = trl.__version__
-    signature = inspect.signature(parent.__init__)
-
-    class GRPOTrainer(parent):  # type: ignore[misc]  # TRL has no types
-        """TRL's GRPOTrainer with the policy loss of policyloss; everything else is TRL's.
-
-        policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes
-        (`spec_from_config`), with the numbers TRL has for it. TRL's generation, rewards, reference
-        model, entropy bonus, router loss, evaluation and metrics stay as they are; metrics of this
-        library are logged beside them as "policyloss/…", exact over the micro-batches and processes
-        of an optimizer step. It is an error to set an option of the config that has no effect with
-        `policy_loss`.
-
-        head: "fused" computes log-probabilities, those of the old policy and of the reference too,
-        by the head of this library, without logits. The loss is computed in the same pass where
-        nothing stands between log-probabilities and loss (an entropy bonus and
-        top_entropy_quantile do). None is TRL's own head.
-        """
-
-        def __init__(
-            self,
-            *args: Any,
-            policy_loss: LossSpec | str | None = None,
-            head: Literal["fused"] | None = None,
-            **kwargs: Any,
-        ) -> None:
-            if head not in (None, "fused"):
-                raise SpecError(unknown_name("head", head, ("fused",)))
-            config = signature.bind(self, *args, **kwargs).arguments.get("args")
-            if config is not None:  # before TRL loads models and starts engines
-                checked_loss(policy_loss, config, release)
-            if getattr(config, "use_liger_kernel", False) and hasattr(parent, "compute_liger_loss"):
-                raise SpecError(
-                    "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set "
-                    "it to False."
-                )
-            self._watched: _Watched | None = None
-            self._window: list[Metrics] = []
-            self._evaluated: list[Metrics] = []
-            self.head = head
-            with nullcontext() if head is None else installed_head():
-                super().__init__(*args, **kwargs)
-            self.policy_loss = checked_loss(policy_loss, self.args, release)
-
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            if self._watched is None:
-                return result
-            self._watched.logp, self._watched.entropy, *rest = result
-            return (self._watched.logp.detach(), self._watched.entropy, *rest)
-
-        def get_high_entropy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
-            mask: Tensor = super().get_high_entropy_mask(*args, **kwargs)
-            if self._watched is not None:
-                self._watched.keep = mask
-            return mask
-
-        @contextmanager
-        def _watching(self) -> Iterator[_Watched]:
-            """Give TRL's policy term log-probabilities without gradient; ours keeps it."""
-            self._watched = _Watched()
-            try:
-                yield self._watched
-            finally:
-                self._watched = None
-
-        def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            spec = self.policy_loss or self._config_spec(inputs)
-            totals = self._totals(spec, inputs)
-            with self._watching() as watched, self._one_pass(spec, totals, inputs) as one_pass:
-                total: Tensor = super()._compute_loss(model, inputs)
-            out = batch_loss(
-                spec,
-                watched.logp,
-                inputs,
-                totals=totals,
-                entropy=watched.entropy,
-                keep=watched.keep,
-            )
-            if one_pass is not None and one_pass.loss is not None:
-                out = LossOutput(one_pass.loss, out.metrics)
-            self._record(out.metrics)
-            if self.policy_loss is not None:
-                self._drop_metrics_of_the_config()
-            if not (
-                getattr(self, "_entropy_bonus_enabled", False)
-                or getattr(self, "aux_loss_enabled", False)
-            ):
-                return out.loss
-            return exchanged(
-                total,
-                out.loss if self.policy_loss is None else self._config_term(watched, inputs),
-                out.loss,
-            )
-
-        def _one_pass(
-            self, spec: LossSpec, totals: Any, inputs: Mapping[str, Any]
-        ) -> AbstractContextManager[OnePass | None]:
-            """While TRL computes its loss, let the head compute ours: where it is ours alone that
-            carries the gradient of the log-probabilities and entropies.
-            """
-            between = getattr(self, "_entropy_bonus_enabled", False) or (
-                getattr(self, "top_entropy_quantile", 1.0) < 1.0
-            )
-            if self.head is None or between or not torch.is_grad_enabled():
-                return nullcontext()
-
-            def score(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> HeadOutput:
-                return head_loss(spec, hidden, weight, ids, inputs, totals=totals, **options)
-
-            return in_one_pass(self.model, score, inputs["completion_mask"].shape[1])
-
-        def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
-            engine = "sampling_per_token_logps" in inputs
-            return spec_from_config(self.args, release=release, handled=BESIDE, engine_logp=engine)
-
-        def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
-            """The policy term that TRL's total contains."""
-            totals = self._config_totals(inputs)
-            with torch.no_grad():
-                return batch_loss(
-                    self._config_spec(inputs),
-                    watched.logp,
-                    inputs,
-                    totals=totals,
-                    keep=watched.keep,
-                ).loss
-
-        def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
-            if self.policy_loss is None:
-                return self._config_totals(inputs)
-            if spec.needs_statistics:
-                return "local"  # checked_loss made sure that a step is one call
-            calls = self.current_gradient_accumulation_steps
-            generated = self.args.steps_per_generation
-            if not self.model.training:
-                calls = generated = 1
-            ranks = self.accelerator.num_processes
-            return step_totals(
-                loss_mask(inputs),
-                inputs["num_items_in_batch"],
-                calls=calls,
-                generated=generated,
-                ranks=ranks,
-            )
-
-        def _config_totals(self, inputs: Mapping[str, Any]) -> Any:
-            return totals_for(
-                self.args,
-                loss_mask(inputs),
-                inputs["num_items_in_batch"],
-                gradient_accumulation_steps=self.current_gradient_accumulation_steps,
-                num_processes=self.accelerator.num_processes,
-                training=self.model.training,
-                release=release,
-            )
-
-        def _record(self, metrics: Metrics) -> None:
-            """Keep a micro-batch's metrics; log them, merged, when the step is complete."""
-            if not self.model.training:
-                self._evaluated.append(metrics.all_reduce())
-                return
-            self._window.append(metrics)
-            if self.accelerator.sync_gradients:
-                self._log_as("train", sum(self._window, Metrics()).all_reduce().compute())
-                self._window = []
-
-        def _log_as(self, mode: str, values: dict[str, float]) -> None:
-            for name, value in values.items():
-                self._metrics[mode][f"{PREFIX}{name}"].append(value)
-
-        def _drop_metrics_of_the_config(self) -> None:
-            mode = "train" if self.model.training else "eval"
-            for name in [n for n in self._metrics[mode] if n.startswith(OF_THE_CONFIG)]:
-                del self._metrics[mode][name]
-
-        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            if self._evaluated and not self.model.training:
-                values = sum(self._evaluated, Metrics()).compute()
-                values.pop("loss")  # a sum over batches; TRL's eval_loss is their mean
-                self._log_as("eval", values)
-                self._evaluated = []
-            super().log(logs, *args, **kwargs)
-
-    return GRPOTrainer
+    described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
+    bases = (WithOurLoss, trl.GRPOTrainer)
+    return type("GRPOTrainer", bases, {**described, "trl_release": trl.__version__})

@@ -7,30 +7,9 @@ where a number changed. `register()` makes `actor.policy_loss.loss_mode="policyl
 in verl; `install()` replaces verl's functions by these, and `install_head()` its fused heads.
 """
 
-from policyloss.compat.verl.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    compute_gae_advantage_return,
-    compute_gdpo_outcome_advantage,
-    compute_gpg_outcome_advantage,
-    compute_grpo_outcome_advantage,
-    compute_grpo_passk_outcome_advantage,
-    compute_grpo_vectorized_outcome_advantage,
-    compute_multi_turn_optimal_token_baseline_advantage,
-    compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
-    compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage,
-    compute_remax_outcome_advantage,
-    compute_rloo_outcome_advantage,
-    compute_rloo_vectorized_outcome_advantage,
-)
-from policyloss.compat.verl.aggregation import (
-    AGG_MODES,
-    agg_loss,
-    compute_value_loss,
-    kl_penalty,
-    kl_penalty_forward,
-)
+from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
+from policyloss.compat.verl.advantages import *
+from policyloss.compat.verl.aggregation import *
 from policyloss.compat.verl.head import (
     FusedLinearForPPO,
     install_head,
@@ -38,98 +17,24 @@ from policyloss.compat.verl.head import (
     uninstall_head,
 )
 from policyloss.compat.verl.install import install, uninstall
-from policyloss.compat.verl.losses import (
-    POLICY_LOSSES,
-    compute_policy_loss,
-    compute_policy_loss_bypass_mode,
-    compute_policy_loss_cispo,
-    compute_policy_loss_clip_cov,
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
-    compute_policy_loss_dro,
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gpg,
-    compute_policy_loss_gspo,
-    compute_policy_loss_kl_cov,
-    compute_policy_loss_reinforce,
-    compute_policy_loss_sapo,
-    compute_policy_loss_vanilla,
-)
+from policyloss.compat.verl.losses import *
 from policyloss.compat.verl.registry import register
-from policyloss.compat.verl.rollout_correction import (
-    SAFETY_BOUND,
-    SUPPORTED_ROLLOUT_RS_OPTIONS,
-    TOKEN_LEVEL_ROLLOUT_RS_OPTIONS,
-    TensorBatch,
-    apply_bypass_mode,
-    compute_is_metrics,
-    compute_offpolicy_metrics,
-    compute_rollout_corr_metrics_from_logprobs,
-    compute_rollout_correction_and_add_to_batch,
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-    compute_rs_metrics,
-)
+from policyloss.compat.verl.rollout_correction import *
 from policyloss.compat.verl.settings import check_config
 from policyloss.doctor.batches import doctor_batch
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "AGG_MODES",
-    "POLICY_LOSSES",
-    "SAFETY_BOUND",
-    "SUPPORTED_ROLLOUT_RS_OPTIONS",
-    "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS",
     "FusedLinearForPPO",
-    "TensorBatch",
-    "agg_loss",
-    "apply_bypass_mode",
     "check_config",
-    "compute_gae_advantage_return",
-    "compute_gdpo_outcome_advantage",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_is_metrics",
-    "compute_multi_turn_optimal_token_baseline_advantage",
-    "compute_offpolicy_metrics",
-    "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage",
-    "compute_policy_loss",
-    "compute_policy_loss_bypass_mode",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_reinforce",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "compute_rollout_corr_metrics_from_logprobs",
-    "compute_rollout_correction_and_add_to_batch",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_rollout_correction_weights",
-    "compute_rollout_rejection_mask",
-    "compute_rs_metrics",
-    "compute_value_loss",
     "doctor_batch",
     "install",
     "install_head",
-    "kl_penalty",
-    "kl_penalty_forward",
     "linear_cross_entropy",
     "register",
     "uninstall",
     "uninstall_head",
 ]
+__all__.extend(advantages.__all__)
+__all__.extend(aggregation.__all__)
+__all__.extend(losses.__all__)
+__all__.extend(rollout_correction.__all__)

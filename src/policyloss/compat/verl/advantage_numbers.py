@@ -14,7 +14,7 @@ Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -232,8 +232,13 @@ def plain_gae(
     bridge: False runs over masked tokens as if they were valid.
     """
     valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
-    delta = rewards + gamma * _next_valid(values, valid) - values
-    advantages = _running(delta, gamma * lam, valid)
+    running, next_value, backwards = values.new_zeros(()), values.new_zeros(()), []
+    for reward, value, keep in _from_the_end(rewards, values, valid):
+        delta = reward + gamma * next_value - value
+        running = torch.where(keep, delta + gamma * lam * running, running)
+        next_value = torch.where(keep, value, next_value)
+        backwards.append(running)
+    advantages = torch.stack(backwards[::-1], dim=1)
     return GAE(advantages, advantages + values)
 
 
@@ -248,13 +253,17 @@ def plain_returns(
     several turns each turn is credited separately.
     """
     valid = as_mask(mask, rewards)
-    if holes == "bridge":
-        return fill(_running(rewards, gamma, valid), valid)
-    running, backwards = torch.zeros_like(rewards[:, 0]), []
-    for x, keep in zip(reversed(rewards.unbind(1)), reversed(valid.unbind(1)), strict=True):
-        backwards.append(x + gamma * running)
-        running = torch.where(keep, backwards[-1], 0)
-    return torch.stack(backwards[::-1], dim=1)
+    running, backwards = rewards.new_zeros(()), []
+    for reward, keep in _from_the_end(rewards, valid):
+        backwards.append(reward + gamma * running)
+        running = torch.where(keep, backwards[-1], running if holes == "bridge" else 0)
+    returns = torch.stack(backwards[::-1], dim=1)
+    return fill(returns, valid) if holes == "bridge" else returns
+
+
+def _from_the_end(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The columns of `[B, T]` tensors, the last one first."""
+    return zip(*(reversed(x.unbind(1)) for x in tensors), strict=True)
 
 
 @torch.no_grad()
@@ -277,27 +286,3 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | None = None
     for w, x in zip(weight.to(parts[0].device), parts, strict=True):
         total = total + w * x
     return total
-
-
-def _next_valid(x: Tensor, valid: Tensor) -> Tensor:
-    """For each token, `x` at the next valid one after it; 0 if there is none. `[B, T]`."""
-    length = x.shape[1]
-    here = torch.where(valid, torch.arange(length, device=x.device), length)
-    nearest = (
-        torch.nn.functional.pad(here, (0, 1), value=length)
-        .flip(-1)
-        .cummin(-1)
-        .values.flip(-1)[:, 1:]
-    )
-    return torch.nn.functional.pad(x, (0, 1)).gather(1, nearest)
-
-
-def _running(x: Tensor, decay: float, valid: Tensor) -> Tensor:
-    """`y_t = x_t + decay·y_{t+1}` at valid tokens, `y_t = y_{t+1}` at masked ones, 0 after the
-    last. `[B, T]`.
-    """
-    running, backwards = torch.zeros_like(x[:, 0]), []
-    for now, keep in zip(reversed(x.unbind(1)), reversed(valid.unbind(1)), strict=True):
-        running = torch.where(keep, now + decay * running, running)
-        backwards.append(running)
-    return torch.stack(backwards[::-1], dim=1)

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from policyloss.advantage.estimators import passk_max_gap
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
+from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.arguments import drop_in
+from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.releases import at_least
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
@@ -33,30 +34,134 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.calls import named_like, read
+from policyloss.compat.verl.calls import number_of, read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
 
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+]
+
 AdvantageResult = tuple[Tensor, Tensor]
 
 
-def _by_group(
-    body: Callable[[Tensor, Tensor, Any], AdvantageResult],
-) -> Callable[..., AdvantageResult]:
-    """An estimator from scores, mask and groups, with the signature of verl's group estimators."""
+@dataclass(frozen=True)
+class Grouped:
+    """The arguments of an estimator by groups, and what such estimators share."""
 
-    def estimator(
-        token_level_rewards: Tensor,
-        response_mask: Tensor,
-        index: Any,
-        epsilon: float = 1e-6,
-        config: Any = None,
-        **kwargs: Any,
-    ) -> AdvantageResult:
-        return body(sequence_scores(token_level_rewards), response_mask, index)
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    index: Any
+    epsilon: float = 1e-6
 
-    return named_like(body, drop_in(estimator))
+    @property
+    def scores(self) -> Tensor:
+        """The reward of each row, `[B]`."""
+        return sequence_scores(self.token_level_rewards)
+
+    @property
+    def ids(self) -> Tensor:
+        """The group of each row as a number, `[B]`."""
+        return group_numbers(self.index, self.token_level_rewards)
+
+    def groups(self, weights: Tensor | None = None) -> PlainGroups:
+        """The scores and the statistics of their groups."""
+        return PlainGroups.stacked(self.scores, self.ids, weights)
+
+    def outcome(self, advantage: Tensor) -> AdvantageResult:
+        """One advantage per row as verl's pair: the same tensor twice."""
+        tokens = over_tokens(advantage, self.response_mask)
+        return tokens, tokens
+
+
+@dataclass(frozen=True)
+class Configured(Grouped):
+    """The arguments of most estimators by groups."""
+
+    config: Any = None
+
+
+@dataclass(frozen=True)
+class Normalised(Grouped):
+    """The arguments of GRPO's estimators."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    config: Any = None
+
+    def normalised(self, groups: PlainGroups) -> Tensor:
+        """The rewards less their group's mean, over its deviation if that is asked for."""
+        centered = groups.centered
+        return groups.scaled(centered, self.epsilon) if self.norm_adv_by_std_in_grpo else centered
+
+
+@dataclass(frozen=True)
+class VectorizedCall(Normalised):
+    """The arguments of the vectorized GRPO."""
+
+    release: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class GdpoCall(Normalised):
+    """The arguments of GDPO."""
+
+    non_tensor_batch: Any = None
+    batch: Any = None
+
+
+@dataclass(frozen=True)
+class GpgCall(Grouped):
+    """The arguments of GPG."""
+
+    f_norm: float = 1.0
+    alpha: float = 1.0
+    config: Any = None
+
+
+@dataclass(frozen=True)
+class TokenBaselineCall:
+    """The arguments of the two estimators by `optimal_token_baseline`."""
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    index: Any
+    old_log_probs: Tensor
+    sum_pi_squared: Tensor
+    rollout_is_weights: Tensor | None = None
+    handle_zero_tail: bool = True
+    epsilon: float = 1e-8
+
+    def estimate(self, bridge: bool) -> AdvantageResult:
+        """The advantages, and the reward-to-go as returns."""
+        check_number("epsilon", self.epsilon, least=0)
+        advantages = optimal_token_baseline(
+            self.token_level_rewards,
+            group_numbers(self.index, self.token_level_rewards),
+            self.response_mask,
+            self.old_log_probs,
+            self.sum_pi_squared,
+            weights=self.rollout_is_weights,
+            zero_tail=self.handle_zero_tail,
+            bridge=bridge,
+            eps=self.epsilon,
+            group="local",
+        )
+        return advantages, reward_to_go(self.token_level_rewards, self.response_mask)
 
 
 @drop_in
@@ -79,59 +184,27 @@ def compute_gae_advantage_return(
     return plain_whiten(estimated.advantages, response_mask), estimated.returns
 
 
-@drop_in
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> AdvantageResult:
+@drop_in_of(Normalised)
+def compute_grpo_outcome_advantage(call: Normalised) -> AdvantageResult:
     """GRPO: the reward less its group's mean, over the group's deviation unless
     `norm_adv_by_std_in_grpo` is False.
     """
-    groups = _groups(sequence_scores(token_level_rewards), index)
-    return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+    return call.outcome(call.normalised(call.groups()))
 
 
-@drop_in
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    *,
-    release: str | None = None,
-) -> AdvantageResult:
+@drop_in_of(VectorizedCall)
+def compute_grpo_vectorized_outcome_advantage(call: VectorizedCall) -> AdvantageResult:
     """GRPO with statistics in float32. Before 0.8.0 the variance came from the two moments, and was
     at least `epsilon`.
     """
-    scores = sequence_scores(token_level_rewards)
-    ids = group_numbers(index, scores)
-    if at_least(release, "0.8.0"):
-        groups = PlainGroups.indexed(scores, ids, dtype=torch.float32)
-    else:
-        groups = PlainGroups.indexed(
-            scores, ids, dtype=torch.float32, variance="moments", floor=epsilon
-        )
-    return _outcome(_normalised(groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+    older: dict[str, Any] = {"variance": "moments", "floor": call.epsilon}
+    options = {} if at_least(call.release, "0.8.0") else older
+    groups = PlainGroups.indexed(call.scores, call.ids, dtype=torch.float32, **options)
+    return call.outcome(call.normalised(groups))
 
 
-@drop_in
-def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    non_tensor_batch: Any = None,
-    batch: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@drop_in_of(GdpoCall, ignores_others=True)
+def compute_gdpo_outcome_advantage(call: GdpoCall) -> AdvantageResult:
     """GDPO: each reward of `config.gdpo_reward_keys` normalised in its group, summed with
     `gdpo_reward_weights`, then whitened.
 
@@ -139,66 +212,48 @@ def compute_gdpo_outcome_advantage(
     batch, `token_level_rewards` are the only reward. (verl reads from `batch` where to put a
     reward, and then sums it up again; neither is needed here.)
     """
-    rewards, weights = [sequence_scores(token_level_rewards)], None
-    if config is not None and non_tensor_batch is not None and batch is not None:
-        rewards, weights = _reward_components(config, non_tensor_batch, token_level_rewards.device)
-    parts = [
-        over_tokens(
-            _normalised(_groups(reward, index), epsilon, norm_adv_by_std_in_grpo), response_mask
-        )
-        for reward in rewards
-    ]
-    return _whitened(weighted_sum(parts, weights), response_mask)
+    rewards, weights = [call.scores], None
+    if all(x is not None for x in (call.config, call.non_tensor_batch, call.batch)):
+        device = call.token_level_rewards.device
+        rewards, weights = _reward_components(call.config, call.non_tensor_batch, device)
+    groups = (PlainGroups.stacked(reward, call.ids) for reward in rewards)
+    parts = [over_tokens(call.normalised(group), call.response_mask) for group in groups]
+    return _whitened(weighted_sum(parts, weights), call.response_mask)
 
 
-@drop_in
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@drop_in_of(Normalised, ignores_others=True)
+def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
     """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo`
     decides, not the argument.
     """
-    by_std = read(_required(config), "norm_adv_by_std_in_grpo", True)
-    scores = sequence_scores(token_level_rewards)
-    groups = _groups(scores, index)
-    ids = group_numbers(index, scores)
+    by_std = read(call.config, "norm_adv_by_std_in_grpo", True)
+    groups, ids = call.groups(), call.ids
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
             "index has a group with one row; pass@k needs at least 2 samples per group to have a "
             "second best."
         )
-    margin = passk_max_gap(scores, ids, scale=None, group="local")
-    return _outcome(groups.scaled(margin, epsilon) if by_std else margin, response_mask)
+    margin = passk_max_gap(groups.rewards, ids, scale=None, group="local")
+    return call.outcome(groups.scaled(margin, call.epsilon) if by_std else margin)
 
 
-@_by_group
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    scores: Tensor, response_mask: Tensor, index: Any
-) -> AdvantageResult:
+@drop_in_of(Configured, ignores_others=True)
+def compute_reinforce_plus_plus_baseline_outcome_advantage(call: Configured) -> AdvantageResult:
     """REINFORCE++-baseline: the reward less its group's mean, whitened over the valid tokens."""
-    return _whitened(over_tokens(_groups(scores, index).centered, response_mask), response_mask)
+    centered = over_tokens(call.groups().centered, call.response_mask)
+    return _whitened(centered, call.response_mask)
 
 
-@_by_group
-def compute_rloo_outcome_advantage(
-    scores: Tensor, response_mask: Tensor, index: Any
-) -> AdvantageResult:
+@drop_in_of(Configured, ignores_others=True)
+def compute_rloo_outcome_advantage(call: Configured) -> AdvantageResult:
     """RLOO: the reward less the mean of the group's other rows; a row alone keeps its reward."""
-    return _outcome(_groups(scores, index).left_out(), response_mask)
+    return call.outcome(call.groups().left_out())
 
 
-@_by_group
-def compute_opo_outcome_advantage(
-    scores: Tensor, response_mask: Tensor, index: Any
-) -> AdvantageResult:
+@drop_in_of(Configured, ignores_others=True)
+def compute_opo_outcome_advantage(call: Configured) -> AdvantageResult:
     """OPO: the reward less its group's mean weighted by length."""
-    return _outcome(_groups(scores, index, sequence_lengths(response_mask)).centered, response_mask)
+    return call.outcome(call.groups(sequence_lengths(call.response_mask)).centered)
 
 
 @drop_in
@@ -215,10 +270,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     Before 0.9.0 a masked token interrupted the sum, so that a turn got nothing from the turns after
     it.
     """
-    gamma = read(_required(config), "gamma")
-    if gamma is None:
-        raise InputError("config.gamma is missing; REINFORCE++ reads its discount from there.")
-    check_scalar("config.gamma", gamma)
+    gamma = number_of(config, "gamma")
     holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
     return _whitened(returns, response_mask)[0], returns
@@ -242,87 +294,30 @@ def compute_remax_outcome_advantage(
     return less_baseline(returns, reward_baselines, response_mask), returns
 
 
-@drop_in
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config: Any = None,
-    **kwargs: Any,
-) -> AdvantageResult:
+@drop_in_of(GpgCall, ignores_others=True)
+def compute_gpg_outcome_advantage(call: GpgCall) -> AdvantageResult:
     """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0.
     `alpha` is ignored, as in verl.
     """
-    return _outcome(
-        _groups(sequence_scores(token_level_rewards), index).per_nonzero(f_norm), response_mask
-    )
+    return call.outcome(call.groups().per_nonzero(call.f_norm))
 
 
-@_by_group
-def compute_rloo_vectorized_outcome_advantage(
-    scores: Tensor, response_mask: Tensor, index: Any
-) -> AdvantageResult:
+@drop_in_of(Configured, ignores_others=True)
+def compute_rloo_vectorized_outcome_advantage(call: Configured) -> AdvantageResult:
     """RLOO from the totals of the groups; a row alone gets 0."""
-    return _outcome(
-        PlainGroups.indexed(scores, group_numbers(index, scores)).left_out_of_total(), response_mask
-    )
+    return call.outcome(PlainGroups.indexed(call.scores, call.ids).left_out_of_total())
 
 
-def _by_token(
-    body: Callable[[Callable[[bool], AdvantageResult]], AdvantageResult],
-) -> Callable[..., AdvantageResult]:
-    """An estimator by `optimal_token_baseline`, with the signature that verl's two share."""
-
-    def estimator(
-        token_level_rewards: Tensor,
-        response_mask: Tensor,
-        index: Any,
-        old_log_probs: Tensor,
-        sum_pi_squared: Tensor,
-        rollout_is_weights: Tensor | None = None,
-        handle_zero_tail: bool = True,
-        epsilon: float = 1e-8,
-        **kwargs: Any,
-    ) -> AdvantageResult:
-        check_number("epsilon", epsilon, least=0)
-
-        def estimate(bridge: bool) -> AdvantageResult:
-            advantages = optimal_token_baseline(
-                token_level_rewards,
-                group_numbers(index, token_level_rewards),
-                response_mask,
-                old_log_probs,
-                sum_pi_squared,
-                weights=rollout_is_weights,
-                zero_tail=handle_zero_tail,
-                bridge=bridge,
-                eps=epsilon,
-                group="local",
-            )
-            return advantages, reward_to_go(token_level_rewards, response_mask)
-
-        return body(estimate)
-
-    return named_like(body, drop_in(estimator))
-
-
-@_by_token
-def compute_optimal_token_baseline_advantage(
-    estimate: Callable[[bool], AdvantageResult],
-) -> AdvantageResult:
+@drop_in_of(TokenBaselineCall, ignores_others=True)
+def compute_optimal_token_baseline_advantage(call: TokenBaselineCall) -> AdvantageResult:
     """The optimal token baseline, column by column; returns are the reward-to-go."""
-    return estimate(False)
+    return call.estimate(bridge=False)
 
 
-@_by_token
-def compute_multi_turn_optimal_token_baseline_advantage(
-    estimate: Callable[[bool], AdvantageResult],
-) -> AdvantageResult:
+@drop_in_of(TokenBaselineCall, ignores_others=True)
+def compute_multi_turn_optimal_token_baseline_advantage(call: TokenBaselineCall) -> AdvantageResult:
     """The optimal token baseline by valid tokens, for rows of several turns."""
-    return estimate(True)
+    return call.estimate(bridge=True)
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:
@@ -343,29 +338,6 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
             f"index has {len(numbers)} labels for {rows.shape[0]} rows; give one each."
         )
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
-
-
-def _required(config: Any) -> Any:
-    if config is None:
-        raise InputError(
-            "config was not given; this estimator reads verl's AlgoConfig, or an object with its "
-            "attributes."
-        )
-    return config
-
-
-def _groups(scores: Tensor, index: Any, weights: Tensor | None = None) -> PlainGroups:
-    return PlainGroups.stacked(scores, group_numbers(index, scores), weights)
-
-
-def _normalised(groups: PlainGroups, epsilon: float, by_std: bool) -> Tensor:
-    return groups.scaled(groups.centered, epsilon) if by_std else groups.centered
-
-
-def _outcome(advantage: Tensor, mask: Tensor) -> AdvantageResult:
-    """One advantage per row as verl's pair: the same tensor twice."""
-    tokens = over_tokens(advantage, mask)
-    return tokens, tokens
 
 
 def _whitened(x: Tensor, mask: Tensor) -> AdvantageResult:
@@ -392,9 +364,8 @@ def _reward_components(
     weights = read(config, "gdpo_reward_weights")
     columns = (non_tensor_batch[key] for key in keys)
     numbers = [column.tolist() if hasattr(column, "tolist") else list(column) for column in columns]
-    return [
-        torch.tensor(n, dtype=torch.float32, device=device) for n in numbers
-    ], None if weights is None else list(weights)
+    rewards = [torch.tensor(n, dtype=torch.float32, device=device) for n in numbers]
+    return rewards, None if weights is None else list(weights)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {
@@ -413,5 +384,3 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., AdvantageResult]] = {
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
 }
-
-__all__ = ["ADVANTAGE_ESTIMATORS", *sorted(f.__name__ for f in ADVANTAGE_ESTIMATORS.values())]

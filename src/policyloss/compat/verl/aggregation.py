@@ -27,6 +27,14 @@ from policyloss.parts.kl import KL
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
+__all__ = [
+    "AGG_MODES",
+    "agg_loss",
+    "compute_value_loss",
+    "kl_penalty",
+    "kl_penalty_forward",
+]
+
 # What verl adds to a count before it divides by it (see `guard` for when that acts).
 EPSILON = 1e-8
 AGG_MODES = (
@@ -126,15 +134,8 @@ def agg_loss(
     """verl's `agg_loss`: a `[B, T]` loss to a scalar. Nothing valid gives 0 (verl from 0.7.0: NaN).
     See `aggregation`.
     """
-    part, totals = aggregation(
-        loss_agg_mode,
-        loss_mask,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-        release=release,
-    )
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    part, totals = aggregation(loss_agg_mode, loss_mask, *counts, release=release)
     return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
 
 
@@ -154,15 +155,8 @@ def compute_value_loss(
     release: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, with its factor one half."""
-    part, totals = aggregation(
-        loss_agg_mode,
-        response_mask,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-        release=release,
-    )
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    part, totals = aggregation(loss_agg_mode, response_mask, *counts, release=release)
     clip = float(cliprange_value)
     out = value_loss(
         vpreds, returns, values, response_mask, clip, boundary="half", aggregate=part, totals=totals
@@ -197,13 +191,8 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
         raise NotOfferedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
     estimator = KL_ESTIMATORS[name]
     clamp, value_clamp = (20.0, 10.0) if estimator == "k3" else (None, None)
-    return KL(
-        estimator,
-        coef,
-        grad="k2" if kl_penalty.endswith("+") else "value",
-        clamp=clamp,
-        value_clamp=value_clamp,
-    )
+    grad: Literal["k2", "value"] = "k2" if name != kl_penalty else "value"
+    return KL(estimator, coef, grad=grad, clamp=clamp, value_clamp=value_clamp)
 
 
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:

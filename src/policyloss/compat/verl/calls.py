@@ -4,16 +4,13 @@ reports.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from policyloss.arguments import check_scalar
+from policyloss.arguments import check_number, check_scalar
 from policyloss.compat.counts import guard, together
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.counts import masked_mean
@@ -21,9 +18,13 @@ from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.ratio import TokenRatio
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
+from policyloss.totals import Totals
 
+LossResult = tuple[Tensor, dict[str, Any]]
+CLIPPED = ("upper", "lower")  # the limits of PPO's clip, without the dual clip
 _MISSING = object()
 
 
@@ -33,7 +34,8 @@ def read(config: Any, name: str, default: Any = None) -> Any:
     """
     if config is None:
         raise InputError(
-            "config was not given; pass verl's ActorConfig, or an object with its attributes."
+            "config was not given; pass verl's ActorConfig (for advantages, its AlgoConfig), or an "
+            "object with its attributes."
         )
     value = getattr(config, name, _MISSING)
     if value is _MISSING and hasattr(config, "get"):
@@ -80,46 +82,22 @@ def clip_range(config: Any) -> tuple[float, float]:
 def check_dual(clip_ratio_c: float) -> float:
     """verl's dual clip is always on, and must lie above 1."""
     check_scalar("clip_ratio_c", clip_ratio_c)
-    dual = float(clip_ratio_c)
-    if not dual > 1:
-        raise SpecError(
-            "clip_ratio_c must be greater than 1 (the largest ratio where A < 0), got "
-            f"{clip_ratio_c!r}."
-        )
-    return dual
-
-
-def drift(
-    old: Tensor, new: Tensor, mask: Tensor, log_clamp: float | None, estimator: str = "k1"
-) -> Tensor:
-    """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
-    0-dim.
-    """
-    with torch.no_grad():
-        valid = as_mask(mask, new)
-        log_ratio = bound(difference(new, old, valid, compute_dtype(old, new)), log_clamp)
-        return masked_mean(estimate(log_ratio, estimator), valid, guard(mask))
-
-
-def clipped(out: LossOutput, mask: Tensor) -> Tensor:
-    """verl's `pg_clipfrac`: the share of tokens that the clip limits, without the dual clip."""
-    return mean(
-        together(out.metrics["clip_fraction_upper"], out.metrics["clip_fraction_lower"]), mask
-    )
+    hint = "It is the largest ratio where A < 0."
+    return check_number("clip_ratio_c", float(clip_ratio_c), above=1, error=SpecError, hint=hint)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, and what is done with them."""
+    """The arguments of one call, in verl's order, and what is done with them."""
 
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
     response_mask: Tensor
-    loss_agg_mode: str
-    config: Any
-    rollout_is_weights: Tensor | None
-    release: str | None
+    loss_agg_mode: str = "token-mean"
+    config: Any = None
+    rollout_is_weights: Tensor | None = None
+    release: str | None = field(default=None, kw_only=True)
 
     def loss(self, spec: LossSpec) -> LossOutput:
         """The result of `spec` with verl's aggregation, its global batch info, and the weights of
@@ -132,53 +110,59 @@ class Call:
         spec = spec.replace(aggregate=part)
         if self.rollout_is_weights is not None:
             spec = spec.replace(correction=GivenWeight(self.rollout_is_weights))
-        return policy_loss(
-            spec,
-            self.log_prob,
-            self.old_log_prob,
-            self.advantages,
-            self.response_mask,
-            totals=totals,
-        )
+        return self.loss_of(spec, totals)
 
-    @property
-    def valid(self) -> Tensor:
-        """The mask as bool."""
-        return as_mask(self.response_mask, self.log_prob)
+    def loss_of(self, spec: LossSpec, totals: Totals) -> LossOutput:
+        """The result of `spec`, which has an aggregation and a correction, on these tensors."""
+        tensors = (self.log_prob, self.old_log_prob, self.advantages, self.response_mask)
+        return policy_loss(spec, *tensors, totals=totals)
+
+    def result(
+        self,
+        spec: LossSpec,
+        clipped: Sequence[str] | None = None,
+        lower: Sequence[str] | None = None,
+        drift: str = "k1",
+    ) -> LossResult:
+        """The loss of `spec`, and verl's metrics of it.
+
+        clipped, lower: the limits whose shares add up to `pg_clipfrac` and to `pg_clipfrac_lower`
+        (see `share`); None means that this loss does not report the metric. drift: the estimator
+        of `ppo_kl`, whose log-ratios are clamped as those of `spec`.
+        """
+        out = self.loss(spec)
+        log_clamp = spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None
+        shares = [x if x is None else self.share(out, x) for x in (clipped, lower)]
+        return out.loss, self.report(shares[0], shares[1], self.drift(log_clamp, drift))
+
+    def share(self, out: LossOutput, limits: Sequence[str]) -> Tensor:
+        """The share of tokens that these limits of the trust region ("upper", "dual") bind; of no
+        limit, 0. 0-dim.
+        """
+        records = [out.metrics[f"clip_fraction_{limit}"] for limit in limits]
+        if not records:
+            return self.log_prob.new_zeros(())
+        return mean(together(*records), self.response_mask)
 
     @property
     def log_ratio(self) -> Tensor:
         """`log_prob - old_log_prob`, 0 at masked positions, without gradient."""
         new, old = self.log_prob.detach(), self.old_log_prob.detach()
-        return difference(new, old, self.valid, compute_dtype(new, old))
+        return difference(new, old, as_mask(self.response_mask, new), compute_dtype(new, old))
 
-    def drift(self, log_clamp: float | None, estimator: str = "k1") -> Tensor:
-        """`ppo_kl` of this call (see `drift`)."""
-        return drift(self.old_log_prob, self.log_prob, self.response_mask, log_clamp, estimator)
-
-    def report(
-        self, clip_fraction: Tensor | float | None, kl: Tensor, lower: Tensor | float | None = None
-    ) -> dict[str, float]:
-        """verl's metrics under its names, as Python floats; None means that this loss does not
-        report the metric.
+    def drift(self, log_clamp: Any = None, estimator: str = "k1") -> Tensor:
+        """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
+        0-dim.
         """
+        valid = as_mask(self.response_mask, self.log_prob)
+        estimates = estimate(bound(self.log_ratio, log_clamp), estimator)
+        return masked_mean(estimates, valid, guard(self.response_mask))
+
+    def report(self, clipped: Tensor | None, lower: Tensor | None, kl: Tensor) -> dict[str, Any]:
+        """verl's metrics under its names, as Python floats; those that are None are left out."""
         metrics = {
-            "actor/pg_clipfrac": clip_fraction,
+            "actor/pg_clipfrac": clipped,
             "actor/ppo_kl": kl,
             "actor/pg_clipfrac_lower": lower,
         }
         return {name: float(value) for name, value in metrics.items() if value is not None}
-
-
-DropIn = TypeVar("DropIn", bound=Callable[..., Any])
-
-
-def named_like(body: Callable[..., Any], drop_in: DropIn) -> DropIn:
-    """`drop_in` under the name and docstring of `body`, which it calls; `inspect` shows the
-    signature of `drop_in`, which is verl's.
-    """
-    signature = inspect.signature(drop_in)
-    update_wrapper(drop_in, body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    # Without it, inspect would follow __wrapped__ to the signature of `body`.
-    drop_in.__signature__ = signature  # type: ignore[attr-defined]
-    return drop_in

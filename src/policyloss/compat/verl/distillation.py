@@ -12,6 +12,7 @@ from torch import Tensor
 from policyloss.compat.verl.aggregation import kl_penalty
 from policyloss.compat.verl.calls import read
 from policyloss.compat.verl.settings import PREFIX
+from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, on_support, terms
 
 FORWARD = Measure("forward", tail=False)
@@ -62,24 +63,37 @@ def register_distillation() -> tuple[str, ...]:
 
     Choose one by `distillation.distillation_loss.loss_mode`. "k1+" and "k3+" report the estimate
     and have the gradient of k2, which is that of the reverse KL on-policy; verl's own k1 pulls
-    nowhere unless `use_policy_gradient` makes an advantage of it.
+    nowhere unless `use_policy_gradient` makes an advantage of it, and is refused without it, here
+    as by verl. It may be called again in the same process.
     """
     losses = import_module("verl.trainer.distillation.losses")
-    for name in ESTIMATES:
-        settings = losses.DistillationLossSettings(names=[f"{PREFIX}{name}"], use_estimator=True)
+    names = tuple(f"{PREFIX}{name}" for name in ESTIMATES)
+    for full_name, name in zip(names, ESTIMATES, strict=True):
+        losses.DISTILLATION_LOSS_REGISTRY.pop(full_name, None)  # verl refuses a second entry
+        settings = losses.DistillationLossSettings(names=[full_name], use_estimator=True)
         losses.register_distillation_loss(settings)(_estimate(name))
-    return tuple(f"{PREFIX}{name}" for name in ESTIMATES)
+    return names
 
 
 def _estimate(name: str) -> Any:
     def loss(
         config: Any, distillation_config: Any, model_output: Any, data: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The estimate of each token of a response `[B, T]`, and no metrics."""
-        padded = import_module("verl.workers.utils.padding").no_padding_2_padding
-        student = padded(model_output["log_probs"], data)
-        teacher = padded(data["teacher_logprobs"], data).squeeze(-1)
-        return kl_penalty(student, teacher, name), {}
+        """The estimate of each token of a response `[B, T]`, and verl's mean of its size."""
+        by_gradient = read(read(distillation_config, "distillation_loss"), "use_policy_gradient")
+        if name == "k1" and not by_gradient:
+            raise InputError(
+                f'loss_mode="{PREFIX}k1" has a gradient that does not depend on the teacher; set '
+                f'use_policy_gradient=True, or choose "{PREFIX}k1+", "{PREFIX}k2" or "{PREFIX}k3+".'
+            )
+        losses = import_module("verl.trainer.distillation.losses")
+        student = losses.no_padding_2_padding(model_output["log_probs"], data)
+        teacher = losses.no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1)
+        estimates = kl_penalty(student, teacher, name)
+        mask = data["response_mask"]
+        valid = (mask.to_padded_tensor(0) if mask.is_nested else mask).bool()
+        mean = losses.Metric(losses.AggregationType.MEAN, estimates.detach()[valid].abs().mean())
+        return estimates, {"distillation/abs_loss": mean}
 
     loss.__name__ = f"policyloss_{name.replace('+', '_with_k2')}"
     return loss

@@ -1,12 +1,23 @@
-"""Importing this registers every preset in the installed verl: set
-`actor_rollout_ref.model.external_lib` to this module.
+"""Importing this registers every preset in the installed verl, and the estimates of its
+distillation: set `actor_rollout_ref.model.external_lib` to this module.
 
-With `VERL_USE_EXTERNAL_MODULES` set to it as well, the process that starts the run checks the
-complete configuration too.
+With `VERL_USE_EXTERNAL_MODULES` set to it as well, the process that starts the run knows the names
+too, and checks the complete configuration.
 """
 
+from policyloss.compat.verl.distillation import register_distillation
 from policyloss.compat.verl.registry import register
 from policyloss.compat.verl.settings import check_when_verl_does
 
-NAMES = register()
+
+def _distillation() -> tuple[str, ...]:
+    try:
+        return register_distillation()
+    except ModuleNotFoundError as error:  # releases before 0.8 have no distillation
+        if not str(error.name).startswith("verl."):
+            raise
+        return ()
+
+
+NAMES = (*register(), *_distillation())
 CHECKED = check_when_verl_does()

@@ -4,45 +4,41 @@ reports.
 All take `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
 rollout_is_weights)` with `[B, T]` tensors and verl's `ActorConfig` (or anything with its
 attributes), and return `(loss, metrics)`. `release` says which release's meaning to keep where verl
-changed one (None: the current release). The signature is written once, in `_drop_in_averaged`; a
-loss is a function of one `Call`.
+changed one (None: the current release). The signature is that of `Call`, of which a loss is a
+function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from policyloss.compat.arguments import drop_in
+from policyloss.arguments import check_choice
+from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.counts import guard, share
 from policyloss.compat.releases import at_least
-from policyloss.compat.verl.aggregation import aggregation, mean
+from policyloss.compat.verl import parts
 from policyloss.compat.verl.calls import (
+    CLIPPED,
     Call,
+    LossResult,
     check_dual,
     clip_range,
-    clipped,
-    drift,
     either,
-    named_like,
     number_of,
     policy_options,
     read,
 )
 from policyloss.compat.verl.counts import outside_by_sign
-from policyloss.compat.verl.parts import (
-    GeometricMeanWeight,
-    LocalCovClip,
-    LocalCovKL,
-    MeanAdvantageGeometricClip,
+from policyloss.compat.verl.rollout_correction import (
+    compute_rollout_correction_and_rejection_mask,
+    correction_options,
 )
-from policyloss.compat.verl.rollout_correction import compute_rollout_correction_and_rejection_mask
-from policyloss.errors import InputError, SpecError, unknown_name
-from policyloss.loss import policy_loss
+from policyloss.errors import InputError, SpecError
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -57,9 +53,26 @@ from policyloss.parts.trust import (
     Unbounded,
 )
 from policyloss.spec import LossSpec
+from policyloss.tokens import as_mask
 from policyloss.totals import Totals
 
-LossResult = tuple[Tensor, dict[str, Any]]
+__all__ = [
+    "POLICY_LOSSES",
+    "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+]
 
 
 @drop_in
@@ -88,123 +101,52 @@ def compute_policy_loss(
         raise InputError(
             "cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=."
         )
+    call = Call(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, {}, release=release
+    )
     trust = Clip(float(low), float(high), check_dual(clip_ratio_c))
-    spec = LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=trust)
-    part, totals = aggregation(loss_agg_mode, response_mask, release=release)
-    out = policy_loss(
-        spec.replace(aggregate=part),
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
-        totals=totals,
-    )
-    kl = drift(old_log_prob, log_prob, response_mask, log_clamp)
-    return (
-        out.loss,
-        clipped(out, response_mask),
-        kl,
-        mean(out.metrics["clip_fraction_dual"], response_mask),
-    )
+    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=log_clamp), trust=trust))
+    clipped, lower = call.share(out, CLIPPED), call.share(out, ("dual",))
+    return out.loss, clipped, call.drift(log_clamp), lower
 
 
-class PolicyLossFunction(Protocol):
-    """verl's signature of a policy loss."""
+@dataclass(frozen=True)
+class SequenceMeanCall(Call):
+    """A call whose default is the mean over sequences."""
 
-    __name__: str
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = ...,
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-        *,
-        release: str | None = None,
-    ) -> LossResult:
-        """The loss and what verl reports of it."""
-        ...
-
-
-def _drop_in_averaged(mode: str) -> Callable[[Callable[[Call], LossResult]], PolicyLossFunction]:
-    """A function of one `Call` with verl's signature. mode: the default of loss_agg_mode."""
-
-    def with_signature(body: Callable[[Call], LossResult]) -> PolicyLossFunction:
-        def loss(
-            old_log_prob: Tensor,
-            log_prob: Tensor,
-            advantages: Tensor,
-            response_mask: Tensor,
-            loss_agg_mode: str = mode,
-            config: Any = None,
-            rollout_is_weights: Tensor | None = None,
-            *,
-            release: str | None = None,
-        ) -> LossResult:
-            return body(
-                Call(
-                    old_log_prob,
-                    log_prob,
-                    advantages,
-                    response_mask,
-                    loss_agg_mode,
-                    config,
-                    rollout_is_weights,
-                    release,
-                )
-            )
-
-        return named_like(body, drop_in(loss))
-
-    return with_signature
-
-
-_drop_in = _drop_in_averaged("token-mean")
+    loss_agg_mode: str = "seq-mean-token-mean"
 
 
 def _ppo(call: Call) -> LossResult:
-    low, high = clip_range(call.config)
     dual = check_dual(read(call.config, "clip_ratio_c", 3.0))
-    out = call.loss(LossSpec(trust=Clip(low, high, dual)))
-    held_by_dual = mean(out.metrics["clip_fraction_dual"], call.response_mask)
-    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), held_by_dual)
+    return call.result(LossSpec(trust=Clip(*clip_range(call.config), dual)), CLIPPED, ("dual",))
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_vanilla(call: Call) -> LossResult:
     """PPO: `Clip(clip_ratio_low, clip_ratio_high, dual=clip_ratio_c)`."""
     return _ppo(call)
 
 
 def _probability_band(call: Call, divergence: Literal["tv", "kl"]) -> LossResult:
-    low, high = clip_range(call.config)
-    out = call.loss(
-        LossSpec(
-            trust=ProbabilityBand(
-                divergence, low, high, cap=read(call.config, "clip_ratio_c", 20.0)
-            )
-        )
-    )
-    capped = mean(out.metrics["clip_fraction_dual"], call.response_mask)
-    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), capped)
+    cap = read(call.config, "clip_ratio_c", 20.0)
+    band = ProbabilityBand(divergence, *clip_range(call.config), cap=cap)
+    return call.result(LossSpec(trust=band), CLIPPED, ("dual",))
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_dppo_tv(call: Call) -> LossResult:
     """DPPO, total variation: `ProbabilityBand("tv", clip_ratio_low, …, cap=clip_ratio_c)`."""
     return _probability_band(call, "tv")
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_dppo_kl(call: Call) -> LossResult:
     """DPPO, binary KL: `ProbabilityBand("kl", clip_ratio_low, …, cap=clip_ratio_c)`."""
     return _probability_band(call, "kl")
 
 
-@_drop_in_averaged("seq-mean-token-mean")
+@drop_in_of(SequenceMeanCall)
 def compute_policy_loss_gspo(call: Call) -> LossResult:
     """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 always
     "seq-mean-token-mean".
@@ -212,11 +154,10 @@ def compute_policy_loss_gspo(call: Call) -> LossResult:
     if not at_least(call.release, "0.9.1"):
         call = replace(call, loss_agg_mode="seq-mean-token-mean")
     ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
-    out = call.loss(LossSpec(ratio=ratio, trust=Clip(*clip_range(call.config))))
-    return out.loss, call.report(clipped(out, call.response_mask), call.drift(None), 0.0)
+    return call.result(LossSpec(ratio, Clip(*clip_range(call.config))), CLIPPED, ())
 
 
-@_drop_in_averaged("seq-mean-token-mean")
+@drop_in_of(SequenceMeanCall)
 def compute_policy_loss_sapo(call: Call) -> LossResult:
     """SAPO: `SoftGate(tau_pos, tau_neg)`. verl averages it by "seq-mean-token-mean" whatever
     `loss_agg_mode` says.
@@ -227,87 +168,75 @@ def compute_policy_loss_sapo(call: Call) -> LossResult:
         float(torch.as_tensor(number_of(call.config, name), dtype=call.advantages.dtype))
         for name in ("tau_pos", "tau_neg")
     )
-    out = call.loss(LossSpec(trust=SoftGate(*taus)))
-    return out.loss, call.report(0.0, call.drift(20.0), 0.0)
+    return call.result(LossSpec(trust=SoftGate(*taus)), (), ())
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_gpg(call: Call) -> LossResult:
     """GPG: `-A·logp`, no ratio. verl reports nothing."""
     return call.loss(LossSpec(trust=Unbounded("logp"))).loss, {}
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_clip_cov(call: Call) -> LossResult:
     """Clip-Cov over this micro-batch, drawn with torch's generator: `LocalCovClip`. `pg_clipfrac`
     is the share dropped.
     """
-    low, high = clip_range(call.config)
-    options = policy_options(call.config)
-    fraction = either(read(options, "clip_cov_ratio"), 0.0002)
-    window = either(read(options, "clip_cov_lb"), 1.0), either(read(options, "clip_cov_ub"), 5.0)
-    trust = LocalCovClip(CovClip(low, high, fraction, *window), guard(call.response_mask))
-    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust))
-    return out.loss, call.report(
-        mean(out.metrics["clip_fraction_dropped"], call.response_mask), call.drift(None)
-    )
+    defaults = {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
+    part = CovClip(*clip_range(call.config), *_options(call, defaults))
+    trust = parts.LocalCovClip(part, guard(call.response_mask))
+    return call.result(LossSpec(TokenRatio(log_clamp=None), trust), ("dropped",))
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_kl_cov(call: Call) -> LossResult:
     """KL-Cov over this micro-batch: `LocalCovKL`. `ppo_kl` is the mean of |log-ratio| here."""
+    part = CovKL(*_options(call, {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0}))
+    return call.result(LossSpec(TokenRatio(log_clamp=None), parts.LocalCovKL(part)), drift="abs")
+
+
+def _options(call: Call, defaults: dict[str, float]) -> list[Any]:
+    """The options that only one loss reads, in this order."""
     options = policy_options(call.config)
-    part = CovKL(
-        either(read(options, "kl_cov_ratio"), 0.0002), either(read(options, "ppo_kl_coef"), 1.0)
-    )
-    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=LocalCovKL(part)))
-    return out.loss, call.report(None, call.drift(None, "abs"))
+    return [either(read(options, name), default) for name, default in defaults.items()]
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_geo_mean(call: Call) -> LossResult:
     """GMPO: `GeometricClip`, the mean over all rows of this call, with or without valid tokens; no
     other mode, no global counts.
 
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
-    low, high = clip_range(call.config)
-    epsilon = guard(call.response_mask)
-    trust = MeanAdvantageGeometricClip(GeometricClip(low, high), epsilon)
-    spec = LossSpec(ratio=TokenRatio(log_clamp=None), trust=trust, aggregate=SeqMeanTokenMean())
+    band, epsilon = clip_range(call.config), guard(call.response_mask)
+    trust = parts.MeanAdvantageGeometricClip(GeometricClip(*band), epsilon)
+    spec = LossSpec(TokenRatio(log_clamp=None), trust, aggregate=SeqMeanTokenMean())
     if call.rollout_is_weights is not None:
-        spec = spec.replace(
-            correction=GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
-        )
-    rows = Totals(0, call.response_mask.shape[0])
-    out = policy_loss(
-        spec, call.log_prob, call.old_log_prob, call.advantages, call.response_mask, totals=rows
-    )
-    mask, log_ratio = call.valid, call.log_ratio
-    with torch.no_grad():
-        positive, negative = outside_by_sign(log_ratio, low, high, call.advantages, mask, epsilon)
-    return out.loss, call.report(
-        share(positive, call.response_mask), call.drift(None), share(negative, call.response_mask)
-    )
+        weight = parts.GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
+        spec = spec.replace(correction=weight)
+    out = call.loss_of(spec, Totals(0, call.response_mask.shape[0]))
+    mask = as_mask(call.response_mask, call.log_prob)
+    outside = outside_by_sign(call.log_ratio, *band, call.advantages.detach(), mask, epsilon)
+    positive, negative = (share(x, call.response_mask) for x in outside)
+    return out.loss, call.report(positive, negative, call.drift())
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_dro(call: Call) -> LossResult:
     """DRO: `Quadratic(dro_beta)`."""
     beta = read(policy_options(call.config), "dro_beta")
     if beta is None or beta <= 0:
         raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")
-    out = call.loss(LossSpec(ratio=TokenRatio(log_clamp=None), trust=Quadratic(beta)))
-    return out.loss, call.report(None, call.drift(None))
+    return call.result(LossSpec(TokenRatio(log_clamp=None), Quadratic(beta)))
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_cispo(call: Call) -> LossResult:
     """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, whatever the
     sign of the advantage.
     """
-    out = call.loss(LossSpec(trust=DetachedClip.around_one(*clip_range(call.config))))
-    return out.loss, call.report(clipped(out, call.response_mask), call.drift(20.0), 0.0)
+    band = DetachedClip.around_one(*clip_range(call.config))
+    return call.result(LossSpec(trust=band), CLIPPED, ())
 
 
 @drop_in
@@ -323,26 +252,16 @@ def compute_policy_loss_reinforce(
     release: str | None = None,
 ) -> LossResult:
     """REINFORCE: `-w·A·logp` with weights w. `ppo_kl` is the drift from the rollout policy."""
-    return _reinforce(
-        Call(
-            rollout_log_prob,
-            log_prob,
-            advantages,
-            response_mask,
-            loss_agg_mode,
-            config,
-            rollout_is_weights,
-            release,
-        )
-    )
+    options = {"config": config, "rollout_is_weights": rollout_is_weights, "release": release}
+    tensors = (rollout_log_prob, log_prob, advantages, response_mask)
+    return _reinforce(Call(*tensors, loss_agg_mode, **options))
 
 
 def _reinforce(call: Call) -> LossResult:
-    out = call.loss(LossSpec(trust=Unbounded("logp")))
-    return out.loss, call.report(None, call.drift(None))
+    return call.result(LossSpec(TokenRatio(log_clamp=None), Unbounded("logp")))
 
 
-@_drop_in
+@drop_in_of(Call)
 def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
     """The old policy is the rollout policy; `policy_loss.rollout_correction` sets the weights, the
     rejection and the loss. `loss_type` "ppo_clip" is the vanilla loss on the surviving tokens,
@@ -356,30 +275,13 @@ def compute_policy_loss_bypass_mode(call: Call) -> LossResult:
         )
     loss_type = read(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}
-    if loss_type not in losses:
-        raise SpecError(unknown_name("rollout_correction.loss_type", loss_type, losses))
-    older = (
-        ()
-        if at_least(call.release, "0.7.1")
-        else ("rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    check_choice("rollout_correction.loss_type", loss_type, losses, SpecError)
+    tensors = (call.log_prob.detach(), call.old_log_prob, call.response_mask)
+    proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        *tensors, **correction_options(options, call.release)
     )
-    weights_proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        call.log_prob.detach(),
-        call.old_log_prob,
-        call.response_mask,
-        read(options, "rollout_is"),
-        read(options, "rollout_is_threshold", 2.0),
-        read(options, "rollout_is_batch_normalize", False),
-        read(options, "rollout_rs"),
-        read(options, "rollout_rs_threshold"),
-        **{name: read(options, name) for name in older},
-        release=call.release,
-    )
-    weights = (
-        weights_proto.batch["rollout_is_weights"]
-        if weights_proto and loss_type == "reinforce"
-        else None
-    )
+    weighted = proto is not None and loss_type == "reinforce"
+    weights = proto.batch["rollout_is_weights"] if weighted else None
     loss, reported = losses[loss_type](
         replace(call, response_mask=mask, rollout_is_weights=weights)
     )

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS
-from policyloss.compat.verl.calls import clipped, drift, either, read
+from policyloss.compat.verl.calls import CLIPPED, Call, LossResult, either, read
 from policyloss.compat.verl.parts import OfThisCall
 from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, with_horizon_of
 from policyloss.errors import SpecError
-from policyloss.loss import policy_loss
 from policyloss.metrics import Metrics, Stat
 from policyloss.parts.correction import OPSM
 from policyloss.parts.kl import KL
@@ -29,7 +29,7 @@ from policyloss.presets import preset, presets
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
-VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+VerlLoss = Callable[..., LossResult]
 
 
 def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
@@ -55,32 +55,23 @@ def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
 def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
     """`spec` as a function of verl's registry."""
 
-    def loss(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        complete_spec = with_horizon_of(config, name, spec)
-        served = _served(name, complete_spec, config, rollout_is_weights)
-        _check_average(name, complete_spec, loss_agg_mode)
-        warn_of_overridden(name, complete_spec, config, loss_agg_mode)
-        totals = step_totals(response_mask, either(read(config, "global_batch_info"), {}))
-        out = policy_loss(served, log_prob, old_log_prob, advantages, response_mask, totals=totals)
+    @drop_in_of(Call)
+    def loss(call: Call) -> LossResult:
+        complete_spec = with_horizon_of(call.config, name, spec)
+        served = _served(name, complete_spec, call.config, call.rollout_is_weights)
+        _check_average(name, complete_spec, call.loss_agg_mode)
+        warn_of_overridden(name, complete_spec, call.config, call.loss_agg_mode)
+        info = either(read(call.config, "global_batch_info"), {})
+        out = call.loss_of(served, step_totals(call.response_mask, info))
         # verl averages what a loss reports over micro-batches: right for means, wrong for counts,
         # sums and extremes.
         means = Metrics(
             {key: record for key, record in out.metrics.items() if isinstance(record, Stat)}
         )
-        reported = {f"{PREFIX}{key}": value for key, value in means.compute().items()}
-        if "clip_fraction_upper" in out.metrics and "clip_fraction_lower" in out.metrics:
-            reported["actor/pg_clipfrac"] = float(clipped(out, response_mask))
+        clips = all(f"clip_fraction_{limit}" in out.metrics for limit in CLIPPED)
         return out.loss, {
-            **reported,
-            "actor/ppo_kl": float(drift(old_log_prob, log_prob, response_mask, None)),
+            **{f"{PREFIX}{key}": value for key, value in means.compute().items()},
+            **call.report(call.share(out, CLIPPED) if clips else None, None, call.drift()),
         }
 
     loss.__name__ = f"policyloss_{name}"

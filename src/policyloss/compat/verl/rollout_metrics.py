@@ -94,9 +94,27 @@ def _log(threshold: float, like: Tensor) -> Tensor:
     return torch.tensor(float(threshold), device=like.device).log()
 
 
-def _deviation(x: Tensor) -> Tensor:
-    """The standard deviation of `[S]` numbers, without bias; 0 for a single one."""
-    return x.std() if x.numel() > 1 else x.new_zeros(())
+def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:
+    """The shares beyond the bounds; a `low` of None does not bind and is not reported."""
+    above = {"fraction_high": average(x > high)}
+    return above if low is None else {**above, "fraction_low": average(x < low)}
+
+
+def _of_sequences(
+    values: Tensor, judged: Tensor, low: float | None, high: float, center: float
+) -> Statistics:
+    """Statistics of one number per sequence, `[S]`. judged: what is compared with the bounds.
+    center: what the deviation is measured from.
+    """
+    statistics = {
+        "mean": values.mean(),
+        "std": values.std() if values.numel() > 1 else values.new_zeros(()),
+        "max": values.max(),
+        "min": values.min(),
+        "max_deviation": (values - center).abs().max(),
+        **_beyond(_share, judged, low, high),
+    }
+    return {f"seq_{name}": value for name, value in statistics.items()}
 
 
 def policy_gap(
@@ -245,16 +263,8 @@ def weights_by_sequence(
     The mean of `judged`, such as the weight before it was truncated, decides which sequences count
     as above `high` or below `low`.
     """
-    mean, judged_mean = means.of_sequences(weight), means.of_sequences(judged)
-    return {
-        "seq_mean": mean.mean(),
-        "seq_std": _deviation(mean),
-        "seq_max": mean.max(),
-        "seq_min": mean.min(),
-        "seq_max_deviation": (mean - 1).abs().max(),
-        "seq_fraction_high": _share(judged_mean > high),
-        "seq_fraction_low": _share(judged_mean < low),
-    }
+    values = means.of_sequences(weight)
+    return _of_sequences(values, means.of_sequences(judged), low, high, center=1.0)
 
 
 def rejection_statistics(
@@ -274,39 +284,21 @@ def rejection_statistics(
     sequences that have a valid token, or over the valid tokens.
     """
     values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
-    statistics = {"mean": means.of_tokens(stat)}
     if by_sequence and values.numel():
-        statistics |= {
-            "max": values.max(),
-            "min": values.min(),
-            **_beyond(_share, values, low, high),
-        }
+        limits = {"max": values.max(), "min": values.min(), **_beyond(_share, values, low, high)}
     else:
         largest, smallest = extremes(stat, means.valid)
-        statistics |= {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
-    statistics.setdefault("fraction_low", stat.new_zeros(()))
-    statistics["std"] = spread(stat, means, 0.0 if low is None else low, high)
-    if not values.numel():
-        names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
-        return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
-    by_name = {
-        "mean": values.mean(),
-        "std": _deviation(values),
-        "max": values.max(),
-        "min": values.min(),
+        limits = {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
+    statistics = {
+        "mean": means.of_tokens(stat),
+        "std": spread(stat, means, 0.0 if low is None else low, high),
+        "fraction_low": stat.new_zeros(()),
+        **limits,
     }
-    by_name |= {"max_deviation": values.abs().max(), **_beyond(_share, values, low, high)}
-    return statistics | {f"seq_{name}": value for name, value in by_name.items()}
-
-
-def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:
-    above = {"fraction_high": average(x > high)}
-    return above if low is None else {**above, "fraction_low": average(x < low)}
-
-
-def outside_share(x: Tensor, means: Means, low: float, high: float) -> Tensor:
-    """The share of valid tokens with `x` outside [low, high]."""
-    return means.of_tokens(~within(x, low, high))
+    if values.numel():
+        return statistics | _of_sequences(values, values, low, high, center=0.0)
+    names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
+    return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
 
 
 def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,13 +5,12 @@ one of them was set, a warning names it once.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from policyloss.compat.notices import check_advantages, warn_once
+from policyloss.compat.notices import check_advantages, default_of, warn_once
 from policyloss.compat.patching import swap
 from policyloss.compat.verl.calls import read
 from policyloss.errors import SpecError
@@ -54,15 +53,9 @@ _OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
 # The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard
 # deviation unless algorithm.norm_adv_by_std_in_grpo is false.
 _ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
+    **{name: name for name in ("gae", "grpo", "rloo", "opo", "gpg", "gdpo", "remax")},
     "grpo_vectorized": "grpo",
-    "rloo": "rloo",
     "rloo_vectorized": "rloo",
-    "opo": "opo",
-    "gpg": "gpg",
-    "gdpo": "gdpo",
-    "remax": "remax",
     "grpo_passk": "passk_max_gap",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
@@ -92,19 +85,10 @@ def _overridden_numbers(
 ) -> Iterator[str]:
     for option, (default, fields) in options.items():
         value = read(config, option, default)
-        if value is None or value == _default(config, option, default):
+        if value is None or value == default_of(config, option, default):
             continue
         if any(getattr(spec.trust, field, None) != value for field in fields):
             yield f"{prefix}{option}={value!r}"
-
-
-def _default(config: Any, option: str, default: Any) -> Any:
-    """The default of an option, from the config if that is a dataclass."""
-    if dataclasses.is_dataclass(config):
-        return {field.name: field.default for field in dataclasses.fields(config)}.get(
-            option, default
-        )
-    return default
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:

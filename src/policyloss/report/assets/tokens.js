@@ -59,6 +59,11 @@ function drawLegend() {
   add(legend, "span", {}, " held: no gradient");
 }
 
+function source(row) {
+  const engine = DATA.runs[state.run].engine;
+  return row.weights === null ? "" : ` · sampled ${engine ? `by ${engine} ` : ""}with the weights of step ${row.weights}`;
+}
+
 function fill(select, entries, chosen) {
   select.replaceChildren();
   for (const [value, text] of entries) add(select, "option", { value }, text);
@@ -77,7 +82,7 @@ function drawTokens() {
   list.replaceChildren();
   $("prompt").textContent = row ? readable(row.prompt) : "";
   $("answer").textContent = row ? readable(row.answer) : "";
-  $("facts").textContent = row ? `reward ${short(row.reward)} · advantage ${short(row.advantage)} · ${row.clipped.filter(Boolean).length} of ${row.tokens.length} tokens held` : "";
+  $("facts").textContent = row ? `reward ${short(row.reward)} · advantage ${short(row.advantage)} · ${row.clipped.filter(Boolean).length} of ${row.tokens.length} tokens held${source(row)}` : "";
   state.token = Math.max(0, Math.min(state.token, (row?.tokens.length ?? 1) - 1));
   row?.tokens.forEach((text, i) => {
     const box = add(list, "span", { class: row.clipped[i] ? "token clipped" : "token", role: "option", tabindex: i === state.token ? 0 : -1, "data-i": i, "aria-selected": i === state.token });

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from policyloss.train.decoding import complete
 from policyloss.train.distributed import gathered
+from policyloss.train.drawing import Rule
 from policyloss.train.models import load_weights
 from policyloss.train.models import weights as weights_of
-from policyloss.train.rollout.protocol import Completion, Prompt, Sampling, Weights
-from policyloss.train.sampler import Rule, complete, uniforms
+from policyloss.train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
+from policyloss.train.sampler import uniforms
 
 
-class BuiltIn:
+class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
     copied: sample from a copy of the model, which a thread may do while the model learns. A sharded
@@ -38,18 +40,23 @@ class BuiltIn:
         rows = [(p, p.place + i) for p in prompts for i in range(p.number)]
         places = [place for _, place in rows]
         count, width = max(places, default=-1) + 1, sampling.max_new_tokens
-        rule = Rule(sampling.temperature, sampling.top_p, sampling.top_k)
+        processed = sampling.logp == "processed"
+        rule = Rule(sampling.temperature, sampling.top_p, sampling.top_k, processed)
         with self._ready():
-            pairs = complete(
+            completed = complete(
                 self._model,
                 [p.ids for p, _ in rows],
                 uniforms(sampling.seed, sampling.draw, count, width)[places],
                 list(sampling.end_ids),
                 rule,
                 self._batch_tokens,
+                supports=sampling.support,
             )
         ended = set(sampling.end_ids)
-        each = iter(Completion(ids, x, ids[-1] in ended, self._version) for ids, x in pairs)
+        each = iter(
+            Completion(ids, logp, ids[-1] in ended, self._version, support)
+            for ids, logp, support in completed
+        )
         return [[next(each) for _ in range(p.number)] for p in prompts]
 
     def update_weights(self, weights: Weights, version: int) -> None:
@@ -59,15 +66,6 @@ class BuiltIn:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
         self._version = version
-
-    def sleep(self) -> None:
-        """Keep everything: there is no memory beside the policy's."""
-
-    def wake(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
+from policyloss.train.models import parts
 from policyloss.train.rollout.built_in import BuiltIn
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Engine
 from policyloss.train.rollout.servers import Servers
 from policyloss.train.rollout.session import Rollout
@@ -21,7 +23,7 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     """The engine, and what it needs in a run."""
     weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
-    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop)
+    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)
 
 
 def _engine(
@@ -42,11 +44,7 @@ def _engine(
             raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
         engine: Engine = factory(config, weights)
         return engine
-    if config.top_p < 1 or config.top_k:
-        warn(
-            f"--rollout {name} gives log-probabilities over the tokens that --top-p and --top-k "
-            "keep, and the learner over all; so the ratio of an unchanged policy is not 1."
-        )
+    report = Report.of(config, parts(setup.model)[1].shape[0])
     if name == "vllm":
         if ranks.world > 1:
             raise InputError(
@@ -55,5 +53,5 @@ def _engine(
             )
         prompts = [e.prompt for e in (*setup.task.train, *setup.task.held_out)]
         longest = max(map(len, encode(setup.tokenizer, prompts)))
-        return VLLM(config, weights, longest, warn)
-    return Servers(config, ranks, warn)
+        return VLLM(config, weights, longest, report, warn)
+    return Servers(config, ranks, report, warn)

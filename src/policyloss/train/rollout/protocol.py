@@ -11,12 +11,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import PolicyLossError
+from policyloss.train.supports import Pair, problem_of
 
 
 class RolloutError(PolicyLossError):
@@ -28,7 +29,9 @@ class Sampling:
     """How completions are drawn.
 
     temperature: 0 takes the likeliest token. top_p, top_k: 1 and 0 are off. end_ids: the tokens
-    that end a completion. seed, draw: that of the run, and how often it has drawn before.
+    that end a completion. seed, draw: that of the run, and how often it has drawn before. logp:
+    over what the log-probabilities are, where top_p or top_k cut: the tokens that they keep
+    ("processed"), or all ("raw"). support: whether the kept tokens are wanted, too.
     """
 
     max_new_tokens: int
@@ -38,6 +41,13 @@ class Sampling:
     end_ids: tuple[int, ...]
     seed: int
     draw: int
+    logp: Literal["processed", "raw"] = "processed"
+    support: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,16 @@ class Completion:
 
     ids: with the end token, if there was one. logp: of each token, with the temperature that it was
     drawn with. finished: it ended by an end token, and was not cut. version: that of the weights.
+    support: where top-p or top-k cut, the tokens that each was drawn from: integers (ids `[K]`,
+    offsets `[L+1]`), those of token t at `ids[offsets[t]:offsets[t+1]]`. An engine that cannot say
+    leaves it None, in all completions of a call.
     """
 
     ids: list[int]
     logp: Sequence[float] | Tensor
     finished: bool
     version: int
+    support: Pair | None = None
 
 
 class Weights(Protocol):
@@ -82,7 +96,7 @@ class Weights(Protocol):
 
 
 class Engine(Protocol):
-    """Completes prompts.
+    """Completes prompts. A subclass that has nothing to free may leave out the last three methods.
 
     concurrent: whether `generate` may run in a thread while the policy learns in another.
     """
@@ -97,12 +111,15 @@ class Engine(Protocol):
 
     def sleep(self) -> None:
         """Free memory for the learner: `wake` and `update_weights` precede the next `generate`."""
+        return
 
     def wake(self) -> None:
         """Get ready again; called before every update."""
+        return
 
     def close(self) -> None:
         """End."""
+        return
 
 
 def checked(
@@ -127,6 +144,8 @@ def checked(
         if wrong:
             raise RolloutError(f"{engine} returned a completion {wrong}.")
         pairs.append((one, logp))
+    if len({one.support is None for one, _ in pairs}) > 1:
+        raise RolloutError(f"{engine} returned a support for some completions and not for others.")
     return pairs
 
 
@@ -146,4 +165,5 @@ def _problem(
     if one.finished != (one.ids[-1] in sampling.end_ids):
         ends = list(sampling.end_ids)
         return f"with finished={one.finished} and the last token {one.ids[-1]}; {ends} are the ends"
-    return None
+    wrong = problem_of(one.support, torch.tensor(one.ids), vocabulary)
+    return None if wrong is None else f"whose support cannot be: {wrong}"

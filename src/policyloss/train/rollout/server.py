@@ -13,7 +13,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from policyloss.errors import InputError, PolicyLossError
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Completion, Prompt, Sampling
 from policyloss.train.rollout.vllm_engine import parameters
 
@@ -30,23 +33,31 @@ class ServerError(PolicyLossError):
 
 
 class Server:
-    """timeout: seconds that an answer may take."""
+    """timeout: seconds that an answer may take. report: what it must say of the tokens it kept."""
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, report: Report) -> None:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
             raise InputError(
                 f"--rollout names the server {address!r}; give addresses as http://host:port."
             )
-        self.address, self._timeout = address, timeout
+        self.address, self._timeout, self._report = address, timeout, report
 
     def check(self) -> None:
-        """Raise unless the server reports the log-probabilities that it samples by."""
+        """Raise unless the server reports the log-probabilities that it samples by, and enough."""
         info = self._call("/server_info?config_format=json", timeout=LOOK_S)
-        mode = _get(info, "vllm_config", "model_config", "logprobs_mode")
+        model = _get(info, "vllm_config", "model_config")
+        mode, most = _get(model, "logprobs_mode"), _get(model, "max_logprobs")
         if mode != "processed_logprobs":
             raise InputError(
                 f"the server {self.address} reports {mode}, which are not the log-probabilities "
                 "that it samples by; start it with --logprobs-mode processed_logprobs."
+            )
+        count = self._report.count
+        if isinstance(most, int) and 0 <= most < count:
+            raise InputError(
+                f"the server {self.address} reports {most} log-probabilities of a token at most, "
+                f"and {count} say which tokens --top-p and --top-k kept; start it with "
+                f"--max-logprobs {count}."
             )
 
     def version(self) -> str:
@@ -63,21 +74,33 @@ class Server:
 
     def generate(self, prompt: Prompt, sampling: Sampling, name: str, version: int) -> list[Any]:
         """The completions of a prompt, all of which must be by the weights `name`."""
-        body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling)}
+        count = self._report.count if sampling.support else 0
+        body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling, count)}
         choices = _get(self._call("/inference/v1/generate", body), "choices")
         try:
-            return [self._completion(choice, name, version) for choice in choices]
-        except (KeyError, TypeError, IndexError) as error:
+            return [self._completion(choice, name, version, count) for choice in choices]
+        except PolicyLossError:
+            raise
+        except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ServerError(self, f"gave half an answer: {error!r}.") from error
 
-    def _completion(self, choice: Any, name: str, version: int) -> Completion:
+    def _completion(self, choice: Any, name: str, version: int, count: int) -> Completion:
         spans = [span["version"] for span in choice["weight_versions"]]
         if spans != [name]:
             raise ServerError(self, f"sampled with the weights {spans}, not with {name}.")
         if choice["finish_reason"] not in ("stop", "length"):
             raise ServerError(self, f"ended a completion by {choice['finish_reason']!r}.")
-        logp = [token["logprob"] for token in choice["logprobs"]["content"]]
-        return Completion(choice["token_ids"], logp, choice["finish_reason"] == "stop", version)
+        content = choice["logprobs"]["content"]
+        logp = [token["logprob"] for token in content]
+        support = None
+        if count:
+            ids, likeliest = (
+                torch.tensor([[top[name] for top in token["top_logprobs"]] for token in content])
+                for name in ("token_id", "logprob")
+            )
+            support = self._report.support(ids, likeliest)
+        finished = choice["finish_reason"] == "stop"
+        return Completion(choice["token_ids"], logp, finished, version, support)
 
     def _call(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """The JSON that it answers, to a GET, or to a POST of `body`."""
@@ -100,12 +123,10 @@ class Server:
             if error.code < 500:
                 raise InputError(f"the server {self.address} {text}") from error
             raise ServerError(self, text) from error
-        except TimeoutError as error:
-            raise ServerError(self, f"did not answer {path} in {timeout:g} s.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise ServerError(self, f"did not answer {path} in {timeout:g} s.") from error
-            raise ServerError(self, f"did not answer {path}: {error}.") from error
+            late = isinstance(getattr(error, "reason", error), TimeoutError)
+            why = f" in {timeout:g} s." if late else f": {error}."
+            raise ServerError(self, f"did not answer {path}{why}") from error
 
 
 def _get(data: Any, *names: str) -> Any:

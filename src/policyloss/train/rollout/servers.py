@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Completion, Prompt, RolloutError, Sampling, Weights
 from policyloss.train.rollout.server import Server, ServerError
 
@@ -32,10 +33,12 @@ class Servers:
 
     concurrent = True
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, report: Report, warn: Callable[[str], None]
+    ) -> None:
         self._patience, self._ranks, self._warn = config.rollout_timeout, ranks, warn
         addresses = [address.strip().rstrip("/") for address in config.rollout.split(",")]
-        self._servers = [Server(address, config.rollout_timeout) for address in addresses]
+        self._servers = [Server(address, config.rollout_timeout, report) for address in addresses]
         # No other run, and no other start of this one, calls its weights the same.
         self._run = ranks.gather(uuid4().hex[:12])[0]
         self._folder = config.out.resolve() / "rollout_weights"

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from policyloss.train.decoding import Completed
 from policyloss.train.models import parts
-from policyloss.train.rollout.protocol import Engine, Prompt, Sampling, Weights, checked
+from policyloss.train.rollout.protocol import (
+    Completion,
+    Engine,
+    Prompt,
+    Sampling,
+    Weights,
+    checked,
+)
 from policyloss.train.sampler import Sample, as_samples, encode, end_ids, stopped
 
 
@@ -23,8 +35,9 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Rollout:
-    """stop: texts that end a completion, which the engine does not know. version: that of the
-    weights that the engine has; None where it has none, or sleeps.
+    """stop: texts that end a completion, which the engine does not know. warn: told once if the
+    log-probabilities of engine and learner are not over the same tokens, which is `mismatched`.
+    version: that of the weights that the engine has; None where it has none, or sleeps.
     """
 
     name: str
@@ -33,6 +46,8 @@ class Rollout:
     model: Any
     tokenizer: Any
     stop: tuple[str, ...] = ()
+    warn: Callable[[str], None] = warnings.warn
+    mismatched: bool = False
     version: int | None = None
 
     def ready(self, version: int) -> None:
@@ -58,6 +73,7 @@ class Rollout:
         vocabulary = parts(self.model)[1].shape[0]
         engine = f"the rollout engine {self.name!r}"
         pairs = checked(engine, prompts, sampling, completions, vocabulary, self.version)
+        self._compare(sampling, any(one.support is not None for one, _ in pairs))
         rows = [
             (one.example, one.group, tokens)
             for one, tokens in zip(wanted, ids, strict=True)
@@ -67,14 +83,41 @@ class Rollout:
             self.tokenizer,
             [row[:2] for row in rows],
             [row[2] for row in rows],
-            [(list(one.ids), logp) for one, logp in pairs],
+            [_completed(one, logp, sampling.support) for one, logp in pairs],
             set(sampling.end_ids),
             self.version,
         )
         return [stopped(self.tokenizer, s, self.stop) for s in samples]
+
+    def _compare(self, sampling: Sampling, with_support: bool) -> None:
+        """Say so if the engine's log-probabilities are over fewer tokens than the learner's."""
+        same = not sampling.cuts or sampling.logp == "raw" or (sampling.support and with_support)
+        if same or self.mismatched:
+            return
+        self.mismatched = True
+        why = (
+            f"--rollout {self.name} does not say which"
+            if sampling.support
+            else "--no-sampling-mask was named"
+        )
+        self.warn(
+            "the sampler's log-probabilities are over the tokens that --top-p and --top-k keep, "
+            f"and the learner's over all tokens, because {why}. So the ratio of an unchanged "
+            "policy is not 1, but about the probability of what was kept (docs/train.md)."
+        )
 
     def sampling(self, *, draw: int, seed: int, max_new_tokens: int, **rule: Any) -> Sampling:
         """How to draw, with the tokens that end a completion of this model."""
         ends = tuple(end_ids(self.model, self.tokenizer))
         rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
         return Sampling(max_new_tokens, **rule, end_ids=ends, seed=seed, draw=draw)
+
+
+def _completed(one: Completion, logp: Tensor, with_support: bool) -> Completed:
+    """What the learner reads of a completion, on the CPU."""
+    if one.support is None or not with_support:
+        return Completed(list(one.ids), logp)
+    ids, offsets = one.support
+    return Completed(
+        list(one.ids), logp, (ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64))
+    )

@@ -14,18 +14,26 @@ import torch
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
+from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import Completion, Prompt, RolloutError, Sampling, Weights
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, where vLLM would take half of the memory
 
 
 class VLLM:
-    """An engine of one process and one device. longest: tokens of the longest prompt."""
+    """An engine of one process and one device. longest: tokens of the longest prompt. report: what
+    it must say of the tokens that it kept.
+    """
 
     concurrent = True
 
     def __init__(
-        self, config: TrainConfig, weights: Weights, longest: int, warn: Callable[[str], None]
+        self,
+        config: TrainConfig,
+        weights: Weights,
+        longest: int,
+        report: Report,
+        warn: Callable[[str], None],
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights stay in memory
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -38,7 +46,7 @@ class VLLM:
                 "install vllm, or use the built-in sampler."
             ) from error
         self._vllm: Any = vllm
-        self._warn = warn
+        self._report, self._warn = report, warn
         self._folder = tempfile.TemporaryDirectory(prefix="policyloss-vllm-")
         self._asleep = False
         self._sleeps = config.staleness == 0 and torch.cuda.is_available()
@@ -55,12 +63,14 @@ class VLLM:
                 dtype=config.dtype,
                 max_model_len=longest + config.max_new_tokens,
                 logprobs_mode="processed_logprobs",
+                max_logprobs=report.count,
                 enable_sleep_mode=self._sleeps,
                 enforce_eager=not torch.cuda.is_available(),
                 seed=config.seed,
                 **memory,
             )
         except Exception as error:  # of another package: whatever it raises, there is no engine
+            self.close()
             raise RolloutError(
                 f"vLLM cannot serve the model {config.model!r}: {error} On a CPU it takes heads of "
                 "32, 64, 80, 96, 112 or 128 numbers and more, which --model tiny32 has."
@@ -70,15 +80,17 @@ class VLLM:
         """With the log-probabilities that vLLM sampled by, temperature and all."""
         if not prompts:
             return []
+        count = self._report.count if sampling.support else 0
+        flat = {"detokenize": False, "flat_logprobs": True}
         answers = self._llm.generate(
             [{"prompt_token_ids": prompt.ids} for prompt in prompts],
             [
-                self._vllm.SamplingParams(**parameters(prompt, sampling), detokenize=False)
+                self._vllm.SamplingParams(**parameters(prompt, sampling, count), **flat)
                 for prompt in prompts
             ],
             use_tqdm=False,
         )
-        return [[self._completion(one) for one in answer.outputs] for answer in answers]
+        return [[self._completion(one, count) for one in answer.outputs] for answer in answers]
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """In memory; through a folder if vLLM does not take the names of this model's tensors."""
@@ -113,15 +125,25 @@ class VLLM:
     def _reload(self, **source: Any) -> None:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
-    @staticmethod
-    def _completion(one: Any) -> Completion:
-        logp = [row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)]
-        spans = [span.version for span in one.weight_versions or ()]
-        return Completion(list(one.token_ids), logp, one.finish_reason == "stop", only(spans))
+    def _completion(self, one: Any, count: int) -> Completion:
+        """At each place, vLLM reports the token that was drawn, then the `count` likeliest. A
+        completion by no weights of ours, or by several, has the version −1, which nobody wants.
+        """
+        ids, logp = (
+            torch.tensor(numbers).view(len(one.token_ids), 1 + count)
+            for numbers in (one.logprobs.token_ids, one.logprobs.logprobs)
+        )
+        support = self._report.support(ids[:, 1:], logp[:, 1:]) if count else None
+        versions = [span.version for span in one.weight_versions or ()]
+        version = int(versions[0]) if len(versions) == 1 and versions[0].isdecimal() else -1
+        finished = one.finish_reason == "stop"
+        return Completion(list(one.token_ids), logp[:, 0], finished, version, support)
 
 
-def parameters(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
-    """What vLLM is told of a prompt: these tokens end it, and no others."""
+def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]:
+    """What vLLM is told of a prompt: these tokens end it, and no others. count: log-probabilities
+    of each token beside its own.
+    """
     return {
         "n": prompt.number,
         "temperature": sampling.temperature,
@@ -131,10 +153,5 @@ def parameters(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         "seed": prompt.seed(sampling),
         "stop_token_ids": list(sampling.end_ids),
         "ignore_eos": True,
-        "logprobs": 0,
+        "logprobs": count,
     }
-
-
-def only(versions: Sequence[str]) -> int:
-    """The one version of the weights that sampled a completion; −1 if there is none of ours."""
-    return int(versions[0]) if len(versions) == 1 and versions[0].isdecimal() else -1

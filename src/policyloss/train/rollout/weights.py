@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from policyloss.train.adapter import merged_weights, written_whole
 from policyloss.train.distributed import Ranks
+from policyloss.train.models import without_bars
 from policyloss.train.run.shards import local_part
 
 TIED = "tied.safetensors"
@@ -39,7 +39,8 @@ class PolicyWeights:
         if first:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-            with _quiet(), written_whole(self.model):  # a copy, because it takes tied tensors out
+            with without_bars(), written_whole(self.model):
+                # A copy, because it takes tied tensors out.
                 self.model.save_pretrained(temporary, state_dict=dict(tensors))
             self._add_tied(temporary, tensors)
             self._tokenizer.save_pretrained(temporary)
@@ -63,17 +64,3 @@ class PolicyWeights:
             contents = json.loads(index.read_text())
             contents["weight_map"] |= dict.fromkeys(names, TIED)
             index.write_text(json.dumps(contents))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without a progress bar for every file, at every step."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

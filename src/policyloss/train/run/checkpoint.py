@@ -15,6 +15,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,35 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import (
-    StorageError,
-    from_json,
-    sync,
-    to_json,
-    write_error,
-    write_synced,
-)
-from policyloss.train.run.checkpoint_folder import (
-    begin,
-    newest_first,
-    prune,
-    publish,
-    published_path,
-    undo,
-)
-from policyloss.train.run.collective import on_every_rank, on_first_rank, rank_in
-from policyloss.train.run.plain_files import read_plain, require_plain
-from policyloss.train.run.shards import (
-    Share,
-    TensorFile,
-    check_pieces,
-    file_of,
-    local_part,
-    located,
-    nearest_template,
-    read_like,
-    share_of,
-)
+from policyloss.train.distributed import on_every_rank, on_first_rank, rank_in
+from policyloss.train.run import checkpoint_folder as folders
+from policyloss.train.run import files, shards
+from policyloss.train.run.files import StorageError
 
 INDEX = "checkpoint.json"
 FORMAT = 2
@@ -72,8 +48,7 @@ def save(
     keep: int | None,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`,
-    return its path.
+    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`. → its path.
 
     state: tensors, in mappings and sequences as deep as you like; they come back flat,
         `{"model": {"w": x}}` as `"model/w"`. Those that are the same memory (tied weights) are
@@ -93,26 +68,27 @@ def save(
         )
     tensors: dict[str, Tensor] = {}
 
-    def plan() -> dict[str, Share]:
+    def plan() -> dict[str, shards.Share]:
         tensors.update(flatten(state))
-        return {name: share_of(name, x, group) for name, x in tensors.items()}
+        return {name: shards.share_of(name, x, group) for name, x in tensors.items()}
 
     # Of the same plans on every rank: all raise, or none.
-    entries = located(on_every_rank(plan, group))
-    path, file = published_path(folder, step), file_of(rank_in(group))
+    entries = shards.located(on_every_rank(plan, group))
+    path, file = folders.published_path(folder, step), shards.file_of(rank_in(group))
     to_write = {
-        name: local_part(tensors[name]) for name, entry in entries.items() if _in_file(entry, file)
+        name: shards.local_part(tensors[name])
+        for name, entry in entries.items()
+        if any(piece["file"] == file for piece in entry["pieces"])
     }
     with _undone_on_error(folder, step, group):
-        temporary = on_first_rank(lambda: _explained(path, lambda: begin(folder, step)), group)
-        target = temporary / file
+        temporary = on_first_rank(partial(_explained, path, folders.begin, folder, step), group)
         written = on_every_rank(
-            lambda: _explained(path, lambda: write_tensors(target, to_write)), group
+            partial(_explained, path, write_tensors, temporary / file, to_write), group
         )
-        files = {file_of(rank): entry for rank, entry in enumerate(written) if entry}
-        contents = {"files": files, "tensors": entries, "numbers": numbers}
-        on_first_rank(lambda: _explained(path, lambda: _finish(temporary, step, contents)), group)
-    on_first_rank(lambda: prune(folder, step, keep, _readable), group)
+        by_file = {shards.file_of(rank): entry for rank, entry in enumerate(written) if entry}
+        contents = {"files": by_file, "tensors": entries, "numbers": numbers}
+        on_first_rank(partial(_explained, path, _finish, temporary, step, contents), group)
+    on_first_rank(lambda: folders.prune(folder, step, keep, _readable), group)
     return path
 
 
@@ -131,20 +107,15 @@ def load(
         what many wrote.
     group: ranks that each call this; if one cannot read its part, all raise.
     """
-    contents: dict[str, Any] = {}
-
-    def read() -> None:
-        contents["tensors"], contents["numbers"] = _load(path, flatten(layout or {}))
-
-    on_every_rank(read, group)
-    return contents["tensors"], contents["numbers"]
+    contents: list[tuple[dict[str, Tensor], dict[str, Any]]] = []  # not to be sent to other ranks
+    on_every_rank(lambda: contents.append(_load(path, flatten(layout or {}))), group)
+    return contents[0]
 
 
 def latest(
     folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None
 ) -> Path | None:
-    """The newest checkpoint in `folder` that is complete and intact, every byte; None if there is
-    none.
+    """The newest checkpoint in `folder` of which every byte is intact; None if there is none.
 
     One that is not is reported by a warning, and the next older is tried. check: a further look at
     one, by a function that raises a `StorageError` if it is not good. group: ranks that each call
@@ -152,7 +123,7 @@ def latest(
     """
 
     def look() -> Path | None:
-        for path in newest_first(folder):
+        for path in folders.newest_first(folder):
             try:
                 checked_index(path, sums=True)
                 if check is not None:
@@ -215,90 +186,71 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] |
         return None
     distinct, same = _distinct(tensors)
     save_file({name: _own_memory(name, x) for name, x in distinct.items()}, path)
-    sync(path)
+    files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path), "same": same}
 
 
 def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
-    """The index of a checkpoint, or an error that says what is wrong with it. sums: whether to read
-    every byte, or only sizes.
-    """
+    """The index of a checkpoint that is intact. sums: read every byte of it, not sizes alone."""
     try:
-        data = read_plain(path / INDEX)
-        checksum = from_json(data)["sha256"]
-        body = data.partition(_BODY)[2][:-1]
-        if hashlib.sha256(body).hexdigest() != checksum:
-            raise StorageError(f"checkpoint {path} is damaged: {INDEX} does not have its checksum.")
-        index: dict[str, Any] = from_json(body)
-        if index["format"] != FORMAT:
-            raise StorageError(
-                f"checkpoint {path} has format {index['format']}, and this version reads format "
-                f"{FORMAT}; use the version that wrote it."
-            )
-        for name, file in index["files"].items():
-            _check_file(path, name, file, sums)
-        if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
-            raise StorageError(
-                f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name."
-            )
+        with files.damage_named(f"checkpoint {path} is damaged: {INDEX} is not readable"):
+            return _checked_index(path, sums)
     except OSError as error:
         raise StorageError(
             f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, StorageError):
-            raise
+
+
+def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
+    data = files.read_plain(path / INDEX)
+    checksum = files.from_json(data)["sha256"]
+    body = data.partition(_BODY)[2][:-1]
+    if hashlib.sha256(body).hexdigest() != checksum:
+        raise StorageError(f"checkpoint {path} is damaged: {INDEX} does not have its checksum.")
+    index: dict[str, Any] = files.from_json(body)
+    if index["format"] != FORMAT:
         raise StorageError(
-            f"checkpoint {path} is damaged: {INDEX} is not readable ({error})."
-        ) from None
+            f"checkpoint {path} has format {index['format']}, and this version reads format "
+            f"{FORMAT}; use the version that wrote it."
+        )
+    for name, file in index["files"].items():
+        _check_file(path, name, file, sums)
+    if type(index["step"]) is not int or not isinstance(index["numbers"], dict):
+        raise StorageError(
+            f"checkpoint {path} is damaged: {INDEX} needs a step and numbers by name."
+        )
     return index
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
-    """Write the index beside the files, bring all to the disk, and give the folder its name: from
-    here on it is a checkpoint.
-    """
-    body = to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
-    write_synced(
+    """Write the index, bring all to the disk, and rename the folder: now it is a checkpoint."""
+    body = files.to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
+    files.write_synced(
         temporary / INDEX,
         b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body),
     )
-    sync(temporary)
-    publish(temporary)
+    files.sync(temporary)
+    folders.publish(temporary)
 
 
 def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     index = checked_index(path, sums=False)
-    try:
-        with ExitStack() as stack:
-            files = {
-                name: TensorFile(
-                    stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
-                )
-                for name, file in index["files"].items()
-            }
-            entries = index["tensors"]
-            for name, entry in entries.items():
-                check_pieces(files, name, entry)
-            tensors = {
-                name: read_like(files, name, entry, nearest_template(templates, name))
-                for name, entry in entries.items()
-            }
-    except StorageError:
-        raise
-    except (
-        safetensors.SafetensorError,
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:
-        raise StorageError(
-            f"checkpoint {path} is damaged: {type(error).__name__}: {error}. Use an older one."
-        ) from error
+    unreadable = (safetensors.SafetensorError, OSError)
+    damage = files.damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
+    with damage, ExitStack() as stack:
+        opened = {
+            name: shards.TensorFile(
+                stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
+            )
+            for name, file in index["files"].items()
+        }
+        entries = index["tensors"]
+        for name, entry in entries.items():
+            shards.check_pieces(opened, name, entry)
+        tensors = {
+            name: shards.read_like(opened, name, entry, shards.nearest_template(templates, name))
+            for name, entry in entries.items()
+        }
     return tensors, index["numbers"]
 
 
@@ -309,22 +261,18 @@ def _undone_on_error(folder: Path, step: int, group: Any) -> Iterator[None]:
         yield
     except BaseException:
         if rank_in(group) == 0:
-            undo(folder, step)
+            folders.undo(folder, step)
         raise
 
 
-def _explained(path: Path, action: Callable[[], T]) -> T:
-    """`action()`; if it cannot write, an error that says what is left."""
+def _explained(path: Path, action: Callable[..., T], *arguments: Any) -> T:
+    """`action(*arguments)`; if it cannot write, an error that says what is left."""
     try:
-        return action()
+        return action(*arguments)
     except (OSError, safetensors.SafetensorError) as error:
-        raise write_error(
+        raise files.write_error(
             f"checkpoint {path}", error, "Older checkpoints are untouched."
         ) from error
-
-
-def _in_file(entry: Mapping[str, Any], file: str) -> bool:
-    return any(piece["file"] == file for piece in entry["pieces"])
 
 
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
@@ -333,7 +281,7 @@ def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> N
             f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its "
             "folder."
         )
-    require_plain(path / name)
+    files.require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
         raise StorageError(
@@ -352,9 +300,7 @@ def _sha256(path: Path) -> str:
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors without those that are another one's very memory, and for each of these the name
-    of the other.
-    """
+    """The tensors without those that are another one's very memory, and whose memory these are."""
     first: dict[tuple[Any, ...], str] = {}
     same: dict[str, str] = {}
     for name, x in tensors.items():
@@ -366,9 +312,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _own_memory(name: str, x: Tensor) -> Tensor:
-    """`x` on the CPU, contiguous, and in memory that nothing else uses,
-    which safetensors asks for.
-    """
+    """`x` on the CPU, contiguous, and in memory of its own, as safetensors wants it."""
     if x.is_meta or x.layout != torch.strided:
         raise InputError(
             f"state[{name!r}] has no plain memory ({x.device}, {x.layout}); make it a dense tensor "

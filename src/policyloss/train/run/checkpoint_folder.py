@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import make_folder, sync
+from policyloss.train.run.files import make_folder, sync
 
 _NAME = re.compile(r"(\.?)step_(\d{1,18})(?:\.(tmp|old|gone|discarded))?")
 
@@ -36,9 +36,7 @@ def published_path(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty temporary folder for the files of a checkpoint. Removes what an earlier one that was
-    interrupted left.
-    """
+    """An empty temporary folder for a checkpoint; what interrupted ones left is removed."""
     temporary = _hidden(folder, step, "tmp")
     make_folder(folder)
     _tidy(folder)
@@ -52,9 +50,7 @@ def undo(folder: Path, step: int) -> None:
 
 
 def publish(temporary: Path) -> Path:
-    """Give a complete checkpoint its name. One of the same step steps aside first, and comes back
-    if that fails.
-    """
+    """Give a complete checkpoint its name; one of the same step is back if that fails."""
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
     replaces = path.exists()
@@ -72,9 +68,7 @@ def publish(temporary: Path) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`. One that stepped aside counts if a crash left it without the one
-    that was to replace it.
-    """
+    """The checkpoints in `folder`, and those that stepped aside and were not replaced."""
     by_step: dict[int, Path] = {}
     # ".step…" sorts before "step…", which replaces it here.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -89,9 +83,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """Set aside the checkpoints after `step`, which a run that continues from there makes anew; the
-    next `prune` deletes them.
-    """
+    """Set aside the checkpoints after `step`, to be made anew; the next `prune` deletes them."""
     for path in newest_first(folder):
         if step_of(path) > step:
             os.replace(path, _hidden(folder, step_of(path), "discarded", free=True))
@@ -99,9 +91,7 @@ def discard_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], bool]) -> None:
-    """Delete what a resume discarded, and the checkpoints before `step` beyond the newest `keep`
-    that are `readable`.
-    """
+    """Delete what was discarded, and those before `step` but the newest `keep` readable ones."""
     kept = 1
     for path in newest_first(folder):
         if keep is None or step_of(path) >= step:
@@ -120,9 +110,7 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
 
 
 def _tidy(folder: Path) -> None:
-    """Finish what a crash interrupted: bring back one that stepped aside,
-    delete what has no use.
-    """
+    """Finish what a crash interrupted: bring back what stepped aside, delete what has no use."""
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))

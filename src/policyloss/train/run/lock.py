@@ -1,6 +1,4 @@
-"""Who is using a run directory: the file `lock` names a process,
-and a lock whose process has ended is no lock.
-"""
+"""The file `lock` names the process that uses a run directory; if that has ended, it is no lock."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss.train.run.atomic import StorageError, from_json, write_error
-from policyloss.train.run.plain_files import open_plain
+from policyloss.train.run.files import StorageError, from_json, open_plain, write_error
 
 if sys.platform != "win32":
     import fcntl
@@ -24,8 +21,7 @@ LOCK_BYTES = 4096  # no lock is longer
 
 
 class Lock:
-    """Holds `folder/lock` until `release`. It names this process:
-    its id, its host, and when it began.
+    """Holds `folder/lock` until `release`: this process's id, its host, and when it began.
 
     The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live
     one is refused. A lock from another host is refused, because from here one cannot see whether
@@ -34,11 +30,8 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
-        self.owner: dict[str, Any] = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "began": _began(os.getpid()),
-        }
+        pid, host = os.getpid(), socket.gethostname()
+        self.owner: dict[str, Any] = {"pid": pid, "host": host, "began": _began(pid)}
         try:
             with self._alone() as handle:
                 self._refuse_if_held(os.read(handle, LOCK_BYTES))
@@ -56,9 +49,7 @@ class Lock:
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """The lock file, opened, with other processes kept out for the moment: two that meet a dead
-        lock must not both take it.
-        """
+        """The lock file, opened for this process alone: two must not both take a dead lock."""
         while True:
             handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             try:
@@ -92,10 +83,8 @@ class Lock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the lock of a run names a process that is alive, or one on another host,
-    which cannot be asked.
-
-    A link or a pipe in the place of the lock is not read, and is no lock.
+    """Whether the lock of a run names a process that is alive, or one on another host, which cannot
+    be asked. A link or a pipe in the place of the lock is not read, and is no lock.
     """
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)
@@ -111,9 +100,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _read(data: bytes) -> dict[str, Any] | None:
-    """The holder of a lock; None for an empty or half-written file,
-    which a crash left before it was a lock.
-    """
+    """The holder of a lock; None for a file that is empty or half written, as a crash leaves it."""
     try:
         holder = from_json(data)
     except ValueError:
@@ -134,9 +121,7 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _runs(pid: int, began: Any) -> bool:
-    """Whether the process that took the lock is alive. Ids are given again: one that began at
-    another time is another process.
-    """
+    """Whether the process that took the lock lives; of the same id, one may have begun later."""
     if sys.platform == "win32":
         return True  # where asking ends the process asked about
     try:
@@ -153,9 +138,7 @@ _ENDED = "ended"
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in the system's own count since it was started;
-    None where the system does not tell.
-    """
+    """When a process began, since the system did; None where the system does not tell."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

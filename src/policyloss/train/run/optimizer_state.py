@@ -17,8 +17,7 @@ HOW = ("foreach", "fused", "capturable", "differentiable")
 def optimizer_state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of `optimizer` as tensors named `parameter/key`, and as numbers for JSON.
-    Nothing is copied.
+    """The state of `optimizer` as tensors named `parameter/key`, not copied, and numbers for JSON.
 
     Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters,
     and state that is not a tensor. The names are those of `model.named_parameters()`, so the order
@@ -55,17 +54,18 @@ def load_optimizer_state(
 ) -> None:
     """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
 
-    The next step is then the one that the saved optimizer would have made.
-    `optimizer.load_state_dict` would not do: it casts a float32 moment
-    of a bfloat16 parameter to bfloat16.
+    `optimizer.load_state_dict` would not do: it casts a float32 moment of a bfloat16 parameter to
+    bfloat16.
     """
     names = _names(model, optimizer)
     _refuse_other_optimizer(optimizer, names, numbers)
     parameters = {name: parameter for parameter, name in names.items()}
-    options = {
-        name: group
+    # A step count stays on the host, unless a fused or captured step reads it on the device.
+    on_device = {
+        names[p]
         for group in optimizer.param_groups
-        for name in (names[p] for p in group["params"])
+        for p in group["params"]
+        if group.get("fused") or group.get("capturable")
     }
     state: dict[Tensor, dict[str, Any]] = {}
     for name, plain in numbers["state"].items():
@@ -78,28 +78,11 @@ def load_optimizer_state(
                 "optimizer."
             )
         parameter = parameters[name]
-        if value.dim() and value.shape != parameter.shape:
-            raise InputError(
-                f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
-                f"{tuple(parameter.shape)}."
-            )
-        if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
-            raise InputError(
-                f"{place} is whole but its parameter is sharded, or the reverse; give load_sharded "
-                "a layout for it."
-            )
-        if value.is_floating_point() != parameter.is_floating_point():
-            raise InputError(
-                f"{place} in the checkpoint is {value.dtype}, but the parameter is "
-                f"{parameter.dtype}."
-            )
-        # A step count stays on the host, unless a fused or captured step reads it on the device.
-        on_host = key == "step" and not (
-            options[name].get("fused") or options[name].get("capturable")
-        )
-        state.setdefault(parameter, {})[key] = value.detach().to(
-            "cpu" if on_host else parameter.device, copy=True
-        )
+        # An optimizer says itself what it holds in another shape or type than its parameters have.
+        fits = getattr(optimizer, "fits", lambda *state: False)(parameter, key, value)
+        _refuse_other_form(place, value, parameter, fits)
+        device = "cpu" if key == "step" and name not in on_device else parameter.device
+        state.setdefault(parameter, {})[key] = value.detach().to(device, copy=True)
     if len({frozenset(entries) for entries in state.values()}) > 1:
         raise InputError(
             "the checkpoint holds the optimizer's state of some parameters in part only."
@@ -107,16 +90,40 @@ def load_optimizer_state(
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        for key, value in saved["options"].items():
-            if key in group and not _same_kind(group[key], value):
-                raise InputError(
-                    f"the checkpoint has {str(value)[:40]!r} as {key!r} of the optimizer, where "
-                    f"{group[key]!r} is one."
-                )
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)  # a captured step reads this very tensor
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        _set_options(group, saved["options"])
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key in group and not _same_kind(group[key], value):
+            raise InputError(
+                f"the checkpoint has {str(value)[:40]!r} as {key!r} of the optimizer, where "
+                f"{group[key]!r} is one."
+            )
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)  # a captured step reads this very tensor
+        else:
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, fits: bool) -> None:
+    """Raise for a tensor at `place` that cannot be state of the parameter. fits: the optimizer says
+    that shape and type can be.
+    """
+    if not fits and value.dim() and value.shape != parameter.shape:
+        raise InputError(
+            f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
+            f"{tuple(parameter.shape)}."
+        )
+    if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
+        raise InputError(
+            f"{place} is whole but its parameter is sharded, or the reverse; give `load` a layout "
+            "for it."
+        )
+    if not fits and value.is_floating_point() != parameter.is_floating_point():
+        raise InputError(
+            f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}."
+        )
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:

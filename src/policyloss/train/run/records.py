@@ -1,6 +1,4 @@
-"""A file of JSON lines, one row each with its step: appended whole, cut back on resume, readable
-after a crash at any moment.
-"""
+"""A file of JSON lines, each with its step: appended whole, cut back on resume."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import from_json, sync, write_error
-from policyloss.train.run.plain_files import open_plain
+from policyloss.train.run.files import from_json, open_plain, sync, write_error
 
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
@@ -66,9 +63,7 @@ class JsonLines:
             data = data[os.write(self._handle, data) :]
 
     def truncate(self, step: int | None) -> None:
-        """Drop every row after `step` (None: no row), and what follows the last readable row; the
-        bytes before stay as they are.
-        """
+        """Drop every row after `step` (None: no row), and what follows the last readable one."""
         end, at, last = 0, 0, None
         # This very file, whatever its name leads to by now.
         with os.fdopen(os.dup(self._handle), "rb") as file:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import InputError
 from policyloss.train.distributed import Ranks
-from policyloss.train.finite import NotFiniteError, nonfinite_names
-from policyloss.train.run.atomic import StorageError
+from policyloss.train.finite import NotFiniteError, listed, nonfinite_names
 from policyloss.train.run.checkpoint import checked_index, flatten, latest, load, save
 from policyloss.train.run.checkpoint_folder import step_of
+from policyloss.train.run.files import StorageError, damage_named
 
 # The weights that learn: a checkpoint in which they are not finite is worthless.
 _TRAINED = ("policy/", "critic/")
@@ -48,9 +48,7 @@ def store(
 def restore(
     folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
-    """Let everything be as the last good checkpoint says. → its step. layout: as in
-    `checkpoint.load`.
-    """
+    """Let all be as the last good checkpoint says. → its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
@@ -64,42 +62,31 @@ def restore(
     return step_of(path)
 
 
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Around the use of what a checkpoint holds: what is missing, or of another kind, is the
-    checkpoint's fault.
-    """
-    try:
-        yield
-    except PolicyLossError:
-        raise
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        StopIteration,
-        OverflowError,
-    ) as error:
-        raise StorageError(
-            f"checkpoint {path} does not hold what a run needs: {type(error).__name__}: {error}. "
-            "Remove it to go on from an older one."
-        ) from error
+def stored_weights(
+    run: Path, checkpoint: Path | None = None
+) -> tuple[Path, int, dict[str, Tensor]]:
+    """A checkpoint, by default the last good one, its step and tensors; all bytes are checked."""
+    path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
+    if path is None:
+        raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
+    step = int(checked_index(path, sums=True)["step"])
+    return path, step, load(path)[0]
+
+
+def explained(path: Path) -> AbstractContextManager[None]:
+    """Around the use of what a checkpoint holds: what is missing is the checkpoint's fault."""
+    advice = " Remove it to go on from an older one."
+    return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite: such a checkpoint must not take the place of
-    a good one.
-    """
+    """Raise, on every rank, if weights are not finite: a good checkpoint must not be replaced."""
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise NotFiniteError(
-            f"the weights are not finite after step {step} ({shown}), so no checkpoint of it is "
-            "written."
+            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
+            "it is written."
         )
 
 

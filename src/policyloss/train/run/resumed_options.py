@@ -19,35 +19,26 @@ import tyro
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, flag
+from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
-from policyloss.train.run.atomic import StorageError
+from policyloss.train.options import flag
 from policyloss.train.run.directory import RunDir
+from policyloss.train.run.files import StorageError, damage_named
 
 # How a run is watched, stored and placed, which changes none of its numbers;
 # these may be others when it goes on.
 CHANGEABLE = (
-    *(
-        "track",
-        "keep",
-        "checkpoint_every",
-        "heartbeat",
-        "rank_timeout",
-        "reward_timeout",
-        "nonfinite_limit",
-    ),
-    *("device", "parallel", "unusable", "attention"),
+    *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout"),
+    *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
-_OF_THE_CALL = ("out", "resume", "extend")
+_MAY_DIFFER = (*CHANGEABLE, "out", "resume", "extend")
 # What may name code, or an address. To train, all of these are used; to evaluate, the reward.
 _MAY_BE_CODE = ("reward", "loss", "advantage", "rollout")
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options that stand on a command line, by the name of their field: `--no-resume` and
-    `--resume` are both "resume".
-    """
+    """The options on a command line, by their fields: `--no-resume` and `--resume` are "resume"."""
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     names = {
         argument[2:].partition("=")[0].replace("-", "_")
@@ -59,35 +50,24 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
     """The options and the loss that a run was started with; None for a loss that is code."""
-    contents = RunDir.read_config(run)
+    contents, file = RunDir.read_config(run), run / "config.json"
     try:
-        if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
-            raise InputError("'config' and 'loss' must be objects.")
-        config = TrainConfig.from_dict(
-            {**contents["config"], "resume": False, "extend": None, "out": str(run)}
-        )
-        code = contents["loss"] == {"code": config.loss}
-        return config, None if code else LossSpec.from_dict(contents["loss"])
+        with damage_named(f"{file} is damaged"):
+            if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
+                raise InputError("'config' and 'loss' must be objects.")
+            config = TrainConfig.from_dict(
+                {**contents["config"], "resume": False, "extend": None, "out": str(run)}
+            )
+            code = contents["loss"] == {"code": config.loss}
+            return config, None if code else LossSpec.from_dict(contents["loss"])
+    except StorageError:
+        raise
     except PolicyLossError as error:
-        raise StorageError(f"{run / 'config.json'}: {error}") from None
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise StorageError(
-            f"{run / 'config.json'} is damaged: {type(error).__name__}: {error}."
-        ) from error
+        raise StorageError(f"{file}: {error}") from None
 
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """`policyloss train --resume …`: the options of the run, after a look whether those on the
-    command line agree with them.
-    """
+    """`policyloss train --resume …`: the options of the run, which those named must agree with."""
     rest, changes = split_loss_options(arguments)
     where, _ = tyro.cli(
         _Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False
@@ -112,9 +92,7 @@ class _Where:
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
-    """`config` with the steps that the run in `config.out` is to have; an error if it was started
-    with other options.
-    """
+    """`config` with the steps that the run is to have; an error if its options were others."""
     stored, stored_spec = stored_options(config.out)
     refuse_changes(stored, config, stored_spec, spec)
     return replace(config, steps=max(stored.steps, config.extend or 0))
@@ -123,29 +101,22 @@ def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
 def refuse_changes(
     stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
 ) -> None:
-    """Raise if an option or a number of the loss is another one than the run was started with; all
-    of them are listed.
-    """
-    rows = [
-        (flag(field.name), getattr(stored, field.name), getattr(now, field.name))
-        for field in dataclasses.fields(TrainConfig)
-        if field.name not in (*CHANGEABLE, *_OF_THE_CALL)
-        and getattr(stored, field.name) != getattr(now, field.name)
-    ]
-    before = _flat(loss_data(stored_spec, stored.loss))
-    after = _flat(loss_data(spec, now.loss))
-    names = [
-        name
+    """Raise if options or numbers of the loss are not those of the run, and list them."""
+    before, after = (
+        {flag(name): x for name, x in vars(config).items() if name not in _MAY_DIFFER}
+        | _flat(loss_data(loss, config.loss), "--loss.")
+        for config, loss in ((stored, stored_spec), (now, spec))
+    )
+    pairs = {
+        name: (before.get(name, "nothing"), after.get(name, "nothing"))
         for name in {**before, **after}
-        if before.get(name, _NOTHING) != after.get(name, _NOTHING)
-    ]
-    rows += [
-        (f"--loss.{name}", before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names
-    ]
-    if rows:
-        listed = "; ".join(
-            f"{name} is {_shown(new)}, and the run has {_shown(old)}" for name, old, new in rows
-        )
+    }
+    listed = "; ".join(
+        f"{name} is {_shown(new)}, and the run has {_shown(old)}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    )
+    if listed:
         longer = " To train longer, use --extend." if now.steps != stored.steps else ""
         raise InputError(
             f"--resume goes on with the options that {now.out} was started with, but these differ: "
@@ -161,9 +132,7 @@ def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
 def refuse_unnamed_code(
     config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
 ) -> None:
-    """Raise if the run directory would have code run, or a server used, that the user did not name
-    among the `options` that matter.
-    """
+    """Raise if one of the `options` names code or a server that the user did not name."""
     for name in options:
         value = getattr(config, name)
         if runs_code(value) and name not in named:
@@ -196,9 +165,6 @@ def resume_command(config: TrainConfig) -> str:
     return shlex.join(words)
 
 
-_NOTHING = "nothing"
-
-
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -207,9 +173,6 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """`{"trust": {"eps_low": 0.2}}` → `{"trust.eps_low": 0.2}`."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
-        flat |= (
-            _flat(value, f"{above}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{above}{name}": value}
-        )
+        inner = isinstance(value, Mapping)
+        flat |= _flat(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
     return flat

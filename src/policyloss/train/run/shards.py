@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from policyloss.errors import InputError
-from policyloss.train.run.atomic import StorageError
+from policyloss.train.run.files import StorageError
 
 
 class Share(NamedTuple):
-    """What one rank has of a tensor: rows first to first + rows of `shape`. writes: it is the one
-    replica that writes them.
-    """
+    """One rank's rows of a tensor of `shape`. writes: it is the replica that writes them."""
 
     shape: list[int]
     dtype: str
@@ -33,9 +31,7 @@ class Share(NamedTuple):
 
 
 class TensorFile(NamedTuple):
-    """An open safetensors file. same: tensors that are another one of the file, and the name of
-    that one.
-    """
+    """An open safetensors file. same: tensors that are another one of it, and the name of that."""
 
     handle: Any
     same: Mapping[str, str]
@@ -129,9 +125,7 @@ def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
 
 def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
     """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
-    these shapes.
-
-    Before memory is asked for by what the index says.
+    these shapes: before memory is asked for by what the index says.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
@@ -166,9 +160,7 @@ def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | Non
 def read_like(
     files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
 ) -> Tensor:
-    """The rows of this rank, as a DTensor like `like`; all rows, on the CPU, if that is no DTensor
-    of this shape.
-    """
+    """The rows of this rank, as a DTensor like `like`; else all rows, on the CPU."""
     shape = entry["shape"]
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)

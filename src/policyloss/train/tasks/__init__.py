@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import Example, ListTask, Task
+from policyloss.train.tasks.base import Example, Task
 from policyloss.train.tasks.gym import gym_task
 from policyloss.train.tasks.jsonl import file_task
 from policyloss.train.tasks.rewards import make_reward
-from policyloss.train.tasks.sort import SortTask
+from policyloss.train.tasks.sort import sort_task
 
 GYM = "reasoning_gym:"
 
@@ -23,22 +23,19 @@ def make_task(name: str, *, reward: str | None, seed: int, success: float | None
     so runs with different seeds can be compared.
     success: the reward from which on a completion counts as right; None is the task's own, 1.
     """
-    task = _task(name, reward, seed)
-    return task if success is None else replace(task, success=success)
-
-
-def _task(name: str, reward: str | None, seed: int) -> SortTask | ListTask:
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":
-        return SortTask.of(seed, chosen or make_reward("exact"))
-    if name.startswith(GYM):
-        return gym_task(name, name.removeprefix(GYM), seed, chosen)
-    if name.endswith(".jsonl"):
-        return file_task(Path(name), chosen or make_reward("exact"))
-    raise InputError(
-        f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends in "
-        ".jsonl."
-    )
+        task = sort_task(seed, chosen or make_reward("exact"))
+    elif name.startswith(GYM):
+        task = gym_task(name, name.removeprefix(GYM), seed, chosen)
+    elif name.endswith(".jsonl"):
+        task = file_task(Path(name), chosen or make_reward("exact"))
+    else:
+        raise InputError(
+            f"unknown task {name!r}. Valid: sort, {GYM}<data set>, or the path of a file that ends "
+            "in .jsonl."
+        )
+    return task if success is None else replace(task, success=success)
 
 
 __all__ = ["Example", "Task", "make_task"]

@@ -1,13 +1,11 @@
-"""What a task is made of: prompts, each with its answer,
-and a way to score what a model says to them.
-"""
+"""A task: prompts, each with its answer, and a way to score what a model says to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,60 +23,44 @@ class Example:
 
 SUCCESS = 1.0  # the score of a right answer, where a task says nothing else
 Reward = Callable[[Example, str], float]
+Row = tuple[str, str, Mapping[str, Any]]  # the prompt, answer and meta of an example
 
 
-class Task(Protocol):
-    """Prompts to train on, others to evaluate on (no prompt is in both), and a score,
-    by convention in [0, 1].
-    """
-
-    @property
-    def name(self) -> str:
-        """As `make_task` was given it."""
-
-    @property
-    def train(self) -> Sequence[Example]:
-        """The only prompts that warm-up and training see."""
-
-    @property
-    def held_out(self) -> Sequence[Example]:
-        """The prompts of the evaluations."""
-
-    @property
-    def success(self) -> float:
-        """The score from which on a completion counts as right:
-        accuracy is the share of those that reach it.
-        """
-
-    def score(self, example: Example, completion: str) -> float:
-        """How good `completion` is; raises `RewardError` where the scorer fails."""
-
-    def demonstration(self, example: Example, rng: Random) -> str | None:
-        """A completion that warm-up imitates; None where there is none to show."""
+def answer_of(example: Example, rng: Random) -> str | None:
+    """The answer, where there is one to show."""
+    return example.answer or None
 
 
 @dataclass(frozen=True)
-class ListTask:
-    """A task held in memory. Its demonstrations are the answers, where it has them."""
+class Task:
+    """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention
+    in [0, 1]; it raises `RewardError` where it fails.
+
+    train: the only prompts that warm-up and training see. success: the score from which on a
+    completion counts as right, and accuracy is the share of those that reach it. demonstration: a
+    completion that warm-up imitates, or None.
+    """
 
     name: str
     train: Sequence[Example]
     held_out: Sequence[Example]
-    reward: Reward
+    score: Reward
     success: float = SUCCESS
-
-    def score(self, example: Example, completion: str) -> float:
-        """By `reward`."""
-        return self.reward(example, completion)
-
-    def demonstration(self, example: Example, rng: Random) -> str | None:
-        """The answer."""
-        return example.answer or None
+    demonstration: Callable[[Example, Random], str | None] = answer_of
 
 
-def numbered(rows: Iterable[tuple[str, str, Mapping[str, Any]]]) -> tuple[Example, ...]:
-    """(prompt, answer, meta) in order, each with its place as id."""
+def numbered(rows: Iterable[Row]) -> tuple[Example, ...]:
+    """The examples of rows, each with its place as id."""
     return tuple(Example(prompt, answer, i, meta) for i, (prompt, answer, meta) in enumerate(rows))
+
+
+def different(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
+    """The rows whose prompt is in none before it and in none of the others."""
+    taken = {prompt for prompt, _, _ in others}
+    for row in rows:
+        if row[0] not in taken:
+            taken.add(row[0])
+            yield row
 
 
 def normalised(text: str) -> str:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.train.tasks.base import ListTask, Reward, numbered
+from policyloss.train.tasks.base import Reward, Row, Task, different, numbered
 from policyloss.train.tasks.rewards import checked
 
 TRAIN, HELD_OUT = 1024, 128
@@ -16,19 +16,15 @@ TRAIN, HELD_OUT = 1024, 128
 SEED_STRIDE = 1_000_000
 
 
-def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> ListTask:
-    """The data set `dataset`. Held out are the same prompts whatever the seed;
-    none of them is trained on.
-    """
+def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
+    """The data set `dataset`; held out are the same prompts whatever the seed."""
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
-    held_out = list(_different(source, set()))
-    taken = {row[0] for row in held_out}
+    held_out = list(different(_rows(source)))
     # Enough items that the loss of repeated prompts is made up for,
     # where the data set has that many different ones.
-    train = list(
-        islice(_different(create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN), taken), TRAIN)
-    )
+    drawn = create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN)
+    train = list(islice(different(_rows(drawn), held_out), TRAIN))
     if not train:
         raise InputError(
             f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
@@ -38,7 +34,7 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> ListT
         name,
         lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
     )
-    return ListTask(name, numbered(train), numbered(held_out), reward or rule)
+    return Task(name, numbered(train), numbered(held_out), reward or rule)
 
 
 def _creator(dataset: str) -> Any:
@@ -58,11 +54,7 @@ def _creator(dataset: str) -> Any:
         try:
             return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
         # "composite", for one, is nothing without settings.
-        except (
-            AssertionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (AssertionError, TypeError, ValueError) as error:
             raise InputError(
                 f"the task reasoning_gym:{dataset} cannot be made with its default settings: "
                 f"{error}."
@@ -71,13 +63,8 @@ def _creator(dataset: str) -> Any:
     return create
 
 
-def _different(source: Any, taken: set[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(prompt, answer, meta) of each item whose prompt is new.
-    An item whose scorer needs no answer has the answer "".
-    """
-    taken = set(taken)
+def _rows(source: Any) -> Iterator[Row]:
+    """An item whose scorer needs no answer has the answer ""."""
     for entry in source:
-        prompt, answer = entry["question"], entry["answer"]
-        if prompt not in taken:
-            taken.add(prompt)
-            yield prompt, "" if answer is None else str(answer), {"entry": entry}
+        answer = entry["answer"]
+        yield entry["question"], "" if answer is None else str(answer), {"entry": entry}

@@ -6,77 +6,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.train.tasks.base import Example, ListTask, Reward, normalised
+from policyloss.train.tasks.base import Example, Reward, Task, normalised
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line. split: None if it does not say. prompt: of messages, their contents."""
-
-    prompt: str
-    answer: str
-    split: str | None
-    meta: dict[str, Any]
-    messages: tuple[dict[str, str], ...]
-
-
-def file_task(path: Path, reward: Reward) -> ListTask:
-    """The task in the file at `path`. Prompts that are also trained on are left out of what
-    is held out.
-    """
+def file_task(path: Path, score: Reward) -> Task:
+    """The task in the file at `path`. A prompt that is trained on is not held out."""
     rows = list(_rows(path))
     if not rows:
         raise InputError(
             f'{path} has no examples; write one {{"prompt": …, "answer": …}} per line.'
         )
-    if any(row.split == "held_out" for row in rows):
-        chosen = [row.split == "held_out" for row in rows]
-    else:
-        chosen_prompts = _share({normalised(row.prompt) for row in rows})
-        chosen = [normalised(row.prompt) in chosen_prompts for row in rows]
-    train = [row for row, is_held in zip(rows, chosen, strict=True) if not is_held]
-    trained = {normalised(row.prompt) for row in train}
-    held_out = [
-        row
-        for row, is_held in zip(rows, chosen, strict=True)
-        if is_held and normalised(row.prompt) not in trained
-    ]
-    for name, split in (("train on", train), ("hold out", held_out)):
-        if not split:
+    if not any(split == "held_out" for split, _ in rows):
+        prompts = _share({normalised(example.prompt) for _, example in rows})
+        rows = [("held_out" if normalised(e.prompt) in prompts else "train", e) for _, e in rows]
+    train = [example for split, example in rows if split != "held_out"]
+    trained = {normalised(example.prompt) for example in train}
+    held_out = [example for _, example in rows if normalised(example.prompt) not in trained]
+    for name, examples in (("train on", train), ("hold out", held_out)):
+        if not examples:
             raise InputError(
                 f"{path} leaves no prompt to {name}: it needs different prompts for training and "
                 "for evaluation."
             )
-    return ListTask(str(path), _examples(train), _examples(held_out), reward)
+    return Task(str(path), _placed(train), _placed(held_out), score)
 
 
-def _examples(rows: list[Row]) -> tuple[Example, ...]:
-    """As a task holds them, each with its place as id."""
-    return tuple(
-        Example(row.prompt, row.answer, i, row.meta, row.messages) for i, row in enumerate(rows)
-    )
+def _placed(examples: list[Example]) -> tuple[Example, ...]:
+    """Each with its place as id."""
+    return tuple(replace(example, id=i) for i, example in enumerate(examples))
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, so that neither their
-    order nor a seed matters.
-    """
+    """A tenth of the prompts, at least one: those with the smallest hashes, in any order."""
     ordered = sorted(
         prompts, key=lambda prompt: sha256(prompt.encode("utf-8", "surrogatepass")).digest()
     )
     return set(ordered[: max(1, round(HELD_OUT_SHARE * len(ordered)))])
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[tuple[str | None, Example]]:
+    """The split of each line, if it says one, and its example, whose id comes later."""
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"the task {path} is no plain file; give one of JSON lines.")
@@ -88,7 +66,7 @@ def _rows(path: Path) -> Iterator[Row]:
             yield _row(line, f"{path}, line {number}")
 
 
-def _row(line: bytes, where: str) -> Row:
+def _row(line: bytes, where: str) -> tuple[str | None, Example]:
     try:
         data = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -121,7 +99,7 @@ def _row(line: bytes, where: str) -> Row:
         )
     named = ("prompt", "messages", "answer", "split")
     meta = {key: item for key, item in data.items() if key not in named}
-    return Row(data["prompt"], data["answer"], split, meta, messages)
+    return split, Example(data["prompt"], data["answer"], 0, meta, messages)
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:

@@ -1,6 +1,4 @@
-"""Rewards: functions from an example and a completion to a number, 1 for a right answer.
-None of them can fail unnoticed.
-"""
+"""Rewards: numbers for completions, 1 for a right answer. None of them can fail unnoticed."""
 
 from __future__ import annotations
 
@@ -9,34 +7,32 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from policyloss.errors import InputError, PolicyLossError, unknown_name
+from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.user_code import load_code
 
 
 class RewardError(PolicyLossError):
-    """A reward function failed on one completion. Knows the example and the completion."""
+    """A reward function failed on one completion."""
 
     def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
         super().__init__(
             f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}."
         )
-        self.example = example
-        self.completion = completion
 
 
 def make_reward(name: str) -> Reward:
-    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`
-    of an importable module.
-
-    What it returns must be a finite number; anything else, and whatever it raises,
-    becomes a `RewardError`.
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. What it
+    returns must be a finite number; anything else, and what it raises, becomes a `RewardError`.
     """
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
     if ":" in name:
-        return checked(name, _imported(name))
+        function = load_code(name, "the reward")
+        if not callable(function):
+            raise InputError(f"the reward {name!r} is {safe_repr(function)}, which is no function.")
+        return checked(name, function)
     raise InputError(
         unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
     )
@@ -49,18 +45,14 @@ def checked(name: str, function: Any) -> Reward:
         try:
             value = function(example, completion)
         # By `sys.exit` a reward would end the run as if it had succeeded.
-        except (
-            Exception,
-            SystemExit,
-        ) as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 name, example, completion, f"raised {type(error).__name__}: {error}"
             ) from error
         number = _number(value)
         if not math.isfinite(number):
-            raise RewardError(
-                name, example, completion, f"returned {_shown(value)} where a finite number belongs"
-            )
+            what = f"returned {safe_repr(value)} ({type(value).__name__})"
+            raise RewardError(name, example, completion, f"{what} where a finite number belongs")
         return number
 
     return reward
@@ -78,25 +70,19 @@ def scored(task: Task, example: Example, completion: str, seconds: float) -> flo
         ) from None
 
 
-def forgiving(task: Task, seconds: float, warn: Callable[[str], None]) -> Reward:
-    """The task's score; 0 and a warning where it fails, so that an evaluation goes on."""
+def forgiving(
+    task: Task, seconds: float, warn: Callable[[str], None], failed: float = 0.0
+) -> Reward:
+    """The task's score; `failed` and a warning where it fails, so that a run goes on."""
 
     def score(example: Example, completion: str) -> float:
         try:
             return scored(task, example, completion, seconds)
         except RewardError as error:
             warn(str(error))
-            return 0.0
+            return failed
 
     return score
-
-
-def _shown(x: object) -> str:
-    try:
-        return repr(x) if isinstance(x, Real) else f"{x!r} ({type(x).__name__})"
-    # An object may fail to show itself; so does a whole number of more than 4300 digits.
-    except Exception:
-        return f"something of type {type(x).__name__}"
 
 
 def _number(x: object) -> float:
@@ -113,9 +99,7 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """1 if the completion ends in an expression of the same value as the answer; else 0.
-    Both may be LaTeX, boxed or not.
-    """
+    """1 if a completion ends in an expression (LaTeX, too) of the answer's value; else 0."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -125,11 +109,8 @@ def _math() -> Reward:
 
     def reward(example: Example, completion: str) -> float:
         # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
-        answer = parse(
-            example.answer
-            if "$" in example.answer or "\\boxed" in example.answer
-            else f"${example.answer}$"
-        )
+        marked = "$" in example.answer or "\\boxed" in example.answer
+        answer = parse(example.answer if marked else f"${example.answer}$")
         if not answer:
             raise InputError(f"the answer {example.answer!r} cannot be read as mathematics")
         return float(verify(answer, parse(completion)))
@@ -138,14 +119,3 @@ def _math() -> Reward:
 
 
 _BUILT_IN = {"exact": _exact, "math": _math}
-
-
-def _imported(name: str) -> Any:
-    """The function that `module:function` names."""
-    function = load_code(name, "the reward")
-    if not callable(function):
-        module, _, attribute = name.rpartition(":")
-        raise InputError(
-            f"the reward {name!r}: the module {module!r} has no function {attribute!r}."
-        )
-    return function

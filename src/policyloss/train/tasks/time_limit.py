@@ -28,9 +28,7 @@ HARD_S = 20.0
 
 
 class TimeIsUp(BaseException):
-    """Raised in a function that took too long. No `Exception`, so that `except Exception` in the
-    function does not swallow it.
-    """
+    """Raised in a function that took too long; `except Exception` does not swallow it."""
 
 
 def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
@@ -74,9 +72,7 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
 
 
 def _end_process_after(seconds: float) -> bool:
-    """Have a thread without Python end the process after so long. → whether there is a place to
-    print the stack to.
-    """
+    """Have the process end after so long. → whether there is a place to print the stack to."""
     try:
         handle = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
         os.fstat(handle)

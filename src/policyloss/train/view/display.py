@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -32,8 +31,7 @@ REFRESH_S = 0.1  # a table that is drawn more often flickers
 
 
 class Display:
-    """Shows the steps of a run, `total` of them. A context manager around the loop; `say` and
-    `warn` work outside of it too.
+    """Shows the `total` steps of a run. A context manager, outside of which `say` and `warn` work.
 
     quiet: show nothing, as on every rank but the first. Without a terminal there are about 20
     lines, evenly spaced, and one for the first step, the last, and each with a held-out accuracy.
@@ -56,12 +54,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.update(self.view(), refresh=True)
             self._live.stop()

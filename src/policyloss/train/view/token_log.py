@@ -1,6 +1,4 @@
-"""What a run shows of single tokens: the distribution of ratios,
-and some completions token by token.
-"""
+"""Single tokens of a run: the distribution of ratios, and some completions token by token."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
 
 
 def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
-    """How often the ratio to the old policy fell between which edges,
-    over the tokens of all ranks.
-    """
+    """How often the ratio to the old policy fell between which edges, over all ranks."""
     tokens = learned.pack.tokens
     ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
     place = torch.bucketize(ratio, EDGES[1:-1])
@@ -41,17 +37,12 @@ def rollout_rows(
     tokenizer: Any,
     spec: pl.LossSpec,
 ) -> list[dict[str, Any]]:
-    """Completions token by token, as rows of rollouts.jsonl. samples: the first ones
-    of the pack.
-    """
+    """Completions as rows of rollouts.jsonl. samples: the first ones of the pack."""
     if not samples:
         return []
     pack = learned.pack.with_tokens(logp=learned.logp)
-    pack = (
-        pack.with_tokens(clipped=clipped(pack, spec))
-        .select(range(len(samples)))
-        .to(torch.device("cpu"))
-    )
+    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(range(len(samples)))
+    pack = pack.to(torch.device("cpu"))
     rows = []
     for sample, part in zip(samples, _parts(pack), strict=True):
         example = task.train[sample.example]
@@ -83,27 +74,17 @@ def rollout_rows(
 
 
 def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
-    """Where the trust region or a correction leaves a token with an advantage no gradient,
-    `[N]` bool.
-
-    Read off the loss itself, without its KL and entropy terms:
-    the derivative with respect to logp is exactly 0 there.
+    """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]`
+    bool: the derivative of the loss without its KL and entropy terms by logp is exactly 0 there.
     """
     t = pack.tokens
     logp = t["logp"].clone().requires_grad_()
     others: dict[str, Any] = {name: t[name] for name in ("rollout_logp", "ref_logp") if name in t}
-    bare = spec.replace(kl=None, entropy_coef=0.0)
+    others |= {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
+    bare, old_logp = spec.replace(kl=None, entropy_coef=0.0), t["old_logp"]
     with torch.enable_grad():
         out = pl.policy_loss(
-            bare,
-            logp,
-            t["old_logp"],
-            t["advantages"],
-            t["mask"],
-            **others,
-            cu_seqlens=pack.cu_seqlens,
-            group_ids=pack.sequences["group_ids"],
-            totals="local",
+            bare, logp, old_logp, t["advantages"], t["mask"], **others, totals="local"
         )
         (slope,) = torch.autograd.grad(out.loss, logp)
     return t["mask"] & (slope == 0) & (t["advantages"] != 0)

@@ -1,6 +1,4 @@
-"""Where the numbers of a run go beside its own files:
-TensorBoard, and Weights & Biases or trackio if asked for.
-"""
+"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -8,108 +6,93 @@ import importlib
 import math
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.train.run.atomic import StorageError, from_json, replace_file, to_json
-from policyloss.train.run.plain_files import read_plain
+from policyloss.train.run.files import StorageError, from_json, read_plain, replace_file, to_json
 
 PROJECT = "policyloss"
-
-
-class Tracker(Protocol):
-    """Something that shows the metrics of a run while it trains."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step: numbers, and histograms
-        as `{"edges": […], "counts": […]}`.
-        """
-
-    def flush(self) -> None:
-        """See that what was logged is not lost if the process is killed."""
-
-    def close(self) -> None:
-        """The run has ended."""
+SERVICES = ("wandb", "trackio")
 
 
 class TensorBoard:
-    """Event files in `folder`. resumed_after: the step a resumed run continues from;
-    later events of before are hidden.
+    """Event files in `folder`, from the first numbers on.
+
+    resumed_after: the step a resumed run continues from; later events of before are hidden.
     """
 
-    def __init__(self, folder: Path, *, resumed_after: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self.resumed_after: int | None = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Numbers as scalars, `{"edges": […], "counts": […]}` as histograms."""
+        if self._writer is None:
+            self._writer = self._opened()
+        for name, value in metrics.items():
+            if not isinstance(value, Mapping):
+                self._writer.add_scalar(name, value, step)
+            elif sum(value["counts"]):
+                self._writer.add_histogram_raw(name, **_histogram(**value), global_step=step)
+
+    def flush(self) -> None:
+        """See that what was logged is not lost if the process is killed."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write out what is queued and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self) -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InputError(
                 "TensorBoard events need tensorboard: pip install 'policyloss[train]'."
             ) from None
-        purge = None if resumed_after is None else resumed_after + 1
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers as scalars, histograms as histograms."""
-        for name, value in metrics.items():
-            if not isinstance(value, Mapping):
-                self._writer.add_scalar(name, value, step)
-            elif sum(value["counts"]):
-                self._writer.add_histogram_raw(
-                    name, **_histogram(value["edges"], value["counts"]), global_step=step
-                )
-
-    def flush(self) -> None:
-        """Write out what is queued."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write out what is queued and close the file."""
-        self._writer.close()
+        purge = None if self.resumed_after is None else self.resumed_after + 1
+        return SummaryWriter(str(self._folder), purge_step=purge)
 
 
 def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
     """What TensorBoard wants: the upper limit of each bucket, and moments, here with every value in
-    the middle of its bucket.
-
-    One edge more than counts: they enclose the buckets. One less: they separate them, and the first
-    and last have no outer end.
+    the middle of its bucket. Buckets lie between one edge and the next.
     """
-    if len(edges) not in (len(counts) + 1, len(counts) - 1):
-        raise InputError(
-            f"a histogram needs one edge more or one less than its counts, got {len(edges)} edges "
-            f"and {len(counts)} counts."
-        )
-    ends = edges if len(edges) > len(counts) else [edges[0], *edges, edges[-1]]
-    middles = [(low + high) / 2 for low, high in pairwise(ends)]
-    filled = [i for i, count in enumerate(counts) if count]
+    buckets = [
+        ((low + high) / 2, n) for (low, high), n in zip(pairwise(edges), counts, strict=True)
+    ]
+    filled = [i for i, n in enumerate(counts) if n]
     return {
-        "min": ends[filled[0]],
-        "max": ends[filled[-1] + 1],
+        "min": edges[filled[0]],
+        "max": edges[filled[-1] + 1],
         "num": sum(counts),
-        "sum": math.fsum(middle * count for middle, count in zip(middles, counts, strict=True)),
-        "sum_squares": math.fsum(
-            middle**2 * count for middle, count in zip(middles, counts, strict=True)
-        ),
-        "bucket_limits": ends[1:],
+        "sum": math.fsum(middle * n for middle, n in buckets),
+        "sum_squares": math.fsum(middle**2 * n for middle, n in buckets),
+        "bucket_limits": edges[1:],
         "bucket_counts": counts,
     }
 
 
 class Service:
-    """Weights & Biases or trackio, which share their calls. A failure of the service is warned of
-    once, and training goes on.
+    """Weights & Biases or trackio, which share their calls, with a run of its own for the run
+    directory `folder`; a resumed one continues it. A failure of the service is warned of once, and
+    training goes on.
     """
 
-    def __init__(self, name: str, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
-        self._name, self._module, self._works = name, module, True
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        self._name, self._module, self._works = name, service_module(name), True
         about = {"project": PROJECT, "config": dict(config), "resume": "allow"}
         run_id = _run_id(folder)
         if name == "wandb":
-            module.init(**about, name=folder.name, id=run_id, dir=str(folder.absolute()))
+            self._module.init(**about, name=folder.name, id=run_id, dir=str(folder.absolute()))
         else:  # trackio knows a run by its name, and folders of different runs may have the same
-            module.init(**about, name=f"{folder.name}-{run_id}")
+            self._module.init(**about, name=f"{folder.name}-{run_id}")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The numbers; histograms are left to TensorBoard and the report."""
@@ -123,7 +106,7 @@ class Service:
         """Say that the run has ended."""
         self._try(self._module.finish)
 
-    def _try(self, call: Any) -> None:
+    def _try(self, call: Callable[[], Any]) -> None:
         if not self._works:
             return
         try:
@@ -138,20 +121,8 @@ class Service:
             )
 
 
-SERVICES = ("wandb", "trackio")
-
-
-def service(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
-    """The tracker called `name`, with a run of its own for the run directory `folder`;
-    a resumed one continues it.
-    """
-    return Service(name, service_module(name), folder, config)
-
-
 def service_module(name: str) -> Any:
-    """The package of a tracker, or an error that says how to get it:
-    to be asked before anything is loaded.
-    """
+    """The package of a tracker, or, before anything is loaded, an error that says how to get it."""
     if name not in SERVICES:
         raise InputError(unknown_name("tracker", name, SERVICES))
     try:
@@ -168,9 +139,8 @@ def _run_id(folder: Path) -> str:
     if not path.exists():
         replace_file(path, to_json({"id": uuid.uuid4().hex[:12]}, "track"))
     try:
-        run_id = from_json(read_plain(path))["id"]
+        return str(from_json(read_plain(path))["id"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"cannot read {path}: {error}. Delete it: the services then see a new run."
         ) from None
-    return str(run_id)

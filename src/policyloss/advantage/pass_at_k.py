@@ -1,0 +1,123 @@
+"""Advantages for pass@k: what a sample adds to the best of its group.
+
+Legend and common rules: those of `estimators.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.advantage.groups import (
+    RankedGroups,
+    check_numbers,
+    check_rewards,
+    divided,
+    of_all_ranks,
+)
+from policyloss.arguments import check_choice, check_integer
+from policyloss.functional.masking import accumulator_dtype, compute_dtype
+from policyloss.functional.scan import linear_recurrence_reverse
+
+
+@torch.no_grad()
+def passk_max_gap(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: Literal["std"] | None = "std",
+    eps: float = 1e-6,
+    ddof: int = 1,
+    group: Any = None,
+) -> Tensor:
+    """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`.
+
+    The others get 0.
+    Leaving the winner out would cost the group's maximum exactly that margin; here k is the size of
+    the group.
+    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. A tie for the best, a constant group,
+    a group of one (an error in verl): 0. group: ranks that a prompt's samples may be spread over,
+    as in `group_advantages`.
+    """
+    _check_passk(rewards, group_ids, scale, eps, ddof)
+    dtype = compute_dtype(rewards)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
+    if r.numel() == 0:
+        return r.to(dtype)
+    g = RankedGroups.of(r, ids)
+    second = g.at((g.rank - 1).clamp(min=0))
+    gap = torch.where(g.rank == g.size - 1, g.rewards - second, 0)
+    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[this_rank]
+
+
+@torch.no_grad()
+def passk_combinatorial(
+    rewards: Tensor,
+    group_ids: Tensor,
+    k: int,
+    *,
+    scale: Literal["std"] | None = "std",
+    eps: float = 0.0,
+    group: Any = None,
+) -> Tensor:
+    """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member.
+
+    The result is exact, but no subset is formed.
+    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, population
+    standard deviation.
+    With the rewards sorted and p the number of members below: the best of a subset is member p in
+    `C(p, k−1)` subsets, and, among those that hold a lower i, in `C(p−1, k−2)`. For rewards 0/1
+    with m wrong: `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`, `A_right = (1−R)/σ`,
+    `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 it is GRPO with ddof 0.
+    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). Where all subsets have the same
+    best member's reward (a constant group, fewer than k wrong), or n ≤ k (a group of one): 0.
+    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    """
+    _check_passk(rewards, group_ids, scale, eps, 0)
+    check_integer("k", k, 1)
+    dtype = compute_dtype(rewards)
+    (rewards, group_ids), this_rank = of_all_ranks(group, rewards, group_ids)
+    if rewards.numel() == 0:
+        return rewards.to(dtype)
+    g = RankedGroups.of(rewards, group_ids)
+    # All terms are shifted alike, so measure from the lowest; NaN is put back by group, as 0·nan
+    # would cross groups in the scan.
+    r = (g.rewards - g.lowest).nan_to_num(0, 0, 0)
+    best = _choose_ratio(g.rank, k - 1, g.size, k)
+    mean = g.total(best * r)
+    std = g.total(best * (r - mean) ** 2).sqrt()
+    above = _choose_ratio(g.rank - 1, k - 2, g.size - 1, k - 1) * r
+    inside = (g.rank < g.size - 1).to(r.dtype)
+    above_sum = inside * linear_recurrence_reverse(above, inside).roll(-1)
+    mean_with = _choose_ratio(g.rank, k - 1, g.size - 1, k - 1) * r + above_sum
+    # The k-th lowest is the worst a subset's best can be (and with n ≤ k, the highest is).
+    flat = g.at((g.size - 1).clamp(max=k - 1)) == g.highest
+    advantage = torch.where(flat, 0, mean_with - mean)
+    advantage = advantage if scale is None else divided(advantage, torch.where(flat, 0, std), eps)
+    return g.back(advantage + g.total(g.rewards * 0), dtype)[this_rank]
+
+
+def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
+    """`C(a, b) / C(n, k)`, 0 where `C(a, b)` or `C(n, k)` is 0."""
+    exists = (a >= b) & (n >= k) & (b >= 0)
+    b, wide = max(b, 0), accumulator_dtype(a.device)
+    a, n = a.clamp(min=b).to(wide), n.clamp(min=k).to(wide)
+
+    def log_choose(top: Tensor, bottom: int) -> Tensor:
+        return (
+            torch.lgamma(top + 1)
+            - torch.lgamma(top - bottom + 1)
+            - torch.lgamma(torch.full_like(top, bottom + 1))
+        )
+
+    return torch.where(exists, (log_choose(a, b) - log_choose(n, k)).exp(), 0)
+
+
+def _check_passk(
+    rewards: Tensor, group_ids: Tensor, scale: str | None, eps: float, ddof: int
+) -> None:
+    check_rewards(rewards, group_ids)
+    check_choice("scale", scale, ("std", None))
+    check_numbers(eps, ddof)

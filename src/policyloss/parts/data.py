@@ -1,0 +1,140 @@
+"""Parts by their slots: which may fill each, and parts as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from policyloss.errors import SpecError, safe_repr, unknown_name
+from policyloss.parts import aggregate, correction, kl, ratio, trust
+
+VARIANTS: dict[str, tuple[type, ...]] = {
+    "ratio": ratio.VARIANTS,
+    "trust": trust.VARIANTS,
+    "correction": correction.VARIANTS,
+    "kl": kl.VARIANTS,
+    "aggregate": aggregate.VARIANTS,
+}
+_FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in VARIANTS}
+P = TypeVar("P")
+
+
+def has_fields(part: Any) -> bool:
+    """Whether `part` is a dataclass, as every part of the library is, and no plain callable."""
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)
+
+
+def is_part(slot: str, part: Any) -> bool:
+    """Whether `part` is one of the library's parts for `slot`, not a user's callable."""
+    return isinstance(part, VARIANTS[slot])
+
+
+def check_part(slot: str, part: Any) -> None:
+    """Raise unless `part` may fill `slot`: one of its variants, or a callable."""
+    if isinstance(part, type):
+        raise SpecError(f"{slot}={part.__name__} is a class; make one: {part.__name__}(…).")
+    if isinstance(part, VARIANTS[slot]):
+        return
+    if hasattr(part, "statistics") and not hasattr(part, "statistics_names"):
+        raise SpecError(
+            f"{slot}={part!r} has statistics; name them in statistics_names, so that a missing "
+            "measurement is noticed."
+        )
+    for other, variants in VARIANTS.items():
+        if isinstance(part, variants):
+            raise SpecError(
+                f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}."
+            )
+    if not callable(part):
+        names = ", ".join(v.__name__ for v in VARIANTS[slot])
+        raise SpecError(
+            f"{slot}={safe_repr(part)} is not a part; use one of {names}, or a callable of Tokens."
+        )
+
+
+def framework_part(slot: str, framework: str) -> Callable[[type[P]], type[P]]:
+    """A decorator for a framework's part: specs that hold one can be written as data.
+
+    The class extends a part of this slot. In data its type is "framework.ClassName", which can be
+    read back wherever `policyloss.compat` has loaded that framework.
+    """
+
+    def known(part: type[P]) -> type[P]:
+        _FRAMEWORK_PARTS[slot][f"{framework}.{part.__name__}"] = part
+        return part
+
+    return known
+
+
+def known_parts(slot: str) -> dict[str, type]:
+    """The classes that may be written as data in `slot`, by the name they have there."""
+    return {**{part.__name__: part for part in VARIANTS[slot]}, **_FRAMEWORK_PARTS[slot]}
+
+
+def kind(part: Any) -> type:
+    """The library's class of a part; for a framework's part, the class that it extends."""
+    ours = {variant for variants in VARIANTS.values() for variant in variants}
+    return next((each for each in type(part).__mro__ if each in ours), type(part))
+
+
+def encoded(slot: str, part: Any) -> dict[str, Any]:
+    """A part as plain data: its type's name and its fields."""
+    name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
+    if name is None:
+        raise SpecError(
+            f"the {slot!r} slot holds a callable ({part!r}), which cannot be written as data."
+        )
+    values = {f.name: _encode_value(slot, getattr(part, f.name)) for f in dataclasses.fields(part)}
+    return {"type": name, **values}
+
+
+def _encode_value(slot: str, value: Any) -> Any:
+    if is_part(slot, value):  # a part may be made of parts of the same slot
+        return encoded(slot, value)
+    if isinstance(value, tuple):
+        return [_encode_value(slot, v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"  # JSON has no infinity
+    return value
+
+
+def decoded(slot: str, data: Any) -> Any:
+    """The inverse of `encoded`; an error names the valid types and fields."""
+    variants: dict[str, Any] = known_parts(slot)
+    if not isinstance(data, Mapping) or "type" not in data:
+        raise SpecError(
+            f'the {slot!r} slot must be a mapping with a "type", got {data!r}. Types: '
+            f"{', '.join(variants)}."
+        )
+    name = data["type"]
+    if not isinstance(name, str) or name not in variants:
+        framework, dot, _ = str(name).partition(".")
+        if dot:
+            raise SpecError(
+                f"{slot} type {name!r} is named like a framework's own part; those are known once "
+                f"their drop-ins are loaded: import policyloss.compat.{framework} before reading "
+                "the spec."
+            )
+        raise SpecError(unknown_name(f"{slot} type", name, variants))
+    make = variants[name]
+    valid = [f.name for f in dataclasses.fields(make)]
+    for key in data:
+        if key != "type" and key not in valid:
+            none = f"{name} has no fields, got {key!r}."
+            raise SpecError(unknown_name(f"{name} field", key, valid) if valid else none)
+    values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
+    needed = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise SpecError(f"{name} needs {', '.join(missing)}.")
+    return make(**values)
+
+
+def _decode_value(slot: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return decoded(slot, value)
+    if isinstance(value, list):
+        return tuple(_decode_value(slot, v) for v in value)
+    return float(value) if value in ("inf", "-inf") else value

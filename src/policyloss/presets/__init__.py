@@ -1,0 +1,155 @@
+"""The named losses: data, by family. Each number says where it comes from.
+
+A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library
+default. There is no function per algorithm; `explain` says what each one is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from policyloss.arguments import description
+from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
+from policyloss.presets.named_loss import Preset as Preset
+from policyloss.presets.off_policy import OFF_POLICY
+from policyloss.presets.ratios import BY_RATIO
+from policyloss.presets.taught import TAUGHT
+from policyloss.spec import LossSpec
+
+# The names, for type checkers and editors.
+PresetName = Literal[
+    "ppo",
+    "ppo_dual_clip",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "gspo_turn",
+    "cispo",
+    "cispo_unified",
+    "rollout_is",
+    "sapo",
+    "gmpo",
+    "gpg",
+    "reinforce",
+    "importance_sampling",
+    "tis",
+    "seq_tis",
+    "icepop",
+    "seq_mask_tis",
+    "opsm",
+    "decoupled_ppo",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "prime_rl",
+    "dro",
+    "topr",
+    "up_grpo",
+    "luspo",
+    "vespo",
+    "rloo_loss",
+    "two_sided",
+    "aipo",
+    "opd",
+    "opd_kl",
+    "iw_opd",
+    "kdrl",
+    "sdpo",
+    "opd_exact",
+    "gkd",
+    "gkd_forward",
+    "gkd_reverse",
+    "mopd_topk",
+    "opsd",
+    "sdft",
+]
+
+PRESETS: dict[str, Preset] = {p.name: p for p in (*BY_RATIO, *OFF_POLICY, *TAUGHT)}
+
+
+def presets() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(PRESETS)
+
+
+def find_preset(name: str) -> Preset:
+    """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
+    if not isinstance(name, str):
+        raise SpecError(f"name must be the name of a preset, a string, got {description(name)}.")
+    known = match_name(name, PRESETS)
+    if known is None:
+        raise SpecError(unknown_name("preset", name, PRESETS))
+    return PRESETS[known]
+
+
+def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
+    """The loss called `name`, as a frozen `LossSpec`; `numbers` change fields of its parts by name.
+
+        pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
+
+    A field name that several parts of the loss have is an error: use `spec.replace(slot=…)`.
+    """
+    return find_preset(name).spec.with_fields(**numbers)
+
+
+def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec:
+    """`spec` itself, or the preset of that name. called: what the caller calls this argument."""
+    if isinstance(spec, LossSpec):
+        return spec
+    if isinstance(spec, str):
+        return find_preset(spec).spec
+    raise InputError(
+        f"{called} must be a LossSpec or the name of a preset, got {description(spec)}; "
+        "policyloss.presets() lists the names."
+    )
+
+
+def defined_with(loss: LossSpec | str) -> str | None:
+    """The advantage estimator that a preset, or a spec equal to one, is defined with.
+
+    None if it goes with any, or is no preset.
+    A spec has no name: where several presets are this loss and are defined with different
+    advantages, the answer is None.
+    """
+    if isinstance(loss, str):
+        return find_preset(loss).advantage
+    estimators = {p.advantage for p in presets_equal_to(loss)}
+    return estimators.pop() if len(estimators) == 1 else None
+
+
+def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
+    """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
+    horizon = getattr(spec.aggregate, "horizon", None)
+    return tuple(
+        p
+        for p in PRESETS.values()
+        if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon))
+    )
+
+
+def read_loss(name: str) -> LossSpec | str:
+    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
+    path = Path(name)
+    if match_name(name, PRESETS) or not (path.suffix == ".json" or path.is_file()):
+        return name
+    data = read_json(name)
+    try:
+        return LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None
+
+
+def read_json(name: str) -> Any:
+    """What the JSON file of that path holds; an error names the file."""
+    try:
+        return json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None

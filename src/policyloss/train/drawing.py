@@ -1,0 +1,101 @@
+"""The next token of each row: the rule by which it is drawn from the logits, and the tokens that
+top-p and top-k leave it to be drawn from.
+
+Shapes: B rows, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the next token is chosen from the logits.
+
+    processed: its log-probability is that over its `support`, from which it is drawn, and not that
+    over all tokens.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    processed: bool = False
+
+    def check(self) -> None:
+        """Raise for numbers that mean nothing."""
+        # Below, float32 would divide by 0.
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
+            raise InputError(
+                f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the "
+                "likeliest token."
+            )
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]; 1 turns it off.")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InputError(
+                f"top_k is {self.top_k}; give a whole number >= 1, or 0 to turn it off."
+            )
+
+
+class Drawn(NamedTuple):
+    """token: int64 `[B]`. logp: its log-probability, `[B]`. kept: the tokens that it was drawn
+    from, bool `[B, V]`; None for all.
+    """
+
+    token: Tensor
+    logp: Tensor
+    kept: Tensor | None = None
+
+
+def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
+    """The next token of each row. logits: `[B, V]`. uniform: `[B]`.
+
+    token = min{v : Σ_{w ≤ v} p_w > uniform · Σ_w p_w},
+    p = softmax(logits / temperature) on its `support`, 0 elsewhere.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # A tiny temperature must not overflow: the largest logit becomes 0 before the division.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / (rule.temperature or 1.0)
+    logp, kept = scaled.log_softmax(-1), None
+    if rule.temperature == 0:
+        token = logits.argmax(-1, keepdim=True)
+    else:
+        p = logp.exp()
+        if rule.top_p < 1 or rule.top_k:
+            kept = support(p, rule.top_p, rule.top_k)
+            p = p.where(kept, 0.0)
+            if rule.processed:
+                logp = scaled.where(kept, -math.inf).log_softmax(-1)
+        # In order of token ids, not of probability: a rounding
+        # that swaps two near-equal tokens then changes no sample.
+        cdf = p.cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        # NaN logits end past the last token; the sampler reports them.
+        token.clamp_(max=logits.shape[-1] - 1)
+    return Drawn(token.squeeze(-1), logp.gather(-1, token).squeeze(-1), kept)
+
+
+def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Which tokens may be drawn: bool `[B, V]`, at least one in each row;
+    of equal tokens, the lower ids first.
+
+    First the `top_k` likeliest (0: all). Of these, the smallest set of the likeliest whose share of
+    their mass reaches `top_p`.
+    """
+    ranked = p.topk(min(top_k or p.shape[-1], p.shape[-1])).values
+    above = ranked.cumsum(-1, dtype=torch.float64)
+    if top_p < 1:
+        count = (above - ranked < top_p * above[:, -1:]).sum(-1, keepdim=True).clamp_(min=1)
+    else:
+        count = torch.full_like(ranked[:, :1], ranked.shape[-1], dtype=torch.int64)
+    least = ranked.gather(-1, count - 1)
+    likelier, equal = p > least, p == least
+    return likelier | (equal & (equal.cumsum(-1) <= count - likelier.sum(-1, keepdim=True)))

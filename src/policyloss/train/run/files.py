@@ -1,0 +1,196 @@
+"""The files of a run directory. They survive a crash: written whole, brought to the disk, then
+given their name. They are data: a link or a pipe among them is refused, never followed. And JSON
+that keeps every float.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.output import kind_of
+
+# What a run directory holds under names of its own;
+# other files that lie there are nobody's business.
+FILES = (
+    *("config.json", "environment.json", "track.json", "lock"),
+    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl"),
+)
+FOLDERS = ("checkpoints", "tensorboard")
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+# What data of another form than expected raises where it is used.
+_MALFORMED: tuple[type[Exception], ...] = (
+    *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
+    *(RuntimeError, StopIteration),
+)
+
+
+class StorageError(PolicyLossError):
+    """A file of a run that could not be written, or does not hold what was written."""
+
+
+def write_error(what: object, error: Exception, kept: str) -> StorageError:
+    """The error for a failed write: what, why, what to do. kept: what is still there."""
+    number = error.errno if isinstance(error, OSError) else None
+    reason = os.strerror(number) if number else str(error)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "Free some space"
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "Make the directory writable"
+    else:
+        advice = "Check that the directory is there and its disk is healthy"
+    return StorageError(f"could not write {what}: {reason}. {kept} {advice}, then resume.")
+
+
+@contextmanager
+def damage_named(what: str, advice: str = "", *more: type[Exception]) -> Iterator[None]:
+    """Around the use of what a file holds: where that is missing or of another kind, a
+    `StorageError`. more: further exceptions that mean this.
+    """
+    try:
+        yield
+    except PolicyLossError:
+        raise
+    except (*_MALFORMED, *more) as error:
+        raise StorageError(f"{what}: {type(error).__name__}: {error}.{advice}") from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the list of names in a folder, from the system's memory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, and bring their names to the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to the disk; a link of its name is removed, not written to."""
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give `path` new contents at one moment: readers and crashes see the old or the new ones."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_error(path, error, "The old contents are as they were.") from error
+
+
+def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
+    """`value` as JSON that any reader takes and `from_json` turns back exactly; tuples come back as
+    lists. NaN and infinities, which JSON lacks, are written as `{"float": "nan"}`.
+
+    name: what `value` is, for the error about something that JSON cannot hold.
+    """
+    return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
+
+
+def from_json(data: bytes) -> Any:
+    """What `to_json` was given."""
+    try:
+        return json.loads(data, object_hook=_float_or_dict)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InputError(
+                    f"{name} has the key {key!r}, but JSON takes only strings as keys; use "
+                    "str(key)."
+                )
+        return {key: _plain(inner, f"{name}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(float(value))}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InputError(
+        f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a "
+        "list or a dict."
+    )
+
+
+def _float_or_dict(value: dict[str, Any]) -> Any:
+    special = value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
+    return float(value["float"]) if special else value
+
+
+def require_plain(path: Path) -> None:
+    """Raise if there is something at `path` that is neither a plain file nor a folder."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # whoever opens it says what is wrong
+    kind = kind_of(mode)
+    if kind is not None and not stat.S_ISDIR(mode):
+        raise StorageError(
+            f"{path} is a {kind}. A run directory holds plain files and folders only, because what "
+            "leads out of it is neither read nor written; remove it, or put the file itself there."
+        )
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """Open a plain file by `os.open`; a link is not followed, and a pipe is not waited for."""
+    require_plain(path)
+    handle = os.open(path, flags | _NO_LINK | _NO_WAIT, 0o644)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StorageError(f"{path} is no plain file; remove it.")
+    return handle
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of a plain file."""
+    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def refuse_links(run: Path) -> None:
+    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
+    name that is no text. `run` itself may be a link: the user named it.
+    """
+    try:
+        str(run).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another "
+            "name."
+        ) from None
+    for name in FILES:
+        require_plain(run / name)
+        require_plain(run / f".{name}.tmp")
+    for name in FOLDERS:
+        require_plain(run / name)
+        for folder, inner, files in os.walk(run / name):
+            for entry in (*inner, *files):
+                require_plain(Path(folder) / entry)

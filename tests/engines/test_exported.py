@@ -1,0 +1,170 @@
+"""A chat model that learned adapters while vLLM sampled, then exported: the likeliest answers are
+the same tokens everywhere, by the engine of the run, by a fresh vLLM and by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+pytestmark = pytest.mark.engines
+WORKER = Path(__file__).parents[1] / "workers" / "greedy_vllm.py"
+STEPS, NEW_TOKENS, HELD_OUT = 6, 16, 24
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Scores that differ among the completions of a prompt, and a note of everything that was scored.
+REWARD = """
+import json
+def reward(example, completion):
+    with open({file!r}, "a") as file:
+        file.write(json.dumps([example.prompt, completion]) + "\\n")
+    return sum(map(ord, completion)) % 5 / 4
+"""
+
+
+def python(*words: object) -> None:
+    """Run Python with these words, and show what it printed if it fails."""
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+@dataclass
+class Exported:
+    """A run and what was exported from it. scored: every prompt and completion, in order."""
+
+    base: Path
+    merged: Path
+    adapter: Path
+    conversations: Path
+    scored: list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    from policyloss.train.chat import with_template
+    from policyloss.train.models import load
+    from policyloss.train.tasks import make_task
+    from policyloss.train.warmup import warm_up
+
+    folder = tmp_path_factory.mktemp("exported")
+    base, run, file = folder / "base", folder / "run", folder / "task.jsonl"
+    examples = make_task("sort", reward=None, seed=0).train[: 64 + HELD_OUT]
+    conversations = [[{"role": "user", "content": e.prompt}] for e in examples]
+    rows = [
+        {"messages": m, "answer": e.answer, "split": "train" if i < 64 else "held_out"}
+        for i, (e, m) in enumerate(zip(examples, conversations, strict=True))
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (folder / "held_out.json").write_text(json.dumps(conversations[64:]))
+    task = make_task(str(file), reward="exact", seed=0)
+    model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
+    tokenizer.chat_template = TEMPLATE
+    warm_up(model, tokenizer, with_template(task, tokenizer, None, None), steps=60, seed=0)
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    reward, notes = folder / "reward.py", folder / "scored.jsonl"
+    reward.write_text(REWARD.format(file=str(notes)))
+    options = {
+        "model": base,
+        "task": file,
+        "reward": f"{reward}:reward",
+        "rollout": "vllm",
+        "lora_rank": 4,
+        "lr": 1e-2,
+        "steps": STEPS,
+        "eval_every": STEPS,
+        "eval_prompts": HELD_OUT,
+        "prompts": 8,
+        "max_new_tokens": NEW_TOKENS,
+        "dtype": "float32",
+    }
+    words = [word for k, x in options.items() for word in (f"--{k.replace('_', '-')}", x)]
+    python("-m", "policyloss", "train", "--out", run, *words)
+    python("-m", "policyloss", "export", run, folder / "merged")
+    python("-m", "policyloss", "export", run, folder / "adapter", "--adapter")
+    scored = [tuple(json.loads(line)) for line in notes.read_text().splitlines()]
+    return Exported(base, folder / "merged", folder / "adapter", folder / "held_out.json", scored)
+
+
+Answers = list[list[list[int]]]
+
+
+def by_vllm(exported: Exported, model: Path, *adapter: Path) -> Answers:
+    out = exported.conversations.with_name("answers.json")
+    python(WORKER, model, exported.conversations, out, *adapter)
+    answers: Answers = json.loads(out.read_text())
+    return answers
+
+
+def by_transformers(exported: Exported, model: Path, adapter: Path | None = None) -> Answers:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(adapter or model)
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter:
+        policy.load_adapter(str(adapter))
+    answers: Answers = []
+    for messages in json.loads(exported.conversations.read_text()):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        written = policy.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
+        answers.append([ids, written[0, len(ids) :].tolist()])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(exported: Exported) -> Answers:
+    """The answers of the merged folder by transformers, which learning has changed."""
+    answers = by_transformers(exported, exported.merged)
+    before = by_transformers(exported, exported.base)
+    assert len(answers) == HELD_OUT
+    assert sum(x != y for x, y in zip(answers, before, strict=True)) > HELD_OUT // 2
+    assert len({tuple(ids) for _, ids in answers}) > HELD_OUT // 4
+    return answers
+
+
+def test_the_engine_of_the_run_answers_as_the_policy_after_its_last_step(
+    exported: Exported, expected: Answers
+) -> None:
+    """The run ends with an evaluation, for which vLLM was given the adapters of the last step."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported.merged)
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    assert {(text(p), text(a)) for p, a in expected} == set(exported.scored[-HELD_OUT:])
+
+
+def test_a_fresh_vllm_answers_the_same_from_the_merged_folder(
+    exported: Exported, expected: Answers
+) -> None:
+    assert by_vllm(exported, exported.merged) == expected
+
+
+def test_an_adapter_answers_the_same_beside_the_model_it_was_learned_for(
+    exported: Exported, expected: Answers
+) -> None:
+    assert by_transformers(exported, exported.base, exported.adapter) == expected
+    assert by_vllm(exported, exported.base, exported.adapter) == expected

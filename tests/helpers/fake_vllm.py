@@ -1,0 +1,125 @@
+"""A stand-in for the package vllm: it records what is asked of it, and refuses what vLLM on a GPU
+could not do, such as to sample without weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from policyloss.train.decoding import Completed, complete
+from policyloss.train.drawing import Rule
+from policyloss.train.rollout import vllm_engine
+from policyloss.train.sampler import uniforms
+
+Call = tuple[str, dict[str, Any]]
+
+
+def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
+    """Have `import vllm` find the stand-in. Returns the calls, to which later ones are added.
+
+    gpu: whether the engine believes that there is one.
+    """
+    calls: list[Call] = []
+
+    class LLM(_LLM):
+        def __init__(self, **options: Any) -> None:
+            calls.append(("LLM", options))
+            super().__init__(calls, options["model"])
+
+    def sampling(**options: Any) -> SimpleNamespace:
+        calls.append(("SamplingParams", options))
+        return SimpleNamespace(**options)
+
+    module = ModuleType("vllm")
+    module.__dict__.update(LLM=LLM, SamplingParams=sampling)
+    patch.setitem(sys.modules, "vllm", module)
+    cuda = SimpleNamespace(is_available=lambda: gpu)
+    patch.setattr(vllm_engine, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor))
+    return calls
+
+
+def likeliest(one: Completed, count: int, vocabulary: int) -> list[list[tuple[int, float]]]:
+    """At each token, `count` ids with log-probabilities as vLLM reports them: those that were kept,
+    then others, which are −inf. (Of the kept, only that of the token itself is right.)
+    """
+    rows = []
+    for t, token in enumerate(one.tokens):
+        kept = list(range(vocabulary))
+        if one.support is not None:
+            ids, offsets = one.support
+            kept = ids[offsets[t] : offsets[t + 1]].tolist()
+        others = [v for v in range(vocabulary) if v not in kept]
+        row = [(v, float(one.logp[t]) if v == token else -1.0) for v in kept]
+        rows.append([*row, *((v, -float("inf")) for v in others)][:count])
+    return rows
+
+
+class _LLM:
+    """awake: the memory that it has. good: of that, what holds something that can be used."""
+
+    def __init__(self, calls: list[Call], folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        self.calls, self.version = calls, "default"
+        self.awake, self.good = {"weights", "kv_cache"}, {"weights", "kv_cache"}
+
+    def generate(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
+        self.calls.append(("generate", options))
+        assert self.good == {"weights", "kv_cache"}, f"only {self.good} can be used"
+        return [
+            self._answer(x["prompt_token_ids"], p) for x, p in zip(prompts, params, strict=True)
+        ]
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        self.calls.append(("collective_rpc", {"method": method, "kwargs": kwargs}))
+        assert method == "reload_weights"
+        assert "weights" in self.awake, "there is no memory for weights"
+        self.model.load_state_dict(dict(kwargs["weights_iterator"]))
+        self.good.add("weights")
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append(("reset_prefix_cache", {}))
+        self.good.add("kv_cache")
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.calls.append(("update_weight_version", {"new_version": new_version}))
+        self.version = new_version
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", {"level": level}))
+        for x in self.model.parameters():
+            x.data.fill_(float("nan"))
+        self.awake, self.good = set(), set()
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", {"tags": tags}))
+        assert self.awake.isdisjoint(tags)
+        self.awake |= set(tags)
+
+    def _answer(self, prompt: list[int], p: Any) -> SimpleNamespace:
+        rule = Rule(p.temperature, p.top_p, p.top_k, processed=True)
+        drawn, ends, count = uniforms(p.seed, 0, p.n, p.max_tokens), p.stop_token_ids, p.logprobs
+        completed = complete(
+            self.model, [prompt] * p.n, drawn, ends, rule, batch_tokens=4096, supports=count > 0
+        )
+        assert p.flat_logprobs
+        return SimpleNamespace(outputs=[self._output(one, ends, count) for one in completed])
+
+    def _output(self, one: Completed, ends: list[int], count: int) -> SimpleNamespace:
+        rows = likeliest(one, count, self.model.config.vocab_size)
+        chosen = zip(one.tokens, one.logp.tolist(), strict=True)
+        pairs = [pair for first, row in zip(chosen, rows, strict=True) for pair in (first, *row)]
+        return SimpleNamespace(
+            token_ids=one.tokens,
+            logprobs=SimpleNamespace(
+                token_ids=[v for v, _ in pairs], logprobs=[x for _, x in pairs]
+            ),
+            finish_reason="stop" if one.tokens[-1] in ends else "length",
+            weight_versions=[SimpleNamespace(version=self.version)],
+        )
