@@ -207,7 +207,7 @@ def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
     rows = [{"step": s, "reward/mean": s / 20, "truncated": 0.9} for s in range(1, 21)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = collect([run])
-    assert [row["cause"] for row in data["runs"][0]["health"]] == ["truncation"]
-    assert "<summary>Health</summary>" in render(data)
+    assert [row["cause"] for row in data["runs"][0]["health"]["symptoms"]] == ["truncation"]
+    assert "<summary>Health: 1 symptom</summary>" in render(data)
     (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert "<summary>Health</summary>" not in render(collect([run]))
+    assert "<summary>Health" not in render(collect([run]))
